@@ -1,0 +1,179 @@
+"""What a bundle says of itself: `manifest.json`, as pydantic models.
+
+The manifest is data that other machines wrote, so every field is checked and an unknown field is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+
+Cell = Literal["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
+Role = Literal["step", "window", "advance", "scan", "head"]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+VocabularyKind = Literal["bpe", "words", "events"]
+
+STATE_NAMES: dict[Cell, tuple[str, ...]] = {
+    "linear": ("h",),
+    "rnn_tanh": ("h",),
+    "rnn_relu": ("h",),
+    "gru": ("h",),
+    "lstm": ("h", "c"),
+    "gated": ("s",),
+}
+
+
+class Frozen(BaseModel):
+    """A record that refuses unknown fields and cannot be changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class StateTensor(Frozen):
+    """One tensor of a session's state; its initial value is zero."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["float32"] = "float32"
+
+
+class Architecture(Frozen):
+    """The function that the weights parametrise, completely: nothing else is needed to run it.
+
+    `block` is "plain" (each cell reads the output of the one below) or "residual":
+    `x = x + scale * cell(LayerNorm(x))`, then `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
+    `gate_cap` (gated only) is the c of `f = c * sigmoid(...)`: no forget gate ever exceeds it.
+    """
+
+    cell: Cell
+    vocabulary_size: int = Field(ge=2)
+    embedding: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    layers: int = Field(ge=1)
+    block: Literal["plain", "residual"] = "plain"
+    feed_forward: int = Field(default=0, ge=0)
+    tied: bool = True
+    gate_cap: float = Field(default=1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Architecture:
+        if self.tied and self.embedding != self.hidden:
+            raise ValueError(f"tied weights need embedding == hidden, not {self.embedding} and {self.hidden}")
+        if self.block == "residual" and self.embedding != self.hidden:
+            raise ValueError(f"residual blocks need embedding == hidden, not {self.embedding} and {self.hidden}")
+        if self.block == "plain" and self.feed_forward:
+            raise ValueError("feed_forward needs block = 'residual'")
+        if self.cell != "gated" and self.gate_cap != 1.0:
+            raise ValueError(f"gate_cap is for gated cells, not for {self.cell}")
+        return self
+
+    def state_tensors(self) -> tuple[StateTensor, ...]:
+        """The state of one session, layer by layer: `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
+        return tuple(
+            StateTensor(name=f"layers.{layer}.{name}", shape=(self.hidden,))
+            for layer in range(self.layers)
+            for name in STATE_NAMES[self.cell]
+        )
+
+
+class VocabularyInfo(Frozen):
+    """Which tokenizer the model was trained with."""
+
+    kind: VocabularyKind
+    size: int = Field(ge=2)
+    eos_id: int = Field(ge=0)
+    sha256: Sha256
+
+
+class Perplexity(Frozen):
+    """Perplexity of one split in one mode. Per word counts one `<eos>` a line; null for event models."""
+
+    per_token: float = Field(gt=0)
+    per_word: float | None = Field(default=None, gt=0)
+
+
+class Quality(Frozen):
+    """What training reached: recurrent and, for each k, as a window of the last k tokens."""
+
+    tokens: dict[str, int]
+    words: dict[str, int]
+    recurrent: dict[str, Perplexity]
+    window: dict[str, dict[int, Perplexity]]
+    window_within_half_percent: int | None = Field(
+        description="the smallest evaluated k from which on the validation window perplexity per token is "
+        "within 0.5 % of recurrent; null if none is"
+    )
+
+
+class Contraction(Frozen):
+    """One layer's contraction factor in its state, with the rule that bounds it."""
+
+    layer: int
+    factor: float = Field(ge=0)
+    rule: str
+    norm: str
+
+
+class Certificate(Frozen):
+    """Per layer, a factor by which two states come closer at every token, whatever the token.
+
+    It is recomputed from the float32 weights when the bundle is loaded, never believed.
+    """
+
+    contractive: bool
+    layers: tuple[Contraction, ...]
+
+
+class Provenance(Frozen):
+    """Where the weights came from."""
+
+    created: str
+    command: str
+    config: dict[str, object]
+    seed: int
+    steps: int
+    git_commit: str | None
+    data: dict[str, str]
+    versions: dict[str, str]
+    hardware: str
+    train_wall_s: float
+    attribution: str | None = None
+
+
+class Manifest(Frozen):
+    """The whole of `manifest.json`."""
+
+    schema_version: Literal[1]
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    version: str = Field(pattern=r"^[0-9]{1,9}$")
+    description: str = ""
+    architecture: Architecture
+    vocabulary: VocabularyInfo
+    state: tuple[StateTensor, ...]
+    window: int = Field(ge=1, description="the model's own k: what window mode runs when none is asked for")
+    max_window: int = Field(ge=1, description="the largest k that may be asked for")
+    opset: int
+    graphs: dict[Role, str]
+    weights: str
+    tokenizer: str
+    files: dict[str, Sha256] = Field(description="SHA-256 of every file of the bundle but the manifest")
+    certificate: Certificate
+    quality: Quality | None = None
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if self.state != self.architecture.state_tensors():
+            raise ValueError("state does not match architecture")
+        if self.window > self.max_window:
+            raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
+        if self.vocabulary.size != self.architecture.vocabulary_size:
+            raise ValueError(
+                f"vocabulary.size {self.vocabulary.size} is not architecture.vocabulary_size "
+                f"{self.architecture.vocabulary_size}"
+            )
+        return self

@@ -1,0 +1,105 @@
+"""Vocabularies: text or event names to token ids and back, over Hugging Face `tokenizers` files.
+
+Three kinds share one interface:
+
+- `bpe`: byte-level BPE over text; a line break is the token `<eos>`;
+- `words`: one token a whitespace-separated word; a line break is `<eos>`;
+- `events`: one token an event name. In text, names stand one to a line, so they may hold spaces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from models.manifest import VocabularyKind
+
+EOS = "<eos>"
+UNK = "<unk>"
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level BPE token stands for (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+class Vocabulary:
+    """Encodes and decodes tokens; immutable and safe to share between threads."""
+
+    def __init__(self, kind: VocabularyKind, tokenizer_json: str) -> None:
+        self.kind = kind
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.size: int = self._tokenizer.get_vocab_size()
+        self.sha256 = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        eos_id = self._tokenizer.token_to_id(EOS)
+        if eos_id is None:
+            raise ValueError(f"the vocabulary has no {EOS} token")
+        self.eos_id: int = eos_id
+        names = [self._tokenizer.id_to_token(index) for index in range(self.size)]
+        if None in names:
+            raise ValueError(f"the vocabulary has no token with id {names.index(None)}")
+        table = _bytes_of_characters()
+        self._bytes: list[bytes] = [
+            bytes(table[character] for character in name)
+            if kind == "bpe" and name not in (EOS, UNK)
+            else name.encode()
+            for name in names
+        ]
+        self._text = [piece.decode(errors="replace") for piece in self._bytes]
+
+    @classmethod
+    def read(cls, kind: VocabularyKind, path: Path) -> Vocabulary:
+        """Reads a `tokenizer.json`. Raises ValueError where it is none, OSError where it cannot be read."""
+        text = path.read_text(encoding="utf-8")
+        try:
+            return cls(kind, text)
+        except ValueError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception on a malformed file
+            raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. A line break is `<eos>` (for events it only separates two names)."""
+        lines = text.split("\n")
+        if self.kind == "events":
+            names = [name for line in lines if (name := line.strip())]
+            return self.encode_events(names)
+        ids: list[int] = []
+        for index, line in enumerate(lines):
+            if index:
+                ids.append(self.eos_id)
+            if line:
+                ids.extend(self._tokenizer.encode(line, add_special_tokens=False).ids)
+        return ids
+
+    def encode_lines(self, lines: list[str]) -> list[list[int]]:
+        """Token ids of many lines without a break in them, in parallel; no `<eos>` is added."""
+        return [e.ids for e in self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)]
+
+    def encode_events(self, names: list[str]) -> list[int]:
+        """Token ids of event names; a name that is not known becomes `<unk>`."""
+        unknown = self._tokenizer.token_to_id(UNK)
+        ids = (self._tokenizer.token_to_id(name) for name in names)
+        return [unknown if index is None else index for index in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the tokens as a person would read it; a token that is part of a character may show as U+FFFD."""
+        if self.kind == "bpe":
+            pieces = (b"\n" if index == self.eos_id else self._bytes[index] for index in ids)
+            return b"".join(pieces).decode(errors="replace")
+        separator = "\n" if self.kind == "events" else " "
+        return separator.join("\n" if index == self.eos_id else self._text[index] for index in ids)
+
+    def token(self, index: int) -> str:
+        """One token as text (`<eos>` by its name)."""
+        return self._text[index]
+
+    def token_bytes(self, index: int) -> bytes:
+        """One token's bytes: where a token is part of a UTF-8 character, these say which part."""
+        return self._bytes[index]

@@ -1,0 +1,120 @@
+"""Everything that can go wrong in answering a request, as one tree of exceptions.
+
+    WaneError                     code                  status  retryable
+    ├── InvalidRequest            invalid_request       422     no
+    ├── NotFound
+    │   ├── UnknownModel          unknown_model         404     no
+    │   └── UnknownSession        unknown_session       404     no
+    ├── Conflict
+    │   ├── SessionExists         session_exists        409     no
+    │   └── PositionConflict      position_conflict     409     no   (carries `position`)
+    ├── TooLarge                  too_large             413     no
+    ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
+    ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
+    ├── DeadlineExceeded          deadline_exceeded     504     yes
+    └── Abandoned                 abandoned             499     no   (the client left; nobody reads this)
+
+No framework is imported here: each protocol maps this tree to its own envelope, once.
+`BundleError` and `DeviceError` (models/bundle.py, service/runners) end the process at start instead.
+"""
+
+from __future__ import annotations
+
+
+class WaneError(Exception):
+    """A failure with a stable code; its message is for the client to read."""
+
+    code = "internal"
+    http_status = 500
+    retryable = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def extra(self) -> dict[str, object]:
+        """Fields beside the message that help a client to go on."""
+        return {}
+
+
+class InvalidRequest(WaneError):
+    """Well-formed, but not valid; `field` names the part at fault, where there is one."""
+
+    code = "invalid_request"
+    http_status = 422
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+    def extra(self) -> dict[str, object]:
+        return {} if self.field is None else {"field": self.field}
+
+
+class NotFound(WaneError):
+    http_status = 404
+
+
+class UnknownModel(NotFound):
+    code = "unknown_model"
+
+
+class UnknownSession(NotFound):
+    code = "unknown_session"
+
+
+class Conflict(WaneError):
+    http_status = 409
+
+
+class SessionExists(Conflict):
+    code = "session_exists"
+
+
+class PositionConflict(Conflict):
+    """The step does not start where the session is; `position` is where it is."""
+
+    code = "position_conflict"
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+    def extra(self) -> dict[str, object]:
+        return {"position": self.position}
+
+
+class TooLarge(WaneError):
+    code = "too_large"
+    http_status = 413
+
+
+class Overloaded(WaneError):
+    code = "overloaded"
+    http_status = 429
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(WaneError):
+    code = "unavailable"
+    http_status = 503
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(WaneError):
+    code = "deadline_exceeded"
+    http_status = 504
+    retryable = True
+
+
+class Abandoned(WaneError):
+    code = "abandoned"
+    http_status = 499
