@@ -2,12 +2,26 @@
 
 Token ids are plain ints; a *position* counts the tokens of a sequence, its leading `<eos>` not counted.
 Durations are milliseconds, deadlines are seconds on the event loop's clock.
+What can be judged without a model is judged here, by `InvalidRequest`; limits that hang on a model or on the
+settings (vocabulary, largest window, longest input) are judged by the engine.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+from service.errors import InvalidRequest
+
+SESSION_ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_COMPARED_WINDOWS = 32
+MAX_REPEAT = 1000
+MAX_KEY_CHARACTERS = 255
 
 
 class Mode(StrEnum):
@@ -28,9 +42,48 @@ class Origin(StrEnum):
     FULL = "full"
 
 
+class ScoreMethod(StrEnum):
+    """How a text may be scored."""
+
+    PARALLEL = "parallel"
+    SEQUENTIAL = "sequential"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended: a stop string (or the end of an event sequence), or its token limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidRequest(f"{field} is {value}, but must be at least {least}", field)
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    """Refuses NaN too, which is within nothing."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
+
+
+def _some_tokens(tokens: tuple[int, ...]) -> None:
+    if not tokens:
+        raise InvalidRequest("the input is empty: give at least one token", "tokens")
+
+
+def check_session_id(session: str) -> None:
+    """Raises InvalidRequest unless `session` is 1 to 128 letters, digits and `.` `_` `~` `:` `-`."""
+    if SESSION_ID.fullmatch(session) is None:
+        raise InvalidRequest("session must be 1 to 128 letters, digits and . _ ~ : -", "session")
+
+
 @dataclass(frozen=True, slots=True)
 class PredictRequest:
-    """Predict what follows `tokens`, from nothing before them (or from `session`, appending nothing)."""
+    """Predict what follows `tokens`, from nothing before them (or from `session`, appending nothing).
+
+    `window` is the k of modes auto, window and both (default: the model's own); recurrent has no use for it.
+    """
 
     tokens: tuple[int, ...] = ()
     mode: Mode = Mode.AUTO
@@ -40,10 +93,23 @@ class PredictRequest:
     session: str | None = None
     deadline: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.session is None:
+            _some_tokens(self.tokens)
+        elif self.tokens:
+            raise InvalidRequest(
+                "predicting from a session appends nothing: give session or tokens, not both", "session"
+            )
+        if self.window is not None:
+            _at_least("window", self.window, 1)
+        if self.tolerance is not None:
+            _within("tolerance", self.tolerance, 0, 1)
+        _at_least("top_k", self.top_k, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict what follows."""
+    """Append `tokens` to a session and predict what follows. Without a mode, the session's own."""
 
     session: str
     tokens: tuple[int, ...]
@@ -52,6 +118,100 @@ class StepRequest:
     idempotency_key: str | None = None
     top_k: int = 5
     deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        if self.expected_position is not None:
+            _at_least("expected_position", self.expected_position, 0)
+        if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
+            raise InvalidRequest(
+                f"idempotency_key has {len(self.idempotency_key)} characters, "
+                f"but must have 1 to {MAX_KEY_CHARACTERS}",
+                "idempotency_key",
+            )
+        _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """The log-probability of each of `tokens`, given those before it."""
+
+    tokens: tuple[int, ...]
+    method: ScoreMethod = ScoreMethod.SEQUENTIAL
+    tolerance: float | None = None
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        if self.tolerance is not None:
+            _within("tolerance", self.tolerance, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Continue `tokens` by up to `max_tokens` more.
+
+    `temperature` 0 is greedy; `top_k` and `top_p` of None keep every token; the same `seed` gives the same
+    text, which ends before the first of the `stop` strings.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    mode: Mode = Mode.AUTO
+    window: int | None = None
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        _at_least("max_tokens", self.max_tokens, 1)
+        if not 0 <= self.temperature < math.inf:
+            raise InvalidRequest(
+                f"temperature is {self.temperature}, but must be a finite number, 0 or more", "temperature"
+            )
+        if self.top_k is not None:
+            _at_least("top_k", self.top_k, 1)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p is {self.top_p}, but must be over 0 and at most 1", "top_p")
+        if self.seed is not None:
+            _at_least("seed", self.seed, 0)
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop holds {len(self.stop)} strings, but may hold {MAX_STOPS}", "stop")
+        for index, text in enumerate(self.stop):
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest(
+                    f"stop[{index}] has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}",
+                    "stop",
+                )
+        if self.mode is Mode.BOTH:
+            raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")
+        if self.window is not None:
+            _at_least("window", self.window, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRequest:
+    """Measure recurrent against windows of several k, `repeat` times each, on what follows `tokens`."""
+
+    tokens: tuple[int, ...]
+    windows: tuple[int, ...] = (8, 16, 32, 64)
+    repeat: int = 20
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        if not 1 <= len(self.windows) <= MAX_COMPARED_WINDOWS:
+            raise InvalidRequest(
+                f"windows holds {len(self.windows)} values, but must hold 1 to {MAX_COMPARED_WINDOWS}",
+                "windows",
+            )
+        for index, window in enumerate(self.windows):
+            _at_least(f"windows[{index}]", window, 1)
+        _within("repeat", self.repeat, 1, MAX_REPEAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +258,11 @@ class ModeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model says comes next, and how it came to say so."""
+    """What the model says comes next, and how it came to say so.
+
+    `mode` is the one that was used, `window` the k of a windowed answer. `position` and `replayed` are given
+    for sessions only (`replayed` for steps only).
+    """
 
     mode: Mode
     predictions: tuple[Prediction, ...]
@@ -111,3 +275,95 @@ class Answer:
     session: str | None = None
     position: int | None = None
     replayed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One log-probability for each token asked about; `perplexity` is exp of minus their mean."""
+
+    logprobs: tuple[float, ...]
+    perplexity: float
+    chunks: int
+    rounds: int
+    max_residual: float
+    error_bound: float | None
+    latency: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One token of a generation. `text` is what it makes certain: empty while a character or a possible stop
+    string is still open. The texts of all tokens, joined, are the text of the `Finish`."""
+
+    token_id: int
+    token: str
+    text: str
+    logprob: float
+    token_bytes: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last thing a generation gives: why it ended, and all of it."""
+
+    reason: FinishReason
+    text: str
+    tokens: tuple[int, ...]
+    mode: Mode
+    state: Origin
+    error_bound: float | None
+    window: int | None
+    latency: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of one duration over many runs."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMode:
+    """One line of a comparison. Recurrent is one step from a resident state: what a session pays for a token.
+
+    `agreement` is with that recurrent answer, and null for it.
+    """
+
+    mode: Mode
+    window: int | None
+    state: Origin
+    predictions: tuple[Prediction, ...]
+    queue: Percentiles
+    compute: Percentiles
+    total: Percentiles
+    error_bound: float | None
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One model's lines: recurrent, then every window in the order asked for."""
+
+    repeat: int
+    recurrent: ComparedMode
+    windows: tuple[ComparedMode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as its owner may see it.
+
+    `state` is where the next answer's state would come from: `resident`, or `rebuilt` for a parked session;
+    `error_bound` bounds that answer.
+    """
+
+    session: str
+    model: str
+    model_version: str
+    mode: Mode
+    position: int
+    state: Origin
+    error_bound: float | None
+    idle_s: float

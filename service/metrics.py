@@ -1,0 +1,104 @@
+"""Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
+
+One `Metrics` is made by whoever builds the application and is passed on: there is no global registry, so that
+tests may have as many servers as they like.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+# From half a millisecond (one small step) to the longest deadline, doubling: 17 buckets.
+REQUEST_SECONDS = tuple(0.0005 * 2**power for power in range(17))
+# Runs are shorter than requests: from 50 microseconds to about 1.6 s.
+RUN_SECONDS = tuple(0.00005 * 2**power for power in range(16))
+# Batches are counted, and their size is bounded by max_batch: powers of two.
+BATCH_ITEMS = tuple(float(2**power) for power in range(11))
+# Share of a batch's positions that is padding: bounded by one half, see the batcher.
+PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
+# Total variation of two distributions, in [0, 1]: float32 noise to entirely different, by decades.
+TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """The metrics, as attributes; `render` writes them all down."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        # The door.
+        self.http_requests = counter(
+            "wane_http_requests", "HTTP requests answered.", "route", "method", "status"
+        )
+        self.http_request_seconds = histogram(
+            "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
+        )
+        self.ready = gauge("wane_ready", "1 while the server takes requests.")
+        self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
+
+        # Answers, by operation (predict, step, score, generate, compare) and the mode that was used.
+        self.answers = counter(
+            "wane_answers", "Requests answered by an engine.", "model", "operation", "mode"
+        )
+        self.answer_seconds = histogram(
+            "wane_answer_seconds",
+            "Predictions and steps, by phase: queue, compute, total.",
+            REQUEST_SECONDS,
+            "model",
+            "mode",
+            "phase",
+        )
+
+        # The batcher.
+        self.queue_items = gauge("wane_queue_items", "Work that waits for the runner.", "model")
+        self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
+        self.batch_seconds = histogram("wane_batch_seconds", "Runs of a graph.", RUN_SECONDS, "model", "role")
+        self.batch_padding = histogram(
+            "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
+        )
+        self.skipped = counter(
+            "wane_skipped_items",
+            "Work dropped before its batch: reason abandoned (the client left) or deadline.",
+            "model",
+            "reason",
+        )
+        self.refused = counter("wane_refused_items", "Work refused because the queue was full.", "model")
+        self.failed = counter("wane_failed_items", "Work whose run failed.", "model")
+
+        # Sessions.
+        self.sessions_resident = gauge(
+            "wane_sessions_resident", "Sessions whose state is in memory.", "model"
+        )
+        self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
+        self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
+        self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
+        self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
+        self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
+
+        # Agreement of window and recurrent answers.
+        self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
+        self.top1_matches = counter(
+            "wane_agreement_top1_matches", "Pairs with the same first token.", "model"
+        )
+        self.total_variation = histogram(
+            "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
+        )
+        self.bound_violations = counter(
+            "wane_agreement_bound_violations", "Pairs further apart than their bound: must stay 0.", "model"
+        )
+
+    def render(self) -> bytes:
+        """The exposition text, of content type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)

@@ -1,0 +1,133 @@
+"""Every setting of the server, in one frozen object: from `WANE_...` variables and from the command line.
+
+The command line wins over the environment, the environment over the defaults. A `WANE_...` variable that is no
+setting is fatal: a misspelt limit must not silently be the default. Units are in the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PREFIX = "WANE_"
+# Variables of the same prefix that belong to others: where the tests find their corpora.
+FOREIGN = frozenset({"WANE_DATA"})
+
+UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+
+
+class SettingsError(Exception):
+    """A setting that is unknown or out of range; the message names it, and the process ends."""
+
+
+class Settings(BaseModel):
+    """What an operator may choose. Field names are the command line's and, in capitals, the environment's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one")
+    bundles: Path = Field(default=Path("models/bundles"), description="a folder of bundles, or one bundle")
+    default_model: str = Field(
+        default="gated-stable",
+        description="model that answers where none is named; if not set and not there, the first by name",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="where models run; cuda never falls back, auto takes cuda where it is there",
+    )
+    threads: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="threads that one model's runner computes with (onnxruntime intra-op)",
+    )
+    max_batch: int = Field(default=64, ge=1, le=4096, description="requests that one run may answer")
+    max_queue: int = Field(
+        default=1024, ge=1, description="requests that may wait for one model's runner; more are answered 429"
+    )
+    max_inputs: int = Field(default=256, ge=1, description="inputs that one batched request may hold")
+    max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
+    max_window: int | None = Field(
+        default=None, ge=1, description="largest k that may be asked for; never over a model's own limit"
+    )
+    max_generated_tokens: int = Field(
+        default=4096, ge=1, description="most tokens that one request may generate"
+    )
+    top_k_limit: int = Field(default=100, ge=1, description="most predictions that one answer may list")
+    tail_tokens: int = Field(
+        default=256,
+        ge=1,
+        description="latest tokens kept of a session; raised to the largest maximum window loaded",
+    )
+    state_budget_bytes: int = Field(
+        default=256 * 2**20, ge=1, description="memory for resident states, for each model"
+    )
+    session_ttl_s: float = Field(
+        default=3600, gt=0, allow_inf_nan=False, description="idle time after which a session ends"
+    )
+    max_sessions: int = Field(
+        default=1_000_000, ge=1, description="sessions that may exist; more are answered 429"
+    )
+    request_timeout_ms: int = Field(
+        default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
+    )
+    drain_timeout_ms: int = Field(
+        default=10_000, ge=0, description="time that admitted requests have to end when the server stops"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="what is logged"
+    )
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """One option for each field; what is not given is left out of the namespace."""
+        group = parser.add_argument_group("settings", "each may also be given as a WANE_... variable")
+        for name, field in cls.model_fields.items():
+            unit = next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), None)
+            default = "none" if field.default is None else field.default
+            text = f"{field.description} ({unit + '; ' if unit else ''}default {default}; {PREFIX}{name.upper()})"
+            group.add_argument(
+                f"--{name.replace('_', '-')}",
+                dest=name,
+                default=argparse.SUPPRESS,
+                metavar=(unit or name.rsplit("_", 1)[-1]).upper(),
+                help=text.replace("%", "%%"),
+            )
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str], options: argparse.Namespace | None = None) -> Self:
+        """The settings of `environment`, overridden by parsed `options` (which may hold other things too).
+
+        Raises SettingsError naming the variable or option at fault.
+        """
+        values: dict[str, str] = {}
+        sources: dict[str, str] = {}
+        for variable, value in environment.items():
+            if not variable.startswith(PREFIX) or variable in FOREIGN:
+                continue
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in cls.model_fields or variable != PREFIX + name.upper():
+                raise SettingsError(f"{variable} is not a setting; `python -m service --help` lists them all")
+            values[name] = value
+            sources[name] = variable
+        for name, value in vars(options).items() if options is not None else ():
+            if name in cls.model_fields:
+                values[name] = value
+                sources[name] = f"--{name.replace('_', '-')}"
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise SettingsError(f"{sources[name]} is {first['input']!r}: {first['msg']}") from error
+
+    @property
+    def default_model_is_chosen(self) -> bool:
+        """Whether somebody named the default model: then its absence is fatal."""
+        return "default_model" in self.model_fields_set
