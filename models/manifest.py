@@ -96,17 +96,26 @@ class Perplexity(Frozen):
     per_word: float | None = Field(default=None, gt=0)
 
 
+class WindowPerplexity(Frozen):
+    """Perplexity from exactly the last k tokens, at positions spread over a split, beside recurrent at the same."""
+
+    positions: int = Field(ge=0)
+    recurrent: Perplexity
+    by_k: dict[int, Perplexity]
+
+
 class Quality(Frozen):
-    """What training reached: recurrent and, for each k, as a window of the last k tokens."""
+    """What training reached, by split: recurrent over all of it, and as a window at sampled positions.
+
+    `window_within_half_percent`: the smallest evaluated k from which on the validation perplexity per token of the
+    window is within 0.5 % of recurrent; null if none is.
+    """
 
     tokens: dict[str, int]
     words: dict[str, int]
     recurrent: dict[str, Perplexity]
-    window: dict[str, dict[int, Perplexity]]
-    window_within_half_percent: int | None = Field(
-        description="the smallest evaluated k from which on the validation window perplexity per token is "
-        "within 0.5 % of recurrent; null if none is"
-    )
+    window: dict[str, WindowPerplexity]
+    window_within_half_percent: int | None
 
 
 class Contraction(Frozen):
@@ -136,6 +145,7 @@ class Provenance(Frozen):
     config: dict[str, object]
     seed: int
     steps: int
+    best_step: int
     git_commit: str | None
     data: dict[str, str]
     versions: dict[str, str]

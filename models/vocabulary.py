@@ -22,7 +22,11 @@ UNK = "<unk>"
 
 def _bytes_of_characters() -> dict[str, int]:
     """The byte that each character of a byte-level BPE token stands for (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
     table.update({chr(256 + index): byte for index, byte in enumerate(others)})
@@ -41,14 +45,15 @@ class Vocabulary:
         if eos_id is None:
             raise ValueError(f"the vocabulary has no {EOS} token")
         self.eos_id: int = eos_id
-        names = [self._tokenizer.id_to_token(index) for index in range(self.size)]
-        if None in names:
-            raise ValueError(f"the vocabulary has no token with id {names.index(None)}")
+        names: list[str] = []
+        for index in range(self.size):
+            name = self._tokenizer.id_to_token(index)
+            if name is None:
+                raise ValueError(f"the vocabulary has no token with id {index}")
+            names.append(name)
         table = _bytes_of_characters()
         self._bytes: list[bytes] = [
-            bytes(table[character] for character in name)
-            if kind == "bpe" and name not in (EOS, UNK)
-            else name.encode()
+            bytes(table[character] for character in name) if kind == "bpe" and name not in (EOS, UNK) else name.encode()
             for name in names
         ]
         self._text = [piece.decode(errors="replace") for piece in self._bytes]
@@ -85,6 +90,8 @@ class Vocabulary:
     def encode_events(self, names: list[str]) -> list[int]:
         """Token ids of event names; a name that is not known becomes `<unk>`."""
         unknown = self._tokenizer.token_to_id(UNK)
+        if unknown is None:
+            raise ValueError(f"the vocabulary has no {UNK} token")
         ids = (self._tokenizer.token_to_id(name) for name in names)
         return [unknown if index is None else index for index in ids]
 

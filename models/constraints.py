@@ -1,0 +1,148 @@
+"""Keeping a network contractive while it trains.
+
+`project(network, contraction)` puts the weights back, after an optimiser step, where the simple bounds of
+`models/certificate.py` hold; weights that are already there are not touched, so nothing is ever inflated.
+
+- linear, RNN: the Euclidean projection onto `|W|_2 <= contraction`: singular values clipped from above. A projection
+  and no parametrisation, because it is the projected gradient descent of the theory, and because the recurrence
+  stays torch's own fused kernel.
+- LSTM, GRU: the gate that holds the memory is kept from above by its bias (the sharpest cap that the vocabulary
+  allows), then the recurrent matrix is shrunk by the largest common factor <= 1 at which the bound holds. A
+  feasible point, not the nearest one.
+- gated: nothing to do; the gates' cap is part of the function.
+
+The bounds are recomputed independently, in float64, when a bundle is exported and when it is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.networks import Network
+
+MARGIN = 1e-4
+"""Relative slack under the asked contraction: float32 rounding never uses it up."""
+
+MEMORY_GATE_SHARE = 0.9
+"""The memory gate's cap, as a share of the contraction: what is left over is room for the recurrent matrix."""
+
+BISECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """One layer's recurrent part: `matrix` (G H, H), `bias` (G H), and the range of what the input adds, (G H) each."""
+
+    matrix: Tensor
+    bias: Tensor
+    least: Tensor
+    greatest: Tensor
+
+    def range_at(self, scale: float) -> tuple[Tensor, Tensor]:
+        """Least and greatest pre-activations with the matrix scaled, for every state with |h_i| <= 1."""
+        reach = scale * self.matrix.abs().sum(1)
+        return self.least + self.bias - reach, self.greatest + self.bias + reach
+
+
+@torch.no_grad()
+def project(network: Network, contraction: float) -> None:
+    """Makes every layer contractive by at most `contraction`, in place."""
+    architecture = network.architecture
+    target = contraction * (1 - MARGIN)
+    for index, layer in enumerate(network.layers):
+        match architecture.cell:
+            case "linear" | "rnn_tanh" | "rnn_relu":
+                clip_singular_values(_tensor(layer.cell, "weight_hh_l0"), target)
+            case "lstm" | "gru":
+                reads_embeddings = index == 0 and architecture.block == "plain"
+                recurrence = _recurrence(layer, network.embedding.weight if reads_embeddings else None)
+                _cap_memory_gate(recurrence, MEMORY_GATE_SHARE * target)
+                _shrink(recurrence, _lstm_factor if architecture.cell == "lstm" else _gru_factor, target)
+            case "gated":
+                pass
+
+
+def clip_singular_values(matrix: Tensor, limit: float) -> None:
+    """The nearest matrix (Frobenius norm) with spectral norm at most `limit`, in place."""
+    u, singular, vh = torch.linalg.svd(matrix.double())
+    if singular[0] > limit:
+        matrix.copy_((u * singular.clamp(max=limit)) @ vh)
+
+
+def _tensor(module: object, name: str) -> Tensor:
+    value = getattr(module, name)
+    assert isinstance(value, Tensor), f"{name} is no tensor: this is a bug"
+    return value
+
+
+def _recurrence(layer: nn.Module, vocabulary: Tensor | None) -> Recurrence:
+    """A layer's recurrence with the range of its input part over all admissible inputs.
+
+    Exact over the rows of `vocabulary` (V, I) where the cell reads embeddings; behind a LayerNorm its output is
+    within `|gamma| sqrt(d)` of beta; over another cell of this kind its outputs are in [-1, 1].
+    """
+    cell, norm = layer.cell, getattr(layer, "norm", None)
+    weight, bias = _tensor(cell, "weight_ih_l0"), _tensor(cell, "bias_ih_l0")
+    if vocabulary is not None:
+        driven = vocabulary @ weight.T
+        least, greatest = driven.amin(0) + bias, driven.amax(0) + bias
+    elif isinstance(norm, nn.LayerNorm):
+        center = weight @ norm.bias + bias
+        reach = (weight * norm.weight).norm(dim=1) * math.sqrt(weight.shape[1])
+        least, greatest = center - reach, center + reach
+    else:
+        reach = weight.abs().sum(1)
+        least, greatest = bias - reach, bias + reach
+    return Recurrence(_tensor(cell, "weight_hh_l0"), _tensor(cell, "bias_hh_l0"), least, greatest)
+
+
+def _spectral(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, ord=2))
+
+
+def _lstm_factor(recurrence: Recurrence, scale: float) -> float:
+    """Spectral radius of the LSTM's 2 x 2 comparison matrix with the recurrent matrix scaled (gates i, f, z, o)."""
+    low, high = (part.chunk(4) for part in recurrence.range_at(scale))
+    i, f, o = torch.sigmoid(high[0]), torch.sigmoid(high[1]).clamp(max=1 - 1e-6), torch.sigmoid(high[3])
+    z = torch.tanh(torch.maximum(high[2].abs(), low[2].abs()))
+    c = i * z / (1 - f)
+    w_i, w_f, w_z, w_o = (scale * part for part in recurrence.matrix.chunk(4))
+    a = _spectral(c[:, None] * w_f) / 4 + _spectral(z[:, None] * w_i) / 4 + _spectral(i[:, None] * w_z)
+    b = _spectral(torch.tanh(c)[:, None] * w_o) / 4
+    o_max, f_max, of_max = float(o.max()), float(f.max()), float((o * f).max())
+    trace, determinant = f_max + o_max * a + b, f_max * (o_max * a + b) - a * of_max
+    return trace / 2 + math.sqrt(max(trace * trace / 4 - determinant, 0.0))
+
+
+def _gru_factor(recurrence: Recurrence, scale: float) -> float:
+    """`max z + 2 |W_z| / 4 + max(1 - z) (|r W_n| + |m W_r| / 4)`, m the reach of `W_n h + b_n` (gates r, z, n)."""
+    low, high = (part.chunk(3) for part in recurrence.range_at(scale))
+    w_r, w_z, w_n = (scale * part for part in recurrence.matrix.chunk(3))
+    r, z, z_low = torch.sigmoid(high[0]), torch.sigmoid(high[1]), torch.sigmoid(low[1])
+    reach_n = w_n.abs().sum(1) + recurrence.bias.chunk(3)[2].abs()
+    candidate = _spectral(r[:, None] * w_n) + _spectral(reach_n[:, None] * w_r) / 4
+    return float(z.max()) + _spectral(w_z) / 2 + float((1 - z_low).max()) * candidate
+
+
+def _cap_memory_gate(recurrence: Recurrence, cap: float) -> None:
+    """Lowers the memory gate's bias (rows H..2H: LSTM forget, GRU update) until input alone keeps it under `cap`."""
+    hidden = recurrence.matrix.shape[1]
+    rows = slice(hidden, 2 * hidden)
+    excess = recurrence.greatest[rows] + recurrence.bias[rows] - math.log(cap / (1 - cap))
+    recurrence.bias[rows] -= excess.clamp(min=0)
+
+
+def _shrink(recurrence: Recurrence, factor: Callable[[Recurrence, float], float], target: float) -> None:
+    """Multiplies the matrix by the largest scale in [0, 1] that bisection finds with a factor of at most `target`."""
+    if factor(recurrence, 1.0) <= target:
+        return
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if factor(recurrence, middle) <= target else (low, middle)
+    recurrence.matrix.mul_(low)

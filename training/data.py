@@ -1,0 +1,217 @@
+"""Corpora: WikiText-2, any text, or event sequences, as streams of token ids.
+
+A stream is what a server sees: sequences, each preceded by `<eos>`, one after another. Counts and hashes of known
+data sets are checked, so that a figure can be traced to the very bytes it was measured on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from models.manifest import VocabularyKind
+from models.vocabulary import EOS, UNK, Vocabulary
+from training.config import DataConfig
+
+Item = TypeVar("Item")
+
+SPLITS = ("train", "valid", "test")
+
+WIKITEXT_2 = {  # split: (SHA-256 of the file, words with one <eos> a line)
+    "train": ("9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f", 2_088_628),
+    "valid": ("f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8", 217_646),
+    "test": ("d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0", 245_569),
+}
+
+
+class DataError(ValueError):
+    """Training data that cannot be used; the message names the file and what is wrong where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Three token streams over one vocabulary, with what is needed to reproduce and to report them."""
+
+    vocabulary: Vocabulary
+    tokenizer_json: str
+    streams: dict[str, NDArray[np.int64]]
+    words: dict[str, int]
+    hashes: dict[str, str]
+
+
+def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus:
+    """Reads, checks and tokenises a corpus. With `tokenizer_json` that vocabulary is used, else one is made.
+
+    Raises DataError.
+    """
+    if config.path is None:
+        raise DataError("no data: name a file or folder with --data, or data.path in the experiment")
+    if config.kind == "events":
+        return _load_events(config, config.path, tokenizer_json)
+    if config.kind == "wikitext-2":
+        lines, hashes = _read_wikitext_2(config.path)
+    else:
+        lines, hashes = _read_text(config, config.path)
+    words = {split: sum(len(line.split()) + 1 for line in lines[split]) for split in SPLITS}
+    if tokenizer_json is None:
+        tokenizer_json = _train_tokenizer(config, lines["train"])
+    vocabulary = Vocabulary(config.vocabulary, tokenizer_json)
+    streams = {split: _stream(vocabulary.encode_lines(lines[split]), vocabulary.eos_id) for split in SPLITS}
+    return _checked(Corpus(vocabulary, tokenizer_json, streams, words, hashes), config.path)
+
+
+def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
+    """`<eos>` before every sequence and after the last: (tokens,) int64."""
+    flat = [eos_id]
+    for sequence in sequences:
+        flat.extend(sequence)
+        flat.append(eos_id)
+    return np.asarray(flat, dtype=np.int64)
+
+
+def _checked(corpus: Corpus, path: Path) -> Corpus:
+    for split, stream in corpus.streams.items():
+        tokens = int(np.count_nonzero(stream != corpus.vocabulary.eos_id))
+        if tokens < 2:
+            raise DataError(f"{path}: the {split} split has {tokens} token(s); at least 2 are needed")
+    return corpus
+
+
+def _read_file(path: Path) -> tuple[str, str]:
+    """A file's text and its SHA-256."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if not raw.strip():
+        raise DataError(f"{path}: the file is empty")
+    try:
+        return raw.decode("utf-8"), hashlib.sha256(raw).hexdigest()
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}: not UTF-8 at byte {error.start} (line {line})") from error
+
+
+def _read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The word-level files, their lines stripped of the blanks around them; counts and hashes checked."""
+    lines, hashes = {}, {}
+    for split, (expected_hash, expected_words) in WIKITEXT_2.items():
+        path = folder / f"{split}.txt"
+        text, hashes[path.name] = _read_file(path)
+        if hashes[path.name] != expected_hash:
+            raise DataError(f"{path}: SHA-256 is {hashes[path.name]}, not WikiText-2's {expected_hash}")
+        lines[split] = [line.strip() for line in text.removesuffix("\n").split("\n")]
+        words = sum(len(line.split()) + 1 for line in lines[split])
+        if words != expected_words:
+            raise DataError(f"{path}: {words} words with one <eos> a line, WikiText-2 has {expected_words}")
+    return lines, hashes
+
+
+def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Lines of a file, or of a folder's files in name order, split by position into train, valid and test."""
+    files = (
+        sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
+    )
+    if not files:
+        raise DataError(f"{path}: the folder holds no file")
+    lines, hashes = [], {}
+    for file in files:
+        text, digest = _read_file(file)
+        hashes[str(file.relative_to(path)) if path.is_dir() else file.name] = digest
+        lines.extend(text.removesuffix("\n").splitlines())
+    return _split(lines, config, path), hashes
+
+
+def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
+    """Cuts by position, never at random: neighbours stay together, so the test split is unseen text."""
+    valid, test = (max(1, round(len(items) * share)) for share in (config.valid_share, config.test_share))
+    train = len(items) - valid - test
+    if train < 1:
+        raise DataError(f"{path}: {len(items)} line(s); at least 3 are needed for train, valid and test")
+    return {"train": items[:train], "valid": items[train : train + valid], "test": items[train + valid :]}
+
+
+def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
+    if config.vocabulary == "words":
+        return _word_tokenizer(Counter(word for line in lines for word in line.split()), config.vocabulary_size, True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=config.vocabulary_size,
+            special_tokens=[EOS, UNK],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return tokenizer.to_str()
+
+
+def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> str:
+    """A word-level vocabulary of the `size` most frequent names, specials included; ties in name order."""
+    names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
+    table = {name: index for index, name in enumerate([EOS, UNK, *names[: size - 2]])}
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
+    if split_whitespace:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer.to_str()
+
+
+def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
+    """JSON lines, one list of event names a line. Raises DataError naming the line."""
+    text, digest = _read_file(path)
+    sequences: list[list[str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            events = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(events, list) or not all(isinstance(name, str) and name.strip() for name in events):
+            raise DataError(f"{path}, line {number}: not a list of event names")
+        if any("\n" in name or name != name.strip() for name in events):
+            raise DataError(f"{path}, line {number}: an event name has a line break or blanks around it")
+        sequences.append(events)
+    split = _split(sequences, config, path)
+    if tokenizer_json is None:
+        counts = Counter(name for sequence in split["train"] for name in sequence)
+        tokenizer_json = _word_tokenizer(counts, config.vocabulary_size, False)
+    vocabulary = Vocabulary("events", tokenizer_json)
+    streams = {
+        name: _stream([vocabulary.encode_events(events) for events in split[name]], vocabulary.eos_id)
+        for name in SPLITS
+    }
+    return _checked(Corpus(vocabulary, tokenizer_json, streams, {}, {path.name: digest}), path)
+
+
+def vocabulary_kind(config: DataConfig) -> VocabularyKind:
+    """The kind of vocabulary that a corpus of this configuration has."""
+    return "events" if config.kind == "events" else config.vocabulary
+
+
+def batches(stream: NDArray[np.int64], batch: int, chunk: int) -> tuple[NDArray[np.int64], int]:
+    """Lays a stream out as `batch` parallel streams: (length, batch) time-major, and the chunks an epoch has.
+
+    Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one further on; what does not fill
+    a chunk is left out. Raises DataError where the stream is too short for one.
+    """
+    length = (len(stream) - 1) // batch
+    chunks = length // chunk
+    if chunks < 1:
+        raise DataError(
+            f"{len(stream)} tokens are too few for one step: batch {batch} x chunk {chunk} needs {batch * chunk + 1}"
+        )
+    rows = np.lib.stride_tricks.as_strided(
+        stream, (length + 1, batch), (stream.strides[0], length * stream.strides[0]), writeable=False
+    )
+    return rows, chunks

@@ -1,0 +1,150 @@
+"""Perplexity of one network served both ways: recurrent, and as a window of the last k tokens.
+
+Recurrent figures are over a whole split, one state from its first token to its last. Window figures are over
+positions spread evenly through the split, each predicted from exactly its last k tokens, and are paired with the
+recurrent figure at the very same positions: what is compared differs in nothing but the past that was cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from models.manifest import Perplexity, Quality, WindowPerplexity
+from models.networks import Network
+from training.data import Corpus
+
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
+PIECE = 1024
+ROWS = 256
+TOLERATED_LOSS = 1.005
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLosses:
+    """Mean negative log-probabilities of one split, in nats a token."""
+
+    tokens: int
+    words: int | None
+    recurrent: float
+    positions: int
+    recurrent_at_positions: float
+    window: dict[int, float]
+
+    def perplexity(self, nats: float) -> Perplexity:
+        """A mean loss as perplexity per token and, for text, per word (all tokens' loss shared by the words)."""
+        per_word = None if self.words is None else math.exp(nats * self.tokens / self.words)
+        return Perplexity(per_token=math.exp(nats), per_word=per_word)
+
+
+@torch.inference_mode()
+def recurrent_losses(network: Network, stream: NDArray[np.int64], advance: Advance | None = None) -> Tensor:
+    """-log p(stream[t + 1] | stream[0..t]) for every t: float32 (tokens - 1,), the state never interrupted."""
+    tokens = torch.from_numpy(np.ascontiguousarray(stream)).to(network.embedding.weight.device)
+    losses, state = [], None
+    for start in range(0, len(tokens) - 1, PIECE):
+        piece = tokens[start : start + PIECE + 1]
+        hidden, state = network(piece[:-1, None], state)
+        losses.append(functional.cross_entropy(network.logits(hidden[:, 0]), piece[1:], reduction="none"))
+        if advance is not None:
+            advance(len(piece) - 1)
+    return torch.cat(losses)
+
+
+@torch.inference_mode()
+def window_losses(
+    network: Network,
+    stream: NDArray[np.int64],
+    k: int,
+    positions: NDArray[np.int64],
+    advance: Advance | None = None,
+) -> Tensor:
+    """-log p(stream[t + 1] | stream[t - k + 1 .. t]) from the zero state, for every t in `positions`."""
+    device = network.embedding.weight.device
+    losses = []
+    for start in range(0, len(positions), ROWS):
+        ends = positions[start : start + ROWS]
+        inputs = torch.from_numpy(stream[np.arange(1 - k, 1)[:, None] + ends[None, :]]).to(device)
+        targets = torch.from_numpy(stream[ends + 1]).to(device)
+        hidden, _ = network(inputs)
+        losses.append(functional.cross_entropy(network.logits(hidden[-1]), targets, reduction="none"))
+        if advance is not None:
+            advance(k * len(ends))
+    return torch.cat(losses)
+
+
+def spread_positions(stream: NDArray[np.int64], count: int, longest: int) -> NDArray[np.int64]:
+    """At most `count` positions, evenly spread over those with `longest` tokens up to them and one after."""
+    first, last = longest - 1, len(stream) - 2
+    if last < first:
+        return np.empty(0, dtype=np.int64)
+    return np.unique(np.linspace(first, last, min(count, last - first + 1)).round().astype(np.int64))
+
+
+def evaluate_split(
+    network: Network,
+    corpus: Corpus,
+    split: str,
+    windows: Sequence[int] = WINDOWS,
+    count: int = 16_384,
+    advance: Advance | None = None,
+) -> SplitLosses:
+    """Both ways over one split. Windows longer than the split are left out."""
+    network.eval()
+    stream = corpus.streams[split]
+    windows = [k for k in windows if k <= len(stream) - 1]
+    recurrent = recurrent_losses(network, stream, advance)
+    positions = spread_positions(stream, count, max(windows))
+    return SplitLosses(
+        tokens=len(stream) - 1,
+        words=corpus.words.get(split),
+        recurrent=recurrent.double().mean().item(),
+        positions=len(positions),
+        recurrent_at_positions=recurrent[torch.from_numpy(positions)].double().mean().item(),
+        window={k: window_losses(network, stream, k, positions, advance).double().mean().item() for k in windows},
+    )
+
+
+def evaluation_steps(corpus: Corpus, splits: Sequence[str], windows: Sequence[int], count: int) -> int:
+    """How many token steps an evaluation runs: the total of its progress bar."""
+    return sum(
+        len(corpus.streams[split]) - 1 + min(count, len(corpus.streams[split])) * sum(windows) for split in splits
+    )
+
+
+def quality(splits: dict[str, SplitLosses]) -> Quality:
+    """The manifest's record of an evaluation."""
+    return Quality(
+        tokens={name: losses.tokens for name, losses in splits.items()},
+        words={name: losses.words for name, losses in splits.items() if losses.words is not None},
+        recurrent={name: losses.perplexity(losses.recurrent) for name, losses in splits.items()},
+        window={
+            name: WindowPerplexity(
+                positions=losses.positions,
+                recurrent=losses.perplexity(losses.recurrent_at_positions),
+                by_k={k: losses.perplexity(nats) for k, nats in losses.window.items()},
+            )
+            for name, losses in splits.items()
+        },
+        window_within_half_percent=_smallest_close_window(splits["valid"]) if "valid" in splits else None,
+    )
+
+
+def _smallest_close_window(losses: SplitLosses) -> int | None:
+    """The smallest evaluated k from which on the perplexity per token is within 0.5 % of the recurrent one."""
+    close = None
+    for k, nats in sorted(losses.window.items(), reverse=True):
+        ratio = math.exp(nats - losses.recurrent_at_positions)
+        if not 1 / TOLERATED_LOSS <= ratio <= TOLERATED_LOSS:
+            break
+        close = k
+    return close

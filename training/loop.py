@@ -1,0 +1,307 @@
+"""The one training loop: batches, optimiser, schedule, projection, validation, checkpoints.
+
+A run is a folder: `experiment.json`, `tokenizer.json`, `log.jsonl` (a line per evaluation and per logged step),
+`checkpoint.pt` (everything that a resumed run needs to go on as if it had never stopped) and `best.pt` (the weights
+with the lowest validation loss). Checkpoints are written whole or not at all, and loaded with weights_only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from models.constraints import project
+from models.networks import Network
+from training.config import Experiment, TrainingConfig
+from training.data import Corpus, batches
+
+LOG_EVERY = 50
+
+
+class ResumeError(ValueError):
+    """A run folder that cannot be gone on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a run tells whoever watches it, after every step."""
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    tokens_per_s: float
+    valid_loss: float | None
+    best_loss: float
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes CUDA where there is one; `cuda` without one raises RuntimeError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("training.device is cuda, but torch finds no CUDA device")
+    return torch.device(name)
+
+
+def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:
+    """The learning rate of `step` (0 is the first). `decay_start`: the step at which `plateau` began to decay."""
+    peak = config.learning_rate
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    match config.schedule:
+        case "constant":
+            return peak
+        case "inverse_time":
+            return peak / (step - config.warmup + 1)
+        case "cosine":
+            done = (step - config.warmup) / max(1, config.steps - config.warmup)
+            return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        case "plateau":
+            if decay_start is None or step < decay_start:
+                return peak
+            return peak * max(0.0, 1 - (step - decay_start + 1) / config.decay_steps)
+
+
+class Trainer:
+    """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
+
+    Raises ResumeError where the folder holds another experiment's run.
+    """
+
+    def __init__(self, experiment: Experiment, corpus: Corpus, folder: Path) -> None:
+        self.experiment, self.corpus, self.folder = experiment, corpus, folder
+        self.config = experiment.training
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self.device = choose_device(self.config.device)
+        torch.manual_seed(self.config.seed)
+        architecture = experiment.model.architecture(corpus.vocabulary.size)
+        self.network = Network(architecture, experiment.model.dropout).to(self.device)
+        self.contraction = experiment.model.contraction
+        if self.contraction is not None:
+            project(self.network, self.contraction)
+        self.optimizer = self._optimizer()
+        self.stream, self.chunks = self._lay_out("train", self.config.batch)
+        self.valid_stream, self.valid_chunks = self._valid_batches()
+        self.step = 0
+        self.state = self.network.zero_state(self.config.batch)
+        self.best_loss, self.best_step = math.inf, 0
+        self.decay_start: int | None = None
+        self.end = self.config.steps
+        self.wall_s = 0.0
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "checkpoint.pt").exists():
+            self._resume()
+        else:
+            self._start_folder()
+
+    def run(self) -> Iterator[Progress]:
+        """Trains to the end, one step per item."""
+        self.network.train()
+        seen, since, valid_loss = 0, time.monotonic(), None
+        while self.step < self.end:
+            started = time.monotonic()
+            rate = learning_rate(self.config, self.step, self.decay_start)
+            loss = self._train_step(rate)
+            self.step += 1
+            seen += self.config.batch * self.config.chunk
+            last = self.step >= self.end
+            if self.step % LOG_EVERY == 0 or self.step == 1 or last:
+                self._log({"step": self.step, "loss": loss, "learning_rate": rate})
+            valid_loss = None
+            if self.step % self.config.evaluate_every == 0 or last:
+                valid_loss = self._validate()
+            self.wall_s += time.monotonic() - started
+            if self.step % self.config.checkpoint_every == 0 or self.step >= self.end:
+                self._checkpoint()
+            yield Progress(
+                self.step, self.end, loss, rate, seen / (time.monotonic() - since), valid_loss, self.best_loss
+            )
+
+    def _train_step(self, rate: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tokens = self._chunk(self.stream, self.step % self.chunks)
+        carried = self.config.regime == "recurrent" and self.step % self.chunks != 0
+        state = [tensor.detach() for tensor in self.state] if carried else None
+        with self._autocast():
+            hidden, self.state = self.network(tokens[:-1], state)
+            logits = self.network.logits(hidden)
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
+        if not math.isfinite(value := loss.item()):
+            raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        if self.contraction is not None and (self.step + 1) % self.config.project_every == 0:
+            project(self.network, self.contraction)
+        return value
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        """Mean loss over the validation split, recurrent or as the regime trains it; keeps the best weights."""
+        if self.contraction is not None:
+            project(self.network, self.contraction)
+        self.network.eval()
+        total, state = 0.0, None
+        for index in range(self.valid_chunks):
+            tokens = self._chunk(self.valid_stream, index)
+            with self._autocast():
+                hidden, after = self.network(tokens[:-1], state)
+                logits = self.network.logits(hidden)
+            state = after if self.config.regime == "recurrent" else None
+            total += functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten()).item()
+        self.network.train()
+        loss = total / self.valid_chunks
+        if loss < self.best_loss:
+            self.best_loss, self.best_step = loss, self.step
+            self._save({"weights": self.network.weights(), "step": self.step, "valid_loss": loss}, "best.pt")
+        self._maybe_decay()
+        self._log(
+            {
+                "step": self.step,
+                "valid_loss": loss,
+                "best_loss": self.best_loss,
+                "wall_s": round(self.wall_s, 1),
+            }
+        )
+        return loss
+
+    def _maybe_decay(self) -> None:
+        """`plateau`: begins the decay once validation has stopped improving, or when only its steps are left."""
+        if self.config.schedule != "plateau" or self.decay_start is not None:
+            return
+        waited = (self.step - self.best_step) // self.config.evaluate_every
+        stalled = self.config.patience > 0 and waited >= self.config.patience
+        if stalled or self.step >= self.config.steps - self.config.decay_steps:
+            self.decay_start = self.step
+            self.end = min(self.config.steps, self.step + self.config.decay_steps)
+            self._log({"step": self.step, "decay_start": self.step, "stalled": stalled})
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Weight decay on matrices only, not on biases and gains."""
+        matrices = [p for p in self.network.parameters() if p.ndim > 1]
+        others = [p for p in self.network.parameters() if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": self.config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        if self.config.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=self.config.learning_rate)
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.99))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    def _lay_out(self, split: str, batch: int) -> tuple[NDArray[np.int64], int]:
+        return batches(self.corpus.streams[split], batch, self.config.chunk)
+
+    def _valid_batches(self) -> tuple[NDArray[np.int64], int]:
+        """As many parallel streams as training has, or as few as the validation split has room for."""
+        tokens = len(self.corpus.streams["valid"]) - 1
+        return self._lay_out("valid", max(1, min(self.config.batch, tokens // self.config.chunk)))
+
+    def _chunk(self, rows: NDArray[np.int64], index: int) -> Tensor:
+        chunk = self.config.chunk
+        part = np.ascontiguousarray(rows[index * chunk : (index + 1) * chunk + 1])
+        return torch.from_numpy(part).to(self.device)
+
+    # -- the run folder
+
+    def _start_folder(self) -> None:
+        (self.folder / "experiment.json").write_text(self.experiment.model_dump_json(indent=2) + "\n")
+        (self.folder / "tokenizer.json").write_text(self.corpus.tokenizer_json)
+        (self.folder / "log.jsonl").write_text("")
+
+    def _log(self, record: dict[str, object]) -> None:
+        with (self.folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
+
+    def _save(self, record: dict[str, Any], name: str) -> None:
+        partial = self.folder / f"{name}.partial"
+        torch.save(record, partial)
+        partial.replace(self.folder / name)
+
+    def _checkpoint(self) -> None:
+        self._save(
+            {
+                "step": self.step,
+                "network": self.network.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "state": self.state,
+                "best_loss": self.best_loss,
+                "best_step": self.best_step,
+                "decay_start": self.decay_start,
+                "end": self.end,
+                "wall_s": self.wall_s,
+                "random": torch.get_rng_state(),
+                "random_cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+                "data": sorted(self.corpus.hashes.items()),
+            },
+            "checkpoint.pt",
+        )
+
+    def _resume(self) -> None:
+        """Goes on from the checkpoint; `steps` may have been raised, anything else must be as it was."""
+        record = json.loads((self.folder / "experiment.json").read_text())
+        now = self.experiment.model_dump(mode="json")
+        for part in ("model", "training"):
+            for key, value in now[part].items():
+                if record[part].get(key) != value and (part, key) not in FREE_TO_CHANGE:
+                    raise ResumeError(
+                        f"{self.folder} holds a run with {part}.{key} = {record[part].get(key)!r}, not {value!r}"
+                    )
+        saved = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location=self.device)
+        if saved["data"] != sorted(self.corpus.hashes.items()):
+            raise ResumeError(f"{self.folder} holds a run on other data")
+        self.network.load_state_dict(saved["network"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.state = saved["step"], saved["state"]
+        self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
+        self.wall_s = saved["wall_s"]
+        if saved["decay_start"] is not None or self.config.steps <= self.step:
+            self.decay_start, self.end = saved["decay_start"], saved["end"]
+        torch.set_rng_state(saved["random"].cpu())
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state_all([state.cpu() for state in saved["random_cuda"]])
+        self._drop_later_lines()
+
+    def _drop_later_lines(self) -> None:
+        """Forgets log lines that a killed run wrote after its last checkpoint: they will be written again."""
+        path = self.folder / "log.jsonl"
+        lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= self.step]
+        path.write_text("".join(lines))
+
+
+FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device")}
+
+
+def _step_of(line: str) -> float:
+    """The step of a log line; a line that the kill cut short counts as later than all."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
+
+
+def load_best(folder: Path) -> dict[str, Tensor]:
+    """The weights with the lowest validation loss of a run, by name. Raises ResumeError where there are none."""
+    try:
+        saved = torch.load(folder / "best.pt", weights_only=True, map_location="cpu")
+    except FileNotFoundError as error:
+        raise ResumeError(f"{folder} holds no best.pt: has it been trained past one evaluation?") from error
+    weights: dict[str, Tensor] = saved["weights"]
+    return weights
