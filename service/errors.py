@@ -1,6 +1,7 @@
 """Everything that can go wrong in answering a request, as one tree of exceptions.
 
     WaneError                     code                  status  retryable
+    ├── NotJson                   not_json              400     no
     ├── InvalidRequest            invalid_request       422     no
     ├── NotFound
     │   ├── UnknownModel          unknown_model         404     no
@@ -35,6 +36,13 @@ class WaneError(Exception):
     def extra(self) -> dict[str, object]:
         """Fields beside the message that help a client to go on."""
         return {}
+
+
+class NotJson(WaneError):
+    """The body is not JSON; the message says where it stops being it."""
+
+    code = "not_json"
+    http_status = 400
 
 
 class InvalidRequest(WaneError):

@@ -1,0 +1,87 @@
+"""The ASGI application: what it is made of, in which order, and how it begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service import middleware
+from service.documents import ProblemDocument
+from service.engine.catalog import Catalog
+from service.logs import SERVICE
+from service.metrics import Metrics
+from service.routes import generate, models, ops, predict, sessions
+from service.routes.errors import problem
+from service.settings import Settings
+
+VERSION = "0.1.0"
+
+ROUTERS = (predict.router, generate.router, sessions.router, models.router, ops.router)
+
+PROBLEM = {
+    "description": "any failure, as a problem document (RFC 9457)",
+    "content": {"application/problem+json": {"schema": TypeAdapter(ProblemDocument).json_schema()}},
+}
+
+
+def create_app(
+    settings: Settings, catalog: Catalog, metrics: Metrics, on_load_failure: Callable[[Exception], None]
+) -> FastAPI:
+    """The application around a catalog that is not loaded yet.
+
+    It answers at once, and takes requests for models once they are loaded, verified and warmed up. If that fails,
+    `on_load_failure` is called with the reason, and is to end the process.
+    """
+
+    async def load() -> None:
+        try:
+            await catalog.load()
+        except Exception as error:
+            on_load_failure(error)
+        else:
+            names = [engine.name for engine in catalog.list()]
+            SERVICE.info("ready", extra={"fields": {"device": catalog.device, "models": names}})
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(load())
+        yield
+        loading.cancel()
+        with suppress(asyncio.CancelledError):
+            await loading
+        if catalog.status != "draining":  # else the server has begun to close it, and waits no longer than it may
+            await catalog.close()
+
+    app = FastAPI(
+        title="Wane",
+        version=VERSION,
+        description=__doc__,
+        lifespan=lifespan,
+        middleware=middleware.stack(
+            max_body_bytes=settings.max_body_bytes,
+            request_timeout_ms=settings.request_timeout_ms,
+            envelope=problem,
+            metrics=metrics,
+        ),
+        exception_handlers={HTTPException: answer_problem, RequestValidationError: answer_problem},
+        responses={"default": PROBLEM},
+        redirect_slashes=False,
+    )
+    app.state.catalog = catalog
+    app.state.metrics = metrics
+    for router in ROUTERS:
+        app.include_router(router)
+    return app
+
+
+async def answer_problem(request: Request, error: Exception) -> Response:
+    """What the framework refuses by itself has the same shape as what we refuse."""
+    return problem(request.scope, error)

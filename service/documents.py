@@ -1,0 +1,232 @@
+"""What clients read: the shapes of the native protocol's answers.
+
+They are TypedDicts: the OpenAPI page shows them, and the type checker holds the encoders of `service.routes.answers`
+to them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from models.manifest import Certificate, Quality
+from service.engine.types import Mode, Origin
+
+ErrorBound = Annotated[
+    float | None,
+    Field(
+        description="total variation from the never-interrupted model, at most; 0: exact; null: nothing is certified"
+    ),
+]
+
+
+class PredictionDocument(TypedDict):
+    """One possible next token; `bytes` only where `token` is not whole text."""
+
+    token_id: int
+    token: str
+    probability: float
+    logprob: float
+    bytes: NotRequired[list[int]]
+
+
+class LatencyDocument(TypedDict):
+    """Where the time went."""
+
+    queue_ms: float
+    compute_ms: float
+    total_ms: float
+
+
+class AgreementDocument(TypedDict):
+    """How far the window's answer is from the recurrent one."""
+
+    top1_match: bool
+    top1_proved: bool
+    total_variation: float
+    kl: float
+    max_logit_difference: float
+    state_distance: float
+    state_error_bound: float | None
+    error_bound: ErrorBound
+
+
+class ModeDocument(TypedDict):
+    """One mode's part in an answer to `both`."""
+
+    predictions: list[PredictionDocument]
+    latency: LatencyDocument
+
+
+class ModelDocument(TypedDict):
+    """Who answered, and where it ran."""
+
+    model: str
+    model_version: str
+    device: str
+
+
+class AnswerDocument(ModelDocument):
+    """What comes next."""
+
+    mode: Mode
+    window: int | None
+    predictions: list[PredictionDocument]
+    latency: LatencyDocument
+    state: Origin
+    error_bound: ErrorBound
+    modes: NotRequired[dict[Mode, ModeDocument]]
+    agreement: NotRequired[AgreementDocument]
+    session: NotRequired[str]
+    position: NotRequired[int]
+    replayed: NotRequired[bool]
+
+
+class FailureDocument(TypedDict):
+    """One item of a batch that was not answered, as a problem document."""
+
+    error: dict[str, object]
+
+
+class BatchDocument(ModelDocument):
+    """An answer or an error for each input, in order."""
+
+    results: list[AnswerDocument | FailureDocument]
+
+
+class PercentilesDocument(TypedDict):
+    """Of one phase, over the repeated runs."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+class PhasesDocument(TypedDict):
+    """Where the time went, over the repeated runs."""
+
+    queue: PercentilesDocument
+    compute: PercentilesDocument
+    total: PercentilesDocument
+
+
+class ComparedDocument(TypedDict):
+    """One line of a comparison; `agreement` is with recurrent, and null for it."""
+
+    mode: Mode
+    window: int | None
+    state: Origin
+    predictions: list[PredictionDocument]
+    latency: PhasesDocument
+    error_bound: ErrorBound
+    agreement: AgreementDocument | None
+
+
+class ComparedModelDocument(ModelDocument):
+    """One model's comparison; `tokens` is the length of the input."""
+
+    tokens: int
+    repeat: int
+    recurrent: ComparedDocument
+    windows: list[ComparedDocument]
+
+
+class ComparisonDocument(TypedDict):
+    """One comparison for each model asked for."""
+
+    device: str
+    models: list[ComparedModelDocument]
+
+
+class ScoreDocument(ModelDocument):
+    """The tokens that were scored, and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    perplexity: float
+    chunks: int
+    rounds: int
+    max_residual: float
+    state: Origin
+    error_bound: ErrorBound
+    latency: LatencyDocument
+
+
+class GeneratedTokenDocument(TypedDict):
+    """A generated token; in a stream, `text` is what it made certain."""
+
+    token_id: int
+    token: str
+    text: str
+    logprob: float
+    bytes: NotRequired[list[int]]
+
+
+class FinishDocument(ModelDocument):
+    """How a stream ends: as the whole answer, without the tokens' log-probabilities."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"]
+    mode: Mode
+    window: int | None
+    state: Origin
+    error_bound: ErrorBound
+    latency: LatencyDocument
+
+
+class GenerationDocument(FinishDocument):
+    """What was generated."""
+
+    logprobs: list[float]
+
+
+class SessionDocument(ModelDocument):
+    """A session as its owner may see it."""
+
+    session: str
+    mode: Mode
+    position: int
+    state: Origin
+    error_bound: ErrorBound
+    idle_s: float
+
+
+class ModelCardDocument(TypedDict):
+    """OpenAI's fields, and the manifest's beside them."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    model_version: str
+    device: str
+    description: str
+    family: str
+    parameters: dict[str, object]
+    k: int
+    max_window: int
+    vocabulary: dict[str, object]
+    certificate: Certificate
+    quality: Quality | None
+    attribution: str | None
+
+
+class ModelListDocument(TypedDict):
+    """Every model that is served, the default first."""
+
+    object: Literal["list"]
+    data: list[ModelCardDocument]
+
+
+class ProblemDocument(TypedDict):
+    """RFC 9457, with a stable `code`, whether trying again may help, and the request's id; some codes add fields."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    retryable: bool
+    request_id: str

@@ -1,0 +1,223 @@
+"""The engine's answers as JSON documents, field by field; `reply` sends one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from service.documents import (
+    AgreementDocument,
+    AnswerDocument,
+    ComparedDocument,
+    ComparedModelDocument,
+    FinishDocument,
+    GeneratedTokenDocument,
+    LatencyDocument,
+    ModelCardDocument,
+    ModelDocument,
+    PercentilesDocument,
+    PredictionDocument,
+    ScoreDocument,
+    SessionDocument,
+)
+from service.engine.engine import Engine
+from service.engine.types import (
+    Agreement,
+    Answer,
+    ComparedMode,
+    Comparison,
+    Finish,
+    GeneratedToken,
+    Latency,
+    Origin,
+    Percentiles,
+    Prediction,
+    Score,
+    SessionView,
+)
+
+
+def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A document as an answer. Every number in it is finite: JSON has no others."""
+    return Response(to_json(document), status, headers, media_type="application/json")
+
+
+def model(engine: Engine) -> ModelDocument:
+    return {"model": engine.name, "model_version": engine.version, "device": engine.device}
+
+
+def prediction(given: Prediction) -> PredictionDocument:
+    document: PredictionDocument = {
+        "token_id": given.token_id,
+        "token": given.token,
+        "probability": given.probability,
+        "logprob": given.logprob,
+    }
+    if given.token_bytes is not None:
+        document["bytes"] = list(given.token_bytes)
+    return document
+
+
+def latency(given: Latency) -> LatencyDocument:
+    return {"queue_ms": given.queue_ms, "compute_ms": given.compute_ms, "total_ms": given.total_ms}
+
+
+def agreement(given: Agreement) -> AgreementDocument:
+    return {
+        "top1_match": given.top1_match,
+        "top1_proved": given.top1_proved,
+        "total_variation": given.total_variation,
+        "kl": given.kl,
+        "max_logit_difference": given.max_logit_difference,
+        "state_distance": given.state_distance,
+        "state_error_bound": given.state_error_bound,
+        "error_bound": given.error_bound,
+    }
+
+
+def answer(engine: Engine, given: Answer) -> AnswerDocument:
+    document: AnswerDocument = {
+        "model": engine.name,
+        "model_version": engine.version,
+        "device": engine.device,
+        "mode": given.mode,
+        "window": given.window,
+        "predictions": [prediction(one) for one in given.predictions],
+        "latency": latency(given.latency),
+        "state": given.state,
+        "error_bound": given.error_bound,
+    }
+    if given.modes is not None:
+        document["modes"] = {
+            mode: {
+                "predictions": [prediction(one) for one in part.predictions],
+                "latency": latency(part.latency),
+            }
+            for mode, part in given.modes.items()
+        }
+    if given.agreement is not None:
+        document["agreement"] = agreement(given.agreement)
+    if given.session is not None:
+        document["session"] = given.session
+    if given.position is not None:
+        document["position"] = given.position
+    if given.replayed is not None:
+        document["replayed"] = given.replayed
+    return document
+
+
+def comparison(engine: Engine, tokens: int, given: Comparison) -> ComparedModelDocument:
+    return {
+        **model(engine),
+        "tokens": tokens,
+        "repeat": given.repeat,
+        "recurrent": _compared(given.recurrent),
+        "windows": [_compared(one) for one in given.windows],
+    }
+
+
+def _compared(given: ComparedMode) -> ComparedDocument:
+    return {
+        "mode": given.mode,
+        "window": given.window,
+        "state": given.state,
+        "predictions": [prediction(one) for one in given.predictions],
+        "latency": {
+            "queue": _percentiles(given.queue),
+            "compute": _percentiles(given.compute),
+            "total": _percentiles(given.total),
+        },
+        "error_bound": given.error_bound,
+        "agreement": None if given.agreement is None else agreement(given.agreement),
+    }
+
+
+def _percentiles(given: Percentiles) -> PercentilesDocument:
+    return {"p50_ms": given.p50_ms, "p99_ms": given.p99_ms}
+
+
+def score(engine: Engine, tokens: tuple[int, ...], given: Score) -> ScoreDocument:
+    return {
+        **model(engine),
+        "tokens": list(tokens),
+        "logprobs": list(given.logprobs),
+        "perplexity": given.perplexity,
+        "chunks": given.chunks,
+        "rounds": given.rounds,
+        "max_residual": given.max_residual,
+        "state": Origin.FULL,
+        "error_bound": given.error_bound,
+        "latency": latency(given.latency),
+    }
+
+
+def generated(given: GeneratedToken) -> GeneratedTokenDocument:
+    document: GeneratedTokenDocument = {
+        "token_id": given.token_id,
+        "token": given.token,
+        "text": given.text,
+        "logprob": given.logprob,
+    }
+    if given.token_bytes is not None:
+        document["bytes"] = list(given.token_bytes)
+    return document
+
+
+def finish(engine: Engine, given: Finish) -> FinishDocument:
+    return {
+        **model(engine),
+        "text": given.text,
+        "tokens": list(given.tokens),
+        "finish_reason": given.reason.value,
+        "mode": given.mode,
+        "window": given.window,
+        "state": given.state,
+        "error_bound": given.error_bound,
+        "latency": latency(given.latency),
+    }
+
+
+def session(engine: Engine, given: SessionView) -> SessionDocument:
+    return {
+        "model": given.model,
+        "model_version": given.model_version,
+        "device": engine.device,
+        "session": given.session,
+        "mode": given.mode,
+        "position": given.position,
+        "state": given.state,
+        "error_bound": given.error_bound,
+        "idle_s": given.idle_s,
+    }
+
+
+def model_card(engine: Engine) -> ModelCardDocument:
+    manifest = engine.manifest
+    return {
+        "id": manifest.name,
+        "object": "model",
+        "created": _unix_time(manifest.provenance.created),
+        "owned_by": "wane",
+        "model_version": manifest.version,
+        "device": engine.device,
+        "description": manifest.description,
+        "family": manifest.architecture.cell,
+        "parameters": manifest.architecture.model_dump(),
+        "k": manifest.window,
+        "max_window": manifest.max_window,
+        "vocabulary": manifest.vocabulary.model_dump(),
+        "certificate": manifest.certificate,
+        "quality": manifest.quality,
+        "attribution": manifest.provenance.attribution,
+    }
+
+
+def _unix_time(iso: str) -> int:
+    """Seconds since 1970; 0 for a date that is none."""
+    try:
+        return int(datetime.fromisoformat(iso).timestamp())
+    except ValueError:
+        return 0

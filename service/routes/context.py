@@ -1,0 +1,40 @@
+"""What a route has at hand beside its request: the catalog, the deadline, and the access log's line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from service.engine.engine import Engine
+from service.engine.types import Answer, Finish
+from service.middleware import context
+
+if TYPE_CHECKING:
+    from service.engine.catalog import Catalog
+
+
+def catalog(request: Request) -> Catalog:
+    """The models that this process serves."""
+    found: Catalog = request.app.state.catalog
+    return found
+
+
+def deadline(request: Request) -> float | None:
+    """When the answer is no longer wanted, in seconds on the event loop's clock."""
+    return context(request.scope).deadline
+
+
+def note_model(request: Request, engine: Engine) -> None:
+    """Adds the model to the request's line in the access log."""
+    context(request.scope).fields["model"] = engine.name
+
+
+def note_answer(request: Request, given: Answer | Finish) -> None:
+    """Adds how the answer came about to the request's line in the access log."""
+    context(request.scope).fields.update(
+        mode=given.mode.value,
+        state=given.state.value,
+        queue_ms=round(given.latency.queue_ms, 3),
+        compute_ms=round(given.latency.compute_ms, 3),
+    )

@@ -1,0 +1,50 @@
+"""From bytes to a request: the body is read before its deadline, parsed strictly, and refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from service.engine.engine import Engine
+from service.errors import DeadlineExceeded, InvalidRequest, NotJson
+from service.middleware import context
+from service.routes.errors import invalid_request
+from service.schemas import Body
+
+B = TypeVar("B", bound=Body)
+
+
+async def decode(request: Request, model: type[B]) -> B:
+    """The body as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded."""
+    try:
+        async with asyncio.timeout_at(context(request.scope).deadline):
+            raw = await request.body()
+    except TimeoutError as error:
+        raise DeadlineExceeded("the deadline passed while the body was still coming in") from error
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        if found[0]["type"] == "json_invalid":
+            raise NotJson(f"the body is not JSON: {found[0]['ctx']['error']}") from error
+        raise invalid_request(found) from error
+
+
+async def tokens_of(engine: Engine, given: str | list[int]) -> tuple[int, ...]:
+    """Token ids of text, or the ids themselves. Raises TooLarge, and InvalidRequest for text without a token in it."""
+    if isinstance(given, list):
+        return tuple(given)
+    tokens = await engine.encode(given)
+    if not tokens:
+        raise InvalidRequest("the input is empty: there is no token in the text", "input")
+    return tokens
+
+
+def json_body(model: type[Body]) -> dict[str, Any]:
+    """The OpenAPI description of a route that decodes `model`, with the model's examples."""
+    examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
+    content = {"application/json": {"schema": model.model_json_schema(), "examples": examples}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -1,0 +1,110 @@
+"""Failures as answers: `problem` is the native protocol's envelope (RFC 9457, application/problem+json).
+
+    {"type": "urn:wane:error:position_conflict", "title": "Position conflict", "status": 409,
+     "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
+     "request_id": "...", "position": 12}
+
+Every failure of every native route has this shape: ours, a path or method that does not exist, and what nobody
+expected.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from service.errors import InvalidRequest, Overloaded, TooLarge, Unavailable, WaneError
+from service.logs import SERVICE
+from service.middleware import context
+
+INTERNAL = "internal"
+UNEXPECTED = "something went wrong here, and it is not your request; the log has it under this request id"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a client may know of a failure, in no protocol's words."""
+
+    status: int
+    code: str
+    detail: str
+    retryable: bool = False
+    extra: dict[str, object] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self, request_id: str) -> dict[str, object]:
+        """The members of a problem document."""
+        return {
+            "type": f"urn:wane:error:{self.code}",
+            "title": self.code.replace("_", " ").capitalize(),
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+            "request_id": request_id,
+            **self.extra,
+        }
+
+
+def invalid_request(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """pydantic's findings in a request as one failure of ours, which names the field found first."""
+    same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    deepest = max(same_field, key=lambda one: len(one["loc"]))  # of a union's branches, the one that got furthest
+    name, *rest = map(str, deepest["loc"] or [""])
+    field = ".".join([name, *filter(str.isdecimal, rest)])  # beside indices, pydantic adds the names of branches
+    message = {
+        "extra_forbidden": "there is no such field",
+        "model_type": "the body must be a JSON object",
+    }.get(deepest["type"], str(deepest["msg"]).removeprefix("Value error, "))
+    return InvalidRequest(f"{field}: {message}" if field else message, field or None)
+
+
+def describe(error: Exception) -> Failure:
+    """What may be said about `error`: everything for our own, the method or path for the router's, else nothing."""
+    if isinstance(error, RequestValidationError):
+        error = invalid_request([{**found, "loc": found["loc"][1:]} for found in error.errors()])
+    if isinstance(error, WaneError):
+        headers: dict[str, str] = {}
+        if isinstance(error, Overloaded | Unavailable):
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if isinstance(error, TooLarge):
+            headers["connection"] = "close"  # the rest of the body is not read
+        return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase
+        detail = {
+            404: "there is nothing at this path; /docs lists what there is",
+            405: "this path does not take this method; the header Allow lists those that it takes",
+        }.get(error.status_code, error.detail)
+        return Failure(error.status_code, phrase.lower().replace(" ", "_"), detail, headers=dict(error.headers or {}))
+    return Failure(500, INTERNAL, UNEXPECTED)
+
+
+def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
+    """The problem document of a failure of this request; notes it for the access log, and its trace if unexpected."""
+    failure = describe(error)
+    here = context(scope)
+    here.fields["error"] = failure.code
+    if failure.code == INTERNAL:
+        SERVICE.error("unexpected failure", exc_info=error, extra={"fields": {"request_id": here.request_id}})
+    return failure.body(here.request_id)
+
+
+def problem(scope: Scope, error: Exception) -> Response:
+    """The native protocol's answer to a failure."""
+    failure = describe(error)
+    return Response(
+        json.dumps(failure_document(scope, error)),
+        status_code=failure.status,
+        media_type="application/problem+json",
+        headers=failure.headers,
+    )

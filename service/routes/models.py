@@ -1,0 +1,31 @@
+"""Which models there are, in OpenAI's list shape, and how they have done so far."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.documents import ModelCardDocument, ModelListDocument
+from service.routes import answers
+from service.routes.context import catalog
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/v1/models", response_model=ModelListDocument)
+async def models(request: Request) -> Response:
+    """Every model, the default first, with its family, its k, its certificate and its measured quality."""
+    return answers.reply({"object": "list", "data": [answers.model_card(one) for one in catalog(request).list()]})
+
+
+@router.get("/v1/models/{name}", response_model=ModelCardDocument)
+async def model(request: Request, name: str) -> Response:
+    """One model."""
+    return answers.reply(answers.model_card(catalog(request).get(name)))
+
+
+@router.get("/v1/report")
+async def report(request: Request) -> Response:
+    """What was measured while serving: latency by mode, agreement over all comparisons, sessions."""
+    return answers.reply(await catalog(request).report())

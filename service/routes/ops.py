@@ -1,0 +1,49 @@
+"""For operators: liveness, readiness, metrics; and a first page for people."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from service.metrics import CONTENT_TYPE
+from service.routes import answers
+from service.routes.context import catalog
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Wane</title>
+<p>Wane serves recurrent next-token models whose memory provably fades, as a stream or as a window of the last k tokens,
+and says how far the two are apart: <a href="docs">try the API</a>, or read its <a href="openapi.json">description</a>,
+the <a href="v1/models">models</a> and the <a href="v1/report">report</a>.</p>
+</html>
+"""
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/healthz")
+async def healthz() -> Response:
+    """Whether the process lives."""
+    return answers.reply({"live": True})
+
+
+@router.get("/readyz", responses={503: {"description": "loading or draining"}})
+async def readyz(request: Request) -> Response:
+    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains."""
+    models = catalog(request)
+    document = {"ready": models.ready, "status": models.status, "device": models.device}
+    return answers.reply(document, 200 if models.ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """A first page for people."""
+    return HTMLResponse(PAGE)

@@ -1,0 +1,110 @@
+"""Answers about a sequence that the client sends: predict, compare, score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.documents import (
+    AnswerDocument,
+    BatchDocument,
+    ComparedModelDocument,
+    ComparisonDocument,
+    FailureDocument,
+    ScoreDocument,
+)
+from service.engine.engine import Engine
+from service.engine.types import CompareRequest, PredictRequest, ScoreRequest
+from service.errors import WaneError
+from service.routes import answers
+from service.routes.context import catalog, deadline, note_answer, note_model
+from service.routes.decode import decode, json_body, tokens_of
+from service.routes.errors import failure_document
+from service.routes.hangup import until_hangup
+from service.schemas import CompareBody, PredictBody, ScoreBody
+
+router = APIRouter(tags=["predict"])
+
+
+@router.post("/v1/predict", response_model=AnswerDocument | BatchDocument, openapi_extra=json_body(PredictBody))
+async def predict(request: Request) -> Response:
+    """What comes next: as the recurrent model, as a window of it, or both and how far they are apart."""
+    body = await decode(request, PredictBody)
+    if body.session is None:
+        engine = catalog(request).get(body.model)
+    else:
+        engine = await catalog(request).engine_for(body.session, body.model)
+    note_model(request, engine)
+    async with until_hangup(request):
+        if body.inputs is not None:
+            return answers.reply(await _predict_many(request, engine, body, body.inputs))
+        given = await engine.predict(await _predict_request(request, engine, body, body.sequence))
+    note_answer(request, given)
+    return answers.reply(answers.answer(engine, given))
+
+
+async def _predict_request(
+    request: Request, engine: Engine, body: PredictBody, given: str | list[int]
+) -> PredictRequest:
+    return PredictRequest(
+        tokens=await tokens_of(engine, given),
+        mode=body.mode,
+        window=body.window,
+        tolerance=body.tolerance,
+        top_k=body.top_k,
+        session=body.session,
+        deadline=deadline(request),
+    )
+
+
+async def _predict_many(
+    request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
+) -> BatchDocument:
+    """One bad input never fails the others: each has an answer or an error in its place."""
+    asked: list[PredictRequest] = []
+    refused: dict[int, WaneError] = {}
+    for index, given in enumerate(inputs):
+        try:
+            asked.append(await _predict_request(request, engine, body, given))
+        except WaneError as error:
+            refused[index] = error
+    answered = iter(await engine.predict_many(asked))
+    results: list[AnswerDocument | FailureDocument] = []
+    for index in range(len(inputs)):
+        outcome = refused[index] if index in refused else next(answered)
+        if isinstance(outcome, WaneError):
+            results.append({"error": failure_document(request.scope, outcome)})
+        else:
+            results.append(answers.answer(engine, outcome))
+    return {**answers.model(engine), "results": results}
+
+
+@router.post("/v1/compare", response_model=ComparisonDocument, openapi_extra=json_body(CompareBody))
+async def compare(request: Request) -> Response:
+    """Measures latency and agreement of windows of several sizes against the recurrent answer."""
+    body = await decode(request, CompareBody)
+    names: Sequence[str | None] = body.models or [body.model]
+    engines = [catalog(request).get(name) for name in names]
+    compared: list[ComparedModelDocument] = []
+    async with until_hangup(request):
+        for engine in engines:
+            note_model(request, engine)
+            tokens = await tokens_of(engine, body.sequence)
+            wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
+            compared.append(answers.comparison(engine, len(tokens), await engine.compare(wanted)))
+    return answers.reply({"device": catalog(request).device, "models": compared})
+
+
+@router.post("/v1/score", response_model=ScoreDocument, openapi_extra=json_body(ScoreBody))
+async def score(request: Request) -> Response:
+    """The log-probability of every token of a text."""
+    body = await decode(request, ScoreBody)
+    engine = catalog(request).get(body.model)
+    note_model(request, engine)
+    async with until_hangup(request):
+        tokens = await tokens_of(engine, body.sequence)
+        given = await engine.score(ScoreRequest(tokens, body.method, body.tolerance, deadline(request)))
+    return answers.reply(answers.score(engine, tokens, given))

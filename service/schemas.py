@@ -1,0 +1,176 @@
+"""What clients send: the native protocol's requests, as strict models that refuse unknown fields.
+
+Strict means that nothing is converted: "5" and 5.0 are no integers, true is no number, and NaN and Infinity,
+which are not JSON but which some encoders write all the same, are refused by name. Whether a value is in range is
+not judged here: `service.engine.types` and the engine do that, for every protocol alike.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+from service.engine.types import Mode, ScoreMethod
+
+HISTORY = "The history of the"
+
+Model = Annotated[str | None, Field(description="a name from /v1/models; default: the first there")]
+Text = Annotated[str, Field(description="text, tokenised as the model's vocabulary does it")]
+Tokens = Annotated[list[int], Field(description="token ids")]
+TopK = Annotated[int, Field(description="how many predictions to answer, most probable first")]
+Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
+Window = Annotated[int, Field(description="k, the tokens that window mode runs; default: the model's own")]
+WireMode = Annotated[
+    Mode, Field(strict=False), WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})
+]
+WireScoreMethod = Annotated[
+    ScoreMethod,
+    Field(strict=False),
+    WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
+]
+
+
+def exactly_one(body: BaseModel, *fields: str) -> None:
+    """Raises ValueError unless one of `fields`, and only one, was given."""
+    given = [name for name in fields if getattr(body, name) is not None]
+    if len(given) != 1:
+        names = ", ".join(f"`{name}`" for name in fields)
+        found = " and ".join(f"`{name}`" for name in given) or "none of them"
+        raise ValueError(f"give exactly one of {names}; found {found}")
+
+
+class Body(BaseModel):
+    """A request body. `examples` are the OpenAPI page's, and a test posts every one of them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    examples: ClassVar[tuple[dict[str, object], ...]] = ()
+
+
+class SequenceBody(Body):
+    """A body with one sequence in it, as text or as token ids."""
+
+    input: Text | None = None
+    tokens: Tokens | None = None
+
+    @property
+    def sequence(self) -> str | list[int]:
+        """Whichever of the two was given; no ids where neither was."""
+        return self.input if self.input is not None else self.tokens or []
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        exactly_one(self, "input", "tokens")
+        return self
+
+
+class PredictBody(SequenceBody):
+    """What comes next: after one sequence, after each of many, or after a session's tokens."""
+
+    examples = (
+        {"input": HISTORY, "mode": "both"},
+        {"tokens": [5, 6, 7], "mode": "recurrent", "top_k": 3},
+        {"input": HISTORY, "mode": "window", "window": 8},
+        {"inputs": [HISTORY, [5, 6, 7]]},
+    )
+
+    model: Model = None
+    inputs: list[Text | Tokens] | None = Field(
+        default=None, min_length=1, description="a batch: each text or token ids, each answered on its own"
+    )
+    session: str | None = Field(default=None, description="predict from this session, appending nothing")
+    mode: WireMode = Mode.AUTO
+    window: Window | None = None
+    tolerance: Tolerance | None = None
+    top_k: TopK = 5
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        exactly_one(self, "input", "tokens", "inputs", "session")
+        return self
+
+
+class CompareBody(SequenceBody):
+    """Recurrent against windows of several sizes: how far apart, and how long each takes."""
+
+    examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
+
+    model: Model = None
+    models: list[str] | None = Field(default=None, min_length=1, max_length=8, description="instead of `model`")
+    windows: list[Window] = Field(default=[8, 16, 32, 64], description="every k to compare")
+    repeat: int = Field(default=20, description="runs of each, for the latency's percentiles")
+
+    @model_validator(mode="after")
+    def _model_or_models(self) -> Self:
+        if self.model is not None and self.models is not None:
+            raise ValueError("give `model` or `models`, not both")
+        return self
+
+
+class ScoreBody(SequenceBody):
+    """One log-probability for each token of a sequence."""
+
+    examples = ({"input": f"{HISTORY} town"}, {"tokens": [5, 6, 7], "method": "sequential"})
+
+    model: Model = None
+    method: WireScoreMethod = ScoreMethod.SEQUENTIAL
+    tolerance: Tolerance | None = None
+
+
+class GenerateBody(SequenceBody):
+    """Go on from a sequence, token by token."""
+
+    examples = (
+        {"input": HISTORY, "max_tokens": 8, "temperature": 0},
+        {
+            "input": HISTORY,
+            "max_tokens": 8,
+            "temperature": 0.8,
+            "top_k": 40,
+            "top_p": 0.9,
+            "seed": 7,
+            "stop": ["."],
+        },
+        {"input": HISTORY, "max_tokens": 4, "mode": "window", "stream": True},
+    )
+
+    model: Model = None
+    max_tokens: int = Field(default=16, description="most tokens to generate")
+    temperature: float = Field(default=1.0, description="0 takes the most probable token")
+    top_k: int | None = Field(default=None, description="sample among the k most probable only")
+    top_p: float | None = Field(default=None, description="sample among the most probable that make up this share")
+    seed: int | None = Field(default=None, description="the same seed gives the same text")
+    stop: str | list[str] = Field(default=[], description="the text ends before the first of these")
+    mode: WireMode = Mode.AUTO
+    window: Window | None = None
+    stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
+
+
+class SessionBody(Body):
+    """Start a session."""
+
+    examples = ({"session": "demo"}, {"mode": "recurrent"}, {})
+
+    model: Model = None
+    session: str | None = Field(default=None, description="an id of your own; default: a new one")
+    mode: WireMode | None = Field(default=None, description="how its steps are answered unless they say")
+
+
+class StepBody(SequenceBody):
+    """Append to a session, and predict what follows."""
+
+    examples = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
+
+    expected_position: int | None = Field(
+        default=None, description="where the step must start, or 409; also as the header x-wane-position"
+    )
+    top_k: TopK = 5
+    mode: WireMode | None = Field(default=None, description="default: the session's own")
+
+
+class RewindBody(Body):
+    """Forget a session's latest tokens."""
+
+    examples = ({"position": 1},)
+
+    position: int = Field(description="how many tokens to keep; those after it must still be in the tail")

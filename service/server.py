@@ -1,0 +1,94 @@
+"""The server process: uvicorn with one worker, which drains before it stops listening."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from types import FrameType
+
+import uvicorn
+
+from service import logs
+from service.app import create_app
+from service.engine.catalog import Catalog
+from service.logs import SERVICE
+from service.metrics import Metrics
+from service.settings import Settings, SettingsError
+
+KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
+CLOSE_S = 5  # for connections to take their last bytes once everything is answered
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which drains first.
+
+    On the first SIGTERM or SIGINT the server is unready, refuses new work with 503 and finishes what it has
+    admitted, for at most `drain_timeout_ms`; then it stops listening. A second signal stops it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, catalog: Catalog, drain_timeout_ms: int) -> None:
+        super().__init__(config)
+        self.catalog = catalog
+        self.drain_timeout_ms = drain_timeout_ms
+        self.draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.started and self.draining is None:
+            self.loop.call_soon_threadsafe(self._start_draining)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _start_draining(self) -> None:
+        self.draining = self.loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        SERVICE.info("draining")
+        try:
+            async with asyncio.timeout(self.drain_timeout_ms / 1000):
+                await self.catalog.close()
+        except TimeoutError:
+            SERVICE.warning("what was admitted did not end in time")
+        finally:
+            self.should_exit = True
+
+
+def refuse_more_workers(environment: Mapping[str, str]) -> None:
+    """One process is one replica: sessions live in it. Raises SettingsError where uvicorn is told otherwise."""
+    workers = environment.get("WEB_CONCURRENCY", "1")
+    if workers.strip() != "1":
+        raise SettingsError(f"WEB_CONCURRENCY is {workers}, but one process is one replica: start more processes")
+
+
+def run(settings: Settings) -> None:
+    """Serves until told to stop. Raises what kept the models from being loaded: CatalogError, BundleError, ..."""
+    logs.configure(settings.log_level)
+    failures: list[Exception] = []
+
+    def end(error: Exception) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    metrics = Metrics()
+    catalog = Catalog(settings, metrics)
+    config = uvicorn.Config(
+        create_app(settings, catalog, metrics, on_load_failure=end),
+        host=settings.host,
+        port=settings.port,
+        workers=1,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+    server = Server(config, catalog, settings.drain_timeout_ms)
+    server.run()
+    if failures:
+        raise failures[0]
