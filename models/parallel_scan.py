@@ -35,7 +35,7 @@ class _LinearRecurrence(Function):
     def forward(ctx: FunctionCtx, gate: Tensor, inflow: Tensor, initial: Tensor) -> Tensor:
         first = torch.addcmul(inflow[:1], gate[:1], initial.unsqueeze(0))
         states = _solve(gate, torch.cat([first, inflow[1:]]))
-        ctx.save_for_backward(gate, states, initial)  # type: ignore[attr-defined]
+        ctx.save_for_backward(gate, states, initial)
         return states
 
     @staticmethod
@@ -53,5 +53,5 @@ def linear_recurrence(gate: Tensor, inflow: Tensor, initial: Tensor) -> Tensor:
 
     gate, inflow: (T, ...); initial: (...), the state before the first step. Returns (T, ...). Differentiable once.
     """
-    result: Tensor = _LinearRecurrence.apply(gate, inflow, initial)
+    result: Tensor = _LinearRecurrence.apply(gate, inflow, initial)  # type: ignore[no-untyped-call]
     return result

@@ -9,12 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.config import ConfigError, Experiment
-from training.data import DataError
-from training.loop import ResumeError
-from training.run import RunError, evaluate_run, export_run, train
-
-USER_ERRORS = (ConfigError, DataError, ResumeError, RunError, FloatingPointError)
+from training.config import Experiment
+from training.errors import TrainingError
+from training.run import evaluate_run, export_run, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             evaluate_run(options.run, options.data, options.positions, console)
         else:
             export_run(options.run, options.bundles, options.data, options.version, console)
-    except USER_ERRORS as error:
+    except (TrainingError, FloatingPointError) as error:
         console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:

@@ -9,10 +9,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, model_validator
 
 from models.manifest import Architecture, Cell, Frozen
-
-
-class ConfigError(ValueError):
-    """An experiment file that cannot be used; the message names the file and each key at fault."""
+from training.errors import ConfigError
 
 
 class ModelConfig(Frozen):

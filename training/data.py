@@ -1,7 +1,7 @@
 """Corpora: WikiText-2, any text, or event sequences, as streams of token ids.
 
 A stream is what a server sees: sequences, each preceded by `<eos>`, one after another. Counts and hashes of known
-data sets are checked, so that a figure can be traced to the very bytes it was measured on.
+data sets are checked (`training/wikitext.py`), so that a figure can be traced to the very bytes it was measured on.
 """
 
 from __future__ import annotations
@@ -17,23 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from models.manifest import VocabularyKind
 from models.vocabulary import EOS, UNK, Vocabulary
 from training.config import DataConfig
+from training.errors import DataError
+from training.wikitext import fetch_wikitext_2, read_wikitext_2
 
 Item = TypeVar("Item")
 
 SPLITS = ("train", "valid", "test")
-
-WIKITEXT_2 = {  # split: (SHA-256 of the file, words with one <eos> a line)
-    "train": ("9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f", 2_088_628),
-    "valid": ("f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8", 217_646),
-    "test": ("d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0", 245_569),
-}
-
-
-class DataError(ValueError):
-    """Training data that cannot be used; the message names the file and what is wrong where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +43,20 @@ def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus
 
     Raises DataError.
     """
-    if config.path is None:
-        raise DataError("no data: name a file or folder with --data, or data.path in the experiment")
+    path = config.path
+    if path is None:
+        if config.kind != "wikitext-2":
+            raise DataError("no data: name a file or folder with --data, or data.path in the experiment")
+        path = fetch_wikitext_2()
     if config.kind == "events":
-        return _load_events(config, config.path, tokenizer_json)
-    if config.kind == "wikitext-2":
-        lines, hashes = _read_wikitext_2(config.path)
-    else:
-        lines, hashes = _read_text(config, config.path)
+        return _load_events(config, path, tokenizer_json)
+    lines, hashes = read_wikitext_2(path) if config.kind == "wikitext-2" else _read_text(config, path)
     words = {split: sum(len(line.split()) + 1 for line in lines[split]) for split in SPLITS}
     if tokenizer_json is None:
         tokenizer_json = _train_tokenizer(config, lines["train"])
     vocabulary = Vocabulary(config.vocabulary, tokenizer_json)
     streams = {split: _stream(vocabulary.encode_lines(lines[split]), vocabulary.eos_id) for split in SPLITS}
-    return _checked(Corpus(vocabulary, tokenizer_json, streams, words, hashes), config.path)
+    return _checked(Corpus(vocabulary, tokenizer_json, streams, words, hashes), path)
 
 
 def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
@@ -98,21 +89,6 @@ def _read_file(path: Path) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DataError(f"{path}: not UTF-8 at byte {error.start} (line {line})") from error
-
-
-def _read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The word-level files, their lines stripped of the blanks around them; counts and hashes checked."""
-    lines, hashes = {}, {}
-    for split, (expected_hash, expected_words) in WIKITEXT_2.items():
-        path = folder / f"{split}.txt"
-        text, hashes[path.name] = _read_file(path)
-        if hashes[path.name] != expected_hash:
-            raise DataError(f"{path}: SHA-256 is {hashes[path.name]}, not WikiText-2's {expected_hash}")
-        lines[split] = [line.strip() for line in text.removesuffix("\n").split("\n")]
-        words = sum(len(line.split()) + 1 for line in lines[split])
-        if words != expected_words:
-            raise DataError(f"{path}: {words} words with one <eos> a line, WikiText-2 has {expected_words}")
-    return lines, hashes
 
 
 def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -192,11 +168,6 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         for name in SPLITS
     }
     return _checked(Corpus(vocabulary, tokenizer_json, streams, {}, {path.name: digest}), path)
-
-
-def vocabulary_kind(config: DataConfig) -> VocabularyKind:
-    """The kind of vocabulary that a corpus of this configuration has."""
-    return "events" if config.kind == "events" else config.vocabulary
 
 
 def batches(stream: NDArray[np.int64], batch: int, chunk: int) -> tuple[NDArray[np.int64], int]:

@@ -25,12 +25,9 @@ from models.constraints import project
 from models.networks import Network
 from training.config import Experiment, TrainingConfig
 from training.data import Corpus, batches
+from training.errors import ResumeError
 
 LOG_EVERY = 50
-
-
-class ResumeError(ValueError):
-    """A run folder that cannot be gone on with."""
 
 
 @dataclass(frozen=True, slots=True)

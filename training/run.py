@@ -30,16 +30,13 @@ from models.manifest import Provenance, Quality
 from models.networks import Network
 from training.config import Experiment
 from training.data import Corpus, load_corpus
+from training.errors import RunError
 from training.evaluate import WINDOWS, evaluate_split, evaluation_steps, quality
 from training.loop import Trainer, load_best
 from training.plots import plot_log, plot_quality
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
-
-
-class RunError(ValueError):
-    """A run folder or bundle that cannot be used; the message says why."""
 
 
 def _with_data(experiment: Experiment, data: Path | None) -> Experiment:

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.certificate import contraction
+from models.constraints import clip_singular_values, project
+from models.manifest import Architecture, Cell
+from models.networks import Network
+
+CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
+
+
+def network(cell: Cell, block: str, scale: float, layers: int = 2, cap: float = 1.0) -> Network:
+    torch.manual_seed(7)
+    architecture = Architecture.model_validate(
+        {"cell": cell, "vocabulary_size": 50, "embedding": 12, "hidden": 12, "layers": layers, "block": block}
+        | {"gate_cap": cap}
+    )
+    built = Network(architecture)
+    with torch.no_grad():
+        for name, tensor in built.named_parameters():
+            if "cell" in name:
+                tensor.mul_(scale)
+    return built
+
+
+def largest_factor(built: Network) -> float:
+    weights = {name: tensor.numpy() for name, tensor in built.weights().items()}
+    return max(layer.factor for layer in contraction(built.architecture, weights).layers)
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.9, 0.98])
+@pytest.mark.parametrize("block", ["plain", "residual"])
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "gated"])
+def test_projected_weights_are_contractive_by_the_independent_bound(cell: Cell, block: str, limit: float) -> None:
+    built = network(cell, block, scale=5.0)
+    assert largest_factor(built) > 1
+    project(built, limit)
+    assert largest_factor(built) <= limit
+
+
+def test_capped_gates_are_contractive_whatever_the_weights() -> None:
+    assert largest_factor(network("gated", "residual", scale=50.0, cap=0.9)) <= 0.9 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "gated"])
+def test_weights_within_the_limit_are_not_touched(cell: Cell) -> None:
+    built = network(cell, "plain", scale=5.0)
+    project(built, 0.5)
+    before = {name: tensor.clone() for name, tensor in built.state_dict().items()}
+    project(built, 0.9)
+    for name, tensor in built.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_clipping_gives_the_nearest_matrix_of_the_ball() -> None:
+    torch.manual_seed(1)
+    matrix = torch.randn(6, 6)
+    clipped = matrix.clone()
+    clip_singular_values(clipped, 0.8)
+    distance = torch.linalg.matrix_norm(matrix - clipped)
+    for _ in range(200):
+        other = torch.randn(6, 6)
+        other *= 0.8 * torch.rand(()) / torch.linalg.matrix_norm(other, ord=2)
+        # the projection onto a convex set: every other point of it lies behind the supporting plane
+        assert torch.sum((matrix - clipped) * (other - clipped)) <= 1e-5
+        assert torch.linalg.matrix_norm(matrix - other) >= distance - 1e-5

@@ -1,0 +1,33 @@
+"""Small corpora and experiments that the training tests share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
+from training.data import Corpus, load_corpus
+
+REAL_TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+def text_corpus(size: int = 300) -> Corpus:
+    """The licence's text over a small byte-level vocabulary."""
+    return load_corpus(DataConfig(kind="text", path=REAL_TEXT, vocabulary_size=size))
+
+
+def experiment(model: ModelConfig | None = None, **training: object) -> Experiment:
+    """A tiny experiment on the licence's text; `training` overrides its keys."""
+    keys = {"steps": 8, "batch": 4, "chunk": 8, "warmup": 2, "evaluate_every": 4, "checkpoint_every": 2, "threads": 1}
+    return Experiment(
+        name="tiny",
+        model=model or ModelConfig(cell="gated", hidden=16, layers=2, block="residual", feed_forward=8, dropout=0.2),
+        data=DataConfig(kind="text", path=REAL_TEXT, vocabulary_size=300),
+        training=TrainingConfig.model_validate(keys | training),
+    )
+
+
+def write_events(path: Path, sequences: list[list[str]]) -> Path:
+    """JSON lines, a list of event names a line."""
+    path.write_text("".join(json.dumps(sequence) + "\n" for sequence in sequences))
+    return path

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training.config import Experiment
+from training.errors import ConfigError
+
+SHIPPED = sorted((Path(__file__).parents[2] / "training" / "experiments").glob("*.toml"))
+VALID = """
+name = "one"
+[model]
+cell = "lstm"
+hidden = 8
+[data]
+kind = "text"
+[training]
+steps = 3
+"""
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_experiment_is_valid_and_named_like_its_file(path: Path) -> None:
+    assert Experiment.read(path).name == path.stem
+
+
+def test_the_twins_differ_in_nothing_but_the_regime() -> None:
+    folder = SHIPPED[0].parent
+    recurrent = Experiment.read(folder / "gated-stable.toml")
+    truncated = Experiment.read(folder / "gated-stable-truncated.toml")
+    assert recurrent.model == truncated.model
+    assert recurrent.data == truncated.data
+    assert recurrent.training.model_copy(update={"regime": "truncated"}) == truncated.training
+    assert truncated.training.chunk == truncated.export.window
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("steps = 3", "steps = 3\nstepz = 4"), r"training\.stepz: Extra inputs are not permitted"),
+        (('name = "one"', 'name = "one"\nauthor = "x"'), r"author: Extra inputs are not permitted"),
+        (("hidden = 8", "hidden = 0"), r"model\.hidden: .*greater than or equal to 1"),
+        (('"lstm"', '"transformer"'), r"model\.cell: Input should be"),
+        (('name = "one"', 'name = "../one"'), r"name: String should match pattern"),
+        (("steps = 3", 'steps = 3\nschedule = "plateau"'), r"training: .*needs 0 < decay_steps <= steps"),
+        (("steps = 3", "steps = 3\npatience = 2"), r"training: .*belong to schedule = 'plateau'"),
+        (("steps = 3", "steps = "), r"not TOML"),
+    ],
+    ids=lambda value: value[1].splitlines()[-1] if isinstance(value, tuple) else None,
+)
+def test_a_fault_in_the_file_is_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text(VALID.replace(*change))
+    with pytest.raises(ConfigError, match=message):
+        Experiment.read(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
+        Experiment.read(tmp_path / "none.toml")
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(ConfigError, match=r"one\.toml: not UTF-8 at byte 8"):
+        Experiment.read(path)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.vocabulary import Vocabulary
+from tests.training.corpora import text_corpus, write_events
+from training.config import DataConfig
+from training.data import batches, load_corpus
+from training.errors import DataError
+
+
+def load_text(path: Path, **keys: object) -> None:
+    load_corpus(DataConfig.model_validate({"kind": "text", "path": path, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"the file is empty"),
+        (b" \n\n ", r"the file is empty"),
+        (b"fine\nnot \xff fine\n", r"not UTF-8 at byte 9 \(line 2\)"),
+        (b"word", r"1 line\(s\); at least 3 are needed"),
+        (b"x\n\n\n\n", r"the train split has 1 token\(s\); at least 2 are needed"),
+    ],
+    ids=["empty", "blank", "not UTF-8", "one token", "one token and empty lines"],
+)
+def test_a_text_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"text\.txt: {message}"):
+        load_text(path)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.txt: No such file"):
+        load_text(tmp_path / "gone.txt")
+    with pytest.raises(DataError, match=r"the folder holds no file"):
+        load_text(tmp_path)
+    with pytest.raises(DataError, match=r"no data: name a file or folder with --data"):
+        load_corpus(DataConfig(kind="text"))
+
+
+def test_a_folder_is_read_in_name_order_and_every_file_is_hashed(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, lines in (("b.txt", range(40, 80)), ("a.txt", range(40)), ("sub/c.py", range(80, 100))):
+        (tmp_path / name).write_text("".join(f"line number {number}\n" for number in lines))
+    corpus = load_corpus(DataConfig(kind="text", path=tmp_path, vocabulary_size=300))
+    assert list(corpus.hashes) == ["a.txt", "b.txt", "sub/c.py"]
+    decoded = corpus.vocabulary.decode(corpus.streams["train"].tolist())
+    assert decoded.startswith("\nline number 0\nline number 1\n")
+    assert corpus.vocabulary.decode(corpus.streams["test"].tolist()).endswith("line number 99\n")
+
+
+def test_the_splits_hold_every_line_once_in_order() -> None:
+    corpus = text_corpus()
+    text = "".join(corpus.vocabulary.decode(corpus.streams[split].tolist()[1:]) for split in ("train", "valid", "test"))
+    source = (Path(__file__).parents[2] / "LICENSE").read_text()
+    assert text == source
+    assert sum(corpus.words.values()) == sum(len(line.split()) + 1 for line in source.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1, 2]", "not a list of event names"),
+        ('{"a": 1}', "not a list of event names"),
+        ('["a", ""]', "not a list of event names"),
+        ('["a\\nb"]', "line break or blanks around"),
+        ("[", "not JSON"),
+    ],
+)
+def test_an_event_line_that_cannot_be_used_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f'["a", "b"]\n\n{line}\n')
+    with pytest.raises(DataError, match=rf"events\.jsonl, line 3: .*{message}"):
+        load_corpus(DataConfig(kind="events", path=path))
+
+
+def test_events_keep_their_names_and_unknown_ones_become_unk(tmp_path: Path) -> None:
+    sequences = [["log in", "view item", "view item"], ["view item", "buy"]] * 30 + [["never seen before", "buy"]] * 2
+    corpus = load_corpus(DataConfig(kind="events", path=write_events(tmp_path / "events.jsonl", sequences)))
+    vocabulary = corpus.vocabulary
+    assert vocabulary.encode("log in\nview item\nno such event") == [
+        *vocabulary.encode_events(["log in", "view item"]),
+        1,
+    ]
+    assert vocabulary.decode(vocabulary.encode_events(["log in", "buy"])) == "log in\nbuy"
+    assert [vocabulary.token(index) for index in range(3)] == ["<eos>", "<unk>", "view item"]
+    assert 1 in corpus.streams["test"]
+
+
+def test_a_word_vocabulary_keeps_the_most_frequent_words(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("the cat the dog the end\n" * 50 + "rare words only here\n" * 6)
+    corpus = load_corpus(DataConfig(kind="text", path=path, vocabulary="words"))
+    assert corpus.vocabulary.encode("the cat sat") == [2, corpus.vocabulary.encode("cat")[0], 1]
+
+
+@pytest.mark.parametrize("text", ["The history of the café", "  two  blanks", "line\nbreak\n", "戦場 \U0001f600", ""])
+def test_bpe_text_comes_back_byte_for_byte(text: str) -> None:
+    vocabulary = text_corpus().vocabulary
+    assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+def test_a_token_that_is_part_of_a_character_shows_its_bytes() -> None:
+    vocabulary = text_corpus().vocabulary
+    ids = vocabulary.encode("戦")
+    assert len(ids) == 3
+    assert b"".join(vocabulary.token_bytes(index) for index in ids) == "戦".encode()
+    assert vocabulary.token(ids[0]) == "\ufffd"
+
+
+def test_a_vocabulary_without_eos_is_refused() -> None:
+    with pytest.raises(ValueError, match="no <eos> token"):
+        Vocabulary("words", '{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}')
+
+
+def test_batches_are_contiguous_and_cover_the_stream_in_order() -> None:
+    stream = np.arange(50, dtype=np.int64)
+    rows, chunks = batches(stream, batch=3, chunk=4)
+    assert chunks == 4
+    assert rows[:, 0].tolist() == list(range(17))
+    assert rows[:, 2].tolist() == list(range(32, 49))
+
+
+def test_a_stream_too_short_for_a_step_is_refused() -> None:
+    with pytest.raises(DataError, match="10 tokens are too few for one step: batch 4 x chunk 8 needs 33"):
+        batches(np.arange(10, dtype=np.int64), batch=4, chunk=8)

@@ -1,0 +1,143 @@
+"""Train on a real text, kill -9 half-way, resume, export, serve, ask: the commands themselves, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+
+EXPERIMENT = """
+name = "licence"
+[model]
+cell = "gated"
+hidden = 32
+layers = 2
+block = "residual"
+feed_forward = 32
+dropout = 0.1
+contraction = 0.9
+[data]
+kind = "text"
+path = "LICENSE"
+vocabulary_size = 320
+[training]
+steps = 400
+batch = 8
+chunk = 16
+learning_rate = 1e-2
+evaluate_every = 100
+checkpoint_every = 50
+threads = 1
+[export]
+window = 32
+max_window = 64
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error::SyntaxWarning", "-m", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(*arguments: object) -> str:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def logged(folder: Path) -> dict[int, float]:
+    """Training losses by step."""
+    lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in whole if "loss" in line}
+
+
+def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None:
+    experiment = tmp_path / "licence.toml"
+    experiment.write_text(EXPERIMENT)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run("training", "train", experiment, "--run", whole)
+
+    killed = start("training", "train", experiment, "--run", cut)
+    wait_until(lambda: max(logged(cut), default=0) >= 200, killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=TIMEOUT_S)
+    assert killed.returncode == -signal.SIGKILL
+    assert max(logged(cut)) < 400
+    assert "from step" in run("training", "train", experiment, "--run", cut)
+    assert logged(cut) == logged(whole)
+    assert logged(cut)[400] < logged(cut)[50]
+
+    bundles = tmp_path / "bundles"
+    exported = run("training", "export", cut, "--bundles", bundles)
+    assert "contractive" in exported
+    assert (cut / "evaluation.png").stat().st_size > 0
+    manifest = json.loads((bundles / "licence" / "manifest.json").read_text())
+    assert manifest["certificate"]["contractive"] is True
+    assert manifest["provenance"]["steps"] == 400
+    assert "path" not in manifest["provenance"]["config"]["data"]
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = start("service", "--bundles", bundles, "--port", port)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            wait_until(lambda: is_ready(client), server)
+            answer = client.post("/v1/predict", json={"input": "You may reproduce and", "mode": "both"}).json()
+        assert answer["model"] == "licence"
+        assert len(answer["predictions"]) == 5
+        assert answer["agreement"]["top1_match"] is True
+        assert answer["agreement"]["total_variation"] < 1e-5  # the window holds the whole input
+    finally:
+        server.send_signal(signal.SIGTERM)
+        output, _ = server.communicate(timeout=TIMEOUT_S)
+    assert server.returncode == 0, output
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "no-such.toml"], "no-such.toml: No such file or directory"),
+        (["evaluate", "no-such-run"], "no-such-run is no run folder"),
+        (["export", "no-such-run", "--bundles", "x"], "no-such-run is no run folder"),
+    ],
+)
+def test_what_was_wrong_is_said_in_one_line_and_the_exit_status_is_2(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "training", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert message in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

@@ -1,0 +1,66 @@
+"""WikiText-2, the word-level files: fetched where there is no copy, and checked byte for byte either way.
+
+Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from training.errors import DataError
+
+PUBLIC_COPY = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
+CACHE = Path.home() / ".cache" / "wane" / "wikitext-2"
+TIMEOUT_S = 60
+
+FILES = {  # split: (SHA-256 of the file, words with one <eos> a line)
+    "train": ("9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f", 2_088_628),
+    "valid": ("f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8", 217_646),
+    "test": ("d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0", 245_569),
+}
+
+
+def read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Lines by split, stripped of the blanks around them, and the files' SHA-256. Raises DataError."""
+    lines, hashes = {}, {}
+    for split, (expected, expected_words) in FILES.items():
+        path = folder / f"{split}.txt"
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        hashes[path.name] = hashlib.sha256(raw).hexdigest()
+        if hashes[path.name] != expected:
+            raise DataError(f"{path}: SHA-256 is {hashes[path.name]}, not WikiText-2's {expected}")
+        lines[split] = [line.strip() for line in raw.decode("utf-8").removesuffix("\n").split("\n")]
+        words = sum(len(line.split()) + 1 for line in lines[split])
+        if words != expected_words:
+            raise DataError(f"{path}: {words} words with one <eos> a line, WikiText-2 has {expected_words}")
+    return lines, hashes
+
+
+def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
+    """Downloads what is missing into `folder`; returns it. A file that is not WikiText-2's is not kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, (expected, _) in FILES.items():
+        path = folder / f"{split}.txt"
+        if path.exists():
+            continue
+        url = f"{source}/{split}.txt"
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - a fixed https address
+                raw = answer.read()
+        except (urllib.error.URLError, TimeoutError) as error:
+            raise DataError(
+                f"{url} could not be fetched ({error}); name a folder that holds WikiText-2 with --data"
+            ) from error
+        found = hashlib.sha256(raw).hexdigest()
+        if found != expected:
+            raise DataError(f"{url}: SHA-256 is {found}, not WikiText-2's {expected}")
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(raw)
+        partial.replace(path)
+    return folder
