@@ -1,0 +1,116 @@
+"""A bundle: a directory that holds everything the service needs of a model, as data.
+
+    manifest.json  weights.safetensors  tokenizer.json  step.onnx  window.onnx  advance.onnx  scan.onnx  head.onnx
+
+Nothing in it is believed: `Bundle.read` checks every file's hash, the weights' shapes, the vocabulary, and recomputes
+the certificate; `verify_graphs` holds the graphs against the numpy oracle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.bundle_checks import (
+    MANIFEST,
+    BundleError,
+    check_certificate,
+    check_hash,
+    check_names,
+    read_manifest,
+    read_vocabulary,
+)
+from models.certificate import contraction
+from models.manifest import Manifest, Role
+from models.parity import ParityError, Run, check_graphs
+from models.reference import Reference
+from models.vocabulary import Vocabulary
+from models.weights import WeightsError, check_weights, decode_weights
+
+__all__ = ["Bundle", "BundleError", "verify_graphs", "write_bundle"]
+
+PROBE_LENGTHS = (24, 1, 17)
+"""Rows and their lengths in `verify_graphs`: more than one row, unequal, one of a single token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A verified bundle."""
+
+    path: Path
+    manifest: Manifest
+    vocabulary: Vocabulary
+
+    @classmethod
+    def read(cls, path: Path) -> Bundle:
+        """Reads and verifies everything but the graphs' arithmetic. Raises BundleError."""
+        manifest = read_manifest(path)
+        check_names(path, manifest)
+        for name, expected in sorted(manifest.files.items()):
+            check_hash(path / name, expected)
+        bundle = cls(path, manifest, read_vocabulary(path, manifest))
+        check_certificate(path, manifest.certificate, contraction(manifest.architecture, bundle.weights()))
+        return bundle
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """The tensors of the weights file, by name. Raises BundleError where they do not fit the architecture."""
+        path = self.path / self.manifest.weights
+        try:
+            weights = decode_weights(path.read_bytes())
+            check_weights(self.manifest.architecture, weights)
+        except WeightsError as error:
+            raise BundleError(f"{path}: {error}") from error
+        return weights
+
+    def graph_path(self, role: Role) -> Path:
+        """The ONNX file of a role."""
+        return self.path / self.manifest.graphs[role]
+
+
+def verify_graphs(bundle: Bundle, run: Run) -> float:
+    """Holds every graph against the numpy oracle, on random tokens from zero and from random states.
+
+    `run(role, feeds)` runs one graph. Returns the worst difference; raises BundleError beyond the tolerance.
+    """
+    generator = np.random.default_rng(0)
+    reference = Reference(bundle.manifest.architecture, bundle.weights())
+    lengths = np.array(PROBE_LENGTHS, dtype=np.int64)
+    tokens = generator.integers(bundle.vocabulary.size, size=(len(lengths), lengths.max()), dtype=np.int64)
+    zeros = reference.zero_state(len(lengths))
+    start = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}
+    try:
+        return check_graphs(reference, run, tokens, lengths, start)
+    except ParityError as error:
+        raise BundleError(f"{bundle.path}: {error}") from error
+
+
+def write_bundle(
+    path: Path, manifest: Manifest, files: Mapping[str, bytes], check: Callable[[Bundle], None]
+) -> Manifest:
+    """Writes a bundle so that it is there whole and checked, or not at all; one that was there is replaced.
+
+    `files` are the manifest's by name; their hashes go into the manifest, which is returned as written. `check` sees
+    the bundle, read back, before it is moved into its place; what it raises goes to the caller.
+    """
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
+    manifest = manifest.model_copy(update={"files": hashes})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
+        building = Path(temporary) / path.name
+        building.mkdir()
+        for name, data in files.items():
+            (building / name).write_bytes(data)
+        text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
+        (building / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        check(Bundle.read(building))
+        if path.exists():
+            path.rename(Path(temporary) / "replaced")
+        building.rename(path)
+    return manifest

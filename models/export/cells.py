@@ -1,0 +1,149 @@
+"""The cells as ONNX nodes: one step, and whole sequences. The equations are those of `models/reference.py`.
+
+A step is written in two halves: `drive` is what depends on the layer's input alone, `step` the rest. Whole sequences
+go through ONNX's own LSTM, GRU and RNN operators, which run on cuDNN where there is a GPU; the linear and gated cells,
+for which ONNX has none that every provider runs, loop over `step`, which leaves two or three operations a token.
+"""
+
+from __future__ import annotations
+
+from models.export.graph import GraphWriter
+from models.manifest import Architecture, Cell
+from models.weights import GATES
+
+STEP_ORDER = (0, 1, 3, 2)
+"""LSTM gates i, f, o, g: the three sigmoids side by side."""
+
+ONNX_ORDER: dict[Cell, tuple[int, ...]] = {
+    "rnn_tanh": (0,),
+    "rnn_relu": (0,),
+    "gru": (1, 0, 2),  # z, r, n
+    "lstm": (0, 3, 1, 2),  # i, o, f, g
+}
+
+OPERATORS: dict[Cell, tuple[str, dict[str, object]]] = {
+    "rnn_tanh": ("RNN", {"activations": ["Tanh"]}),
+    "rnn_relu": ("RNN", {"activations": ["Relu"]}),
+    "gru": ("GRU", {"linear_before_reset": 1}),
+    "lstm": ("LSTM", {}),
+}
+
+
+class CellWriter:
+    """One layer's cell in one graph. B: batch, T: time, N: any number of rows, I: inputs, H: hidden."""
+
+    def __init__(self, graph: GraphWriter, architecture: Architecture, layer: int) -> None:
+        self.cell = architecture.cell
+        self.gates = GATES[architecture.cell]
+        self.hidden = architecture.hidden
+        self.inputs = architecture.embedding if layer == 0 else architecture.hidden
+        self._graph = graph
+        self._prefix = f"layers.{layer}.cell."
+        self._gate_cap = architecture.gate_cap
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether whole sequences run in an ONNX operator, rather than in a loop over `step`."""
+        return self.cell in OPERATORS
+
+    def drive(self, x: str) -> list[str]:
+        """What the input contributes. x: (N, I). Returns values of N rows, as `step` wants them."""
+        graph, hidden = self._graph, self.hidden
+        if self.cell == "gated":
+            gate, candidate = (
+                graph.node("Gemm", x, self._block("weight", i, self.inputs), self._block("bias", i), transB=1)
+                for i in range(2)
+            )
+            gate = graph.node("Sigmoid", gate)
+            if self._gate_cap != 1.0:
+                gate = graph.node("Mul", gate, graph.number(self._gate_cap))
+            candidate = graph.node("Tanh", candidate)
+            return [gate, graph.node("Sub", candidate, graph.node("Mul", gate, candidate))]
+        if self.cell == "gru":
+            biases = [self._block("bias_ih_l0", slice(0, 2)), self._block("bias_hh_l0", slice(0, 2))]
+            gates = self._block("weight_ih_l0", slice(0, 2), self.inputs)
+            candidate = self._block("weight_ih_l0", 2, self.inputs)
+            return [
+                graph.node("Gemm", x, gates, graph.node("Add", *biases), transB=1),
+                graph.node("Gemm", x, candidate, self._block("bias_ih_l0", 2), transB=1),
+            ]
+        order = STEP_ORDER if self.cell == "lstm" else (0,)
+        bias = graph.node("Add", self._rows("bias_ih_l0", order), self._rows("bias_hh_l0", order))
+        weight = self._rows("weight_ih_l0", order, self.inputs)
+        assert len(order) * hidden == self.gates * hidden, "this is a bug"
+        return [graph.node("Gemm", x, weight, bias, transB=1)]
+
+    def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
+        """The state after one token. state: (B, H) each; driven: from `drive`, B rows."""
+        if self.cell == "gated":
+            return [graph.node("Add", graph.node("Mul", driven[0], state[0]), driven[1])]
+        h = state[0]
+        if self.cell == "gru":
+            weight = self._block("weight_hh_l0", slice(0, 2), self.hidden)
+            gates = graph.node("Sigmoid", graph.node("Gemm", h, weight, driven[0], transB=1))
+            reset, update = graph.nodes("Split", gates, outputs=2, axis=1, num_outputs=2)
+            weight = self._block("weight_hh_l0", 2, self.hidden)
+            recalled = graph.node("Gemm", h, weight, self._block("bias_hh_l0", 2), transB=1)
+            recalled = graph.node("Mul", reset, recalled)
+            candidate = graph.node("Tanh", graph.node("Add", driven[1], recalled))
+            return [graph.node("Add", candidate, graph.node("Mul", update, graph.node("Sub", h, candidate)))]
+        order = STEP_ORDER if self.cell == "lstm" else (0,)
+        weight = self._rows("weight_hh_l0", order, self.hidden)
+        pre = graph.node("Gemm", h, weight, driven[0], transB=1)
+        if self.cell == "lstm":
+            sizes = self._graph.integers(3 * self.hidden, self.hidden)
+            gates, candidate = graph.nodes("Split", pre, sizes, outputs=2, axis=1)
+            enter, keep, show = graph.nodes("Split", graph.node("Sigmoid", gates), outputs=3, axis=1, num_outputs=3)
+            entering = graph.node("Mul", enter, graph.node("Tanh", candidate))
+            c = graph.node("Add", graph.node("Mul", keep, state[1]), entering)
+            return [graph.node("Mul", show, graph.node("Tanh", c)), c]
+        match self.cell:
+            case "linear":
+                return [pre]
+            case "rnn_tanh":
+                return [graph.node("Tanh", pre)]
+            case _:
+                return [graph.node("Relu", pre)]
+
+    def operator(self, x: str, lengths: str, state: list[str], every: bool) -> tuple[str, list[str]]:
+        """A whole sequence in one operator. x: (T, B, I); lengths: int32 (B); state: (B, H) each.
+
+        Returns the outputs (T, 1, B, H) ("" unless `every`) and the states after each row's last token.
+        """
+        graph, order = self._graph, ONNX_ORDER[self.cell]
+        operator, attributes = OPERATORS[self.cell]
+        first, size = graph.integers(0), self.gates * self.hidden
+        weights = [
+            graph.node("Unsqueeze", self._rows(name, order, width), first)
+            for name, width in (("weight_ih_l0", self.inputs), ("weight_hh_l0", self.hidden))
+        ]
+        bias = graph.node("Concat", self._rows("bias_ih_l0", order), self._rows("bias_hh_l0", order), axis=0)
+        bias = graph.node("Reshape", bias, graph.integers(1, 2 * size))
+        initial = [graph.node("Unsqueeze", value, first) for value in state]
+        results = graph.nodes(
+            operator,
+            *(x, *weights, bias, lengths, *initial),
+            outputs=1 + len(state),
+            omit=0 if every else 1,
+            hidden_size=self.hidden,
+            **attributes,
+        )
+        outputs = results.pop(0) if every else ""
+        return outputs, [graph.node("Squeeze", value, first) for value in results]
+
+    def _block(self, name: str, index: int | slice, *columns: int) -> str:
+        """Blocks of H rows of a weight, by position: (rows, *columns)."""
+        graph = self._graph
+        first, last = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+        weight = graph.weight(self._prefix + name, self.gates * self.hidden, *columns)
+        extent = graph.integers(first * self.hidden), graph.integers(last * self.hidden)
+        return graph.node("Slice", weight, *extent, graph.integers(0))
+
+    def _rows(self, name: str, order: tuple[int, ...], *columns: int) -> str:
+        """A weight with its blocks of H rows in another order: (gates * H, *columns)."""
+        graph = self._graph
+        if order == tuple(range(self.gates)):
+            return graph.weight(self._prefix + name, self.gates * self.hidden, *columns)
+        weight = graph.weight(self._prefix + name, self.gates, self.hidden, *columns)
+        weight = graph.node("Gather", weight, graph.integers(*order), axis=0)
+        return graph.node("Reshape", weight, graph.integers(self.gates * self.hidden, *columns))

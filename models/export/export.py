@@ -1,0 +1,95 @@
+"""From trained weights to a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.bundle import Bundle, write_bundle
+from models.certificate import contraction
+from models.export.graph import OPSET
+from models.export.parity import ExportError, check_bundle
+from models.export.roles import build_graphs
+from models.manifest import (
+    Architecture,
+    Manifest,
+    Provenance,
+    Quality,
+    Role,
+    VocabularyInfo,
+    VocabularyKind,
+)
+from models.networks import Network
+from models.vocabulary import Vocabulary
+from models.weights import Weights, WeightsError, check_weights, encode_weights, tensor_extents
+
+WEIGHTS = "weights.safetensors"
+TOKENIZER = "tokenizer.json"
+
+
+def export_bundle(
+    directory: Path,
+    *,
+    architecture: Architecture,
+    weights: Weights,
+    vocabulary_kind: VocabularyKind,
+    tokenizer_json: str,
+    name: str,
+    version: str,
+    description: str,
+    window: int,
+    max_window: int,
+    quality: Quality | None,
+    provenance: Provenance,
+    sample_tokens: list[int],
+    torch_network: Network | None = None,
+) -> Manifest:
+    """Writes the bundle `directory`, once its graphs, the oracle and `torch_network` agree.
+
+    `weights` are float32 by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
+    Raises ExportError: weights that do not fit, token ids out of range, or a disagreement; then nothing is written.
+    """
+    vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
+    try:
+        check_weights(architecture, weights)
+    except WeightsError as error:
+        raise ExportError(str(error)) from error
+    _check_sample(sample_tokens, vocabulary.size)
+    weights_data = encode_weights(weights)
+    graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data))
+    graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
+    manifest = Manifest(
+        schema_version=1,
+        name=name,
+        version=version,
+        description=description,
+        architecture=architecture,
+        vocabulary=VocabularyInfo(
+            kind=vocabulary_kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
+        ),
+        state=architecture.state_tensors(),
+        window=window,
+        max_window=max_window,
+        opset=OPSET,
+        graphs=graph_names,
+        weights=WEIGHTS,
+        tokenizer=TOKENIZER,
+        files={},
+        certificate=contraction(architecture, weights),
+        quality=quality,
+        provenance=provenance,
+    )
+    files = {graph_names[role]: data for role, data in graphs.items()}
+    files |= {WEIGHTS: weights_data, TOKENIZER: tokenizer_json.encode()}
+
+    def check(bundle: Bundle) -> None:
+        check_bundle(bundle, sample_tokens, torch_network)
+
+    return write_bundle(directory, manifest, files, check)
+
+
+def _check_sample(tokens: list[int], size: int) -> None:
+    if not tokens:
+        raise ExportError("sample_tokens is empty: parity is checked on real tokens too")
+    for position, token in enumerate(tokens):
+        if not 0 <= token < size:
+            raise ExportError(f"sample_tokens[{position}] is {token}, the vocabulary has {size} tokens")

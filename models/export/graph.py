@@ -1,0 +1,131 @@
+"""A writer of ONNX graphs whose weights stay in the safetensors file.
+
+A weight enters a graph as external data: a name, a shape, and an extent of bytes in the weights file. What is
+computed from weights alone (reordered gates, per-token tables) is written as ordinary nodes, which onnxruntime folds
+into constants when it loads the graph; so nothing is stored twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+OPSET = 20
+IR_VERSION = 10  # what onnxruntime 1.20, the oldest supported, reads
+
+Dimension = int | str
+
+
+class GraphWriter:
+    """One graph under construction. Values go by name; what makes a value returns its name."""
+
+    def __init__(self, name: str, weights_file: str, extents: Mapping[str, tuple[int, int]], prefix: str = "") -> None:
+        self._name = name
+        self._weights_file = weights_file
+        self._extents = extents
+        self._prefix = prefix
+        self._nodes: list[onnx.NodeProto] = []
+        self._initialisers: dict[str, onnx.TensorProto] = {}
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._output_of: dict[str, str] = {}
+
+    def nodes(self, operator: str, *inputs: str, outputs: int = 1, omit: int = 0, **attributes: object) -> list[str]:
+        """Adds a node; returns the names of its outputs but the first `omit`, which are not computed."""
+        base = f"{self._prefix}{operator.lower()}.{len(self._nodes)}"
+        names = [f"{base}.{index}" if index >= omit else "" for index in range(outputs)]
+        self._nodes.append(helper.make_node(operator, list(inputs), names, name=base, **attributes))
+        return names[omit:]
+
+    def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        """Adds a node of one output; returns its name."""
+        return self.nodes(operator, *inputs, **attributes)[0]
+
+    def weight(self, name: str, *shape: int) -> str:
+        """A tensor of the weights file, read with `shape`: its axes may be split, the bytes stay as they are."""
+        offset, length = self._extents[name]
+        assert length == 4 * math.prod(shape), f"{name}: {length} bytes do not fill {shape}; this is a bug"
+        key = f"{name}:{'x'.join(map(str, shape))}"
+        if key not in self._initialisers:
+            tensor = TensorProto(name=key, data_type=TensorProto.FLOAT, dims=shape)
+            tensor.data_location = TensorProto.EXTERNAL
+            entries = {"location": self._weights_file, "offset": str(offset), "length": str(length)}
+            for entry, value in entries.items():
+                tensor.external_data.add(key=entry, value=value)
+            self._initialisers[key] = tensor
+        return key
+
+    def integers(self, *values: int) -> str:
+        """A constant int64 vector."""
+        return self._constant(f"integers {' '.join(map(str, values))}", np.array(values, dtype=np.int64))
+
+    def integer(self, value: int) -> str:
+        """A constant int64 scalar."""
+        return self._constant(f"integer {value}", np.array(value, dtype=np.int64))
+
+    def number(self, value: float) -> str:
+        """A constant float32 scalar."""
+        return self._constant(f"number {value!r}", np.array(value, dtype=np.float32))
+
+    def _constant(self, name: str, value: NDArray[np.generic]) -> str:
+        name = self._prefix + name
+        if name not in self._initialisers:
+            self._initialisers[name] = numpy_helper.from_array(value, name)
+        return name
+
+    def input(self, name: str, element: int, shape: Sequence[Dimension] | None) -> str:
+        """Declares an input; `element` is a TensorProto type."""
+        self._inputs.append(helper.make_tensor_value_info(name, element, shape))
+        return name
+
+    def output(self, name: str, value: str, shape: Sequence[Dimension] | None) -> None:
+        """Declares the float32 `value` to be the output `name`. Values are renamed: declare outputs last."""
+        if value in self._output_of:
+            self._nodes.append(helper.make_node("Identity", [self._output_of[value]], [name], name=name))
+        else:
+            self._output_of[value] = name
+            for node in self._nodes:
+                for names in (node.input, node.output):
+                    for index, used in enumerate(names):
+                        if used == value:
+                            names[index] = name
+        self._outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+
+    def scan(
+        self,
+        step: Callable[[GraphWriter, list[str], list[str]], list[str]],
+        states: Sequence[str],
+        slices: Sequence[str],
+    ) -> list[str]:
+        """A loop over the first axis of `slices`, which all have the same length T.
+
+        `step(body, states, slices)` writes one step into `body` and returns the states after it; it may use this
+        graph's values too. Returns every state after every step, stacked: (T, ...) each.
+        """
+        body = GraphWriter("body", self._weights_file, self._extents, f"{self._prefix}scan.{len(self._nodes)}.")
+        carried = [body.input(f"{body._prefix}state.{i}", TensorProto.FLOAT, None) for i in range(len(states))]
+        sliced = [body.input(f"{body._prefix}slice.{i}", TensorProto.FLOAT, None) for i in range(len(slices))]
+        after = step(body, carried, sliced)
+        for role in ("next", "stacked"):
+            for index, value in enumerate(after):
+                body.output(f"{body._prefix}{role}.{index}", value, None)
+        return self.nodes(
+            "Scan", *states, *slices, outputs=2 * len(states), body=body._graph(), num_scan_inputs=len(slices)
+        )[len(states) :]
+
+    def _graph(self) -> onnx.GraphProto:
+        initialisers = list(self._initialisers.values())
+        return helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, initialisers)
+
+    def model(self) -> bytes:
+        """The finished graph as the bytes of an ONNX file."""
+        model = helper.make_model(self._graph(), opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+        model.producer_name = "wane"
+        data: bytes = model.SerializeToString(deterministic=True)
+        return data

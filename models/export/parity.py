@@ -1,0 +1,93 @@
+"""Parity at export: torch, the numpy oracle and ONNX Runtime, before a bundle is let out."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+
+from models.bundle import Bundle, BundleError, verify_graphs
+from models.manifest import Role
+from models.networks import Network
+from models.parity import TOLERANCE, ParityError, Tensors, check_graphs, log_softmax
+from models.reference import Reference
+
+REAL_ROWS = 4
+"""Rows that the caller's tokens are laid out in, the last of them only half as long."""
+
+
+class ExportError(Exception):
+    """The network, the oracle and the graphs do not agree; the message names who, where, by how much."""
+
+
+def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | None) -> float:
+    """Holds the bundle's graphs and, where there is one, the torch network against the oracle.
+
+    On random tokens and on `sample_tokens`. Returns the worst difference; raises ExportError.
+    """
+    reference = Reference(bundle.manifest.architecture, bundle.weights())
+    run = OnnxGraphs(bundle).run
+    time = max(1, len(sample_tokens) // REAL_ROWS)
+    rows = min(REAL_ROWS, len(sample_tokens))
+    tokens = np.array(sample_tokens[: rows * time], dtype=np.int64).reshape(rows, time)
+    lengths = np.full(rows, time, dtype=np.int64)
+    lengths[-1] = (time + 1) // 2
+    try:
+        worst = verify_graphs(bundle, run)
+        worst = max(worst, check_graphs(reference, run, tokens, lengths, reference.zero_state(rows)))
+        if network is not None:
+            worst = max(worst, check_network(reference, network, tokens))
+            random = np.random.default_rng(1).integers(bundle.vocabulary.size, size=tokens.shape, dtype=np.int64)
+            worst = max(worst, check_network(reference, network, random))
+    except (ParityError, BundleError) as error:
+        raise ExportError(str(error)) from error
+    return worst
+
+
+def check_network(reference: Reference, network: Network, tokens: NDArray[np.int64]) -> float:
+    """Log-probabilities of torch against the oracle at every position of tokens (B, T), whole and token by token."""
+    mode = network.training
+    network.eval()
+    with torch.no_grad():
+        by_time = torch.from_numpy(tokens.T.copy())
+        whole = network.logits(network(by_time)[0]).numpy()
+        streamed, torch_state = [], None
+        for row in by_time:
+            hidden, torch_state = network(row[None], torch_state)
+            streamed.append(network.logits(hidden)[0].numpy())
+    network.train(mode)
+    state, worst = reference.zero_state(len(tokens)), 0.0
+    for t, column in enumerate(tokens.T):
+        logits, _, state = reference.step(column, state)
+        for case, found in (("whole", whole[t]), ("token by token", streamed[t])):
+            difference = float(np.abs(log_softmax(found) - log_softmax(logits)).max())
+            if not difference <= TOLERANCE:
+                raise ParityError(
+                    f"torch network, {case}, position {t}: log-probabilities differ from the oracle by "
+                    f"{difference:.3g}, tolerance {TOLERANCE:g}"
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+class OnnxGraphs:
+    """A bundle's graphs on the CPU, one thread."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self._sessions = {
+            role: onnxruntime.InferenceSession(
+                str(bundle.graph_path(role)), options, providers=["CPUExecutionProvider"]
+            )
+            for role in bundle.manifest.graphs
+        }
+
+    def run(self, role: Role, feeds: Tensors) -> Tensors:
+        """All outputs of a graph, by name."""
+        session = self._sessions[role]
+        names = [output.name for output in session.get_outputs()]
+        return cast(Tensors, dict(zip(names, session.run(names, feeds), strict=True)))

@@ -1,0 +1,80 @@
+"""The five graphs of a bundle, by role. Names and shapes of their inputs and outputs are the bundle's contract.
+
+    step     tokens[B], state                        -> logits[B,V], hidden[B,H], state'
+    window   tokens[B,T], lengths[B]                 -> logits[B,V], hidden[B,H], state'   (from the zero state)
+    advance  tokens[B,T], lengths[B], state          -> hidden[B,H], state'
+    scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hidden[B,H], state'
+    head     hidden[B,H]                             -> logits[B,V]
+
+Rows are padded on the right with any token: 1 <= length <= T, and what stands behind the length changes nothing.
+The state after is named `next.` + the name of the state before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnx import TensorProto
+
+from models.bundle_checks import ROLES
+from models.export.graph import GraphWriter
+from models.export.network import NetworkWriter
+from models.manifest import Architecture, Role
+
+
+def build_graphs(
+    architecture: Architecture, weights_file: str, extents: Mapping[str, tuple[int, int]]
+) -> dict[Role, bytes]:
+    """Every graph of a bundle as the bytes of an ONNX file. `extents`: where each tensor lies in `weights_file`."""
+    return {role: build_graph(role, architecture, weights_file, extents) for role in ROLES}
+
+
+def build_graph(
+    role: Role, architecture: Architecture, weights_file: str, extents: Mapping[str, tuple[int, int]]
+) -> bytes:
+    """One graph."""
+    graph = GraphWriter(role, weights_file, extents)
+    network = NetworkWriter(graph, architecture)
+    hidden_width, vocabulary = architecture.hidden, architecture.vocabulary_size
+    if role == "head":
+        hidden = graph.input("hidden", TensorProto.FLOAT, ["B", hidden_width])
+        graph.output("logits", network.head(hidden), ["B", vocabulary])
+        return graph.model()
+
+    names = [tensor.name for tensor in architecture.state_tensors()]
+    tokens = graph.input("tokens", TensorProto.INT64, ["B"] if role == "step" else ["B", "T"])
+    targets = graph.input("targets", TensorProto.INT64, ["B", "T"]) if role == "scan" else ""
+    lengths = "" if role == "step" else graph.input("lengths", TensorProto.INT64, ["B"])
+    state = None
+    if role != "window":
+        state = [graph.input(name, TensorProto.FLOAT, ["B", hidden_width]) for name in names]
+
+    if role == "step":
+        assert state is not None, "this is a bug"
+        hidden, after = network.step(tokens, state)
+    else:
+        run = network.sequence(tokens, lengths, state, every=role == "scan")
+        hidden, after = run.last, run.state
+    if role == "scan":
+        logprobs = _logprobs(graph, network.head(run.every), targets, lengths)
+        graph.output("logprobs", logprobs, ["B", "T"])
+    elif role != "advance":
+        graph.output("logits", network.head(hidden), ["B", vocabulary])
+    graph.output("hidden", hidden, ["B", hidden_width])
+    for name, value in zip(names, after, strict=True):
+        graph.output(f"next.{name}", value, ["B", hidden_width])
+    return graph.model()
+
+
+def _logprobs(graph: GraphWriter, logits: str, targets: str, lengths: str) -> str:
+    """log p(target), (B, T), zero behind each row's length. logits: (T * B, V), the only value of that size."""
+    by_time = graph.node("Transpose", targets, perm=[1, 0])
+    column = graph.node("Reshape", by_time, graph.integers(-1, 1))
+    chosen = graph.node("GatherElements", logits, column, axis=1)
+    total = graph.node("ReduceLogSumExp", logits, graph.integers(1), keepdims=1)
+    logprobs = graph.node("Reshape", graph.node("Sub", chosen, total), graph.node("Shape", by_time))
+    logprobs = graph.node("Transpose", logprobs, perm=[1, 0])
+    time = graph.node("Squeeze", graph.node("Shape", targets, start=1))
+    positions = graph.node("Range", graph.integer(0), time, graph.integer(1))
+    inside = graph.node("Less", positions, graph.node("Unsqueeze", lengths, graph.integers(1)))
+    return graph.node("Where", inside, logprobs, graph.number(0.0))

@@ -1,0 +1,123 @@
+"""The oracle: every cell, one step at a time, in numpy, written from the equations and from nothing else.
+
+Rows are a batch: x (B, I), h, c, s (B, H). With `sigma` the logistic function and `*` elementwise:
+
+    linear    h' = W h + U x + b
+    rnn       h' = rho(W h + U x + b), rho = tanh or max(0, .)
+    gru       r = sigma(U_r x + b_r + W_r h + d_r),  z = sigma(U_z x + b_z + W_z h + d_z)
+              n = tanh(U_n x + b_n + r * (W_n h + d_n)),  h' = (1 - z) * n + z * h
+    lstm      i, f, o = sigma(U x + b + W h + d) by gate,  g = tanh(U_g x + b_g + W_g h + d_g)
+              c' = f * c + i * g,  h' = o * tanh(c')
+    gated     f = cap * sigma(U_f x + b_f),  z = tanh(U_z x + b_z),  s' = f * s + (1 - f) * z
+
+GRU: Cho et al. 2014 as torch has it, the reset gate after the matrix. LSTM: Hochreiter and Schmidhuber 1997 with
+the forget gate of Gers et al. 2000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.manifest import STATE_NAMES, Architecture
+from models.weights import Weights, head_weight
+
+LAYER_NORM_EPSILON = 1e-5
+
+Array = NDArray[np.float64]
+State = dict[str, Array]
+"""By the manifest's names, each (B, H)."""
+
+
+def sigmoid(x: Array) -> Array:
+    """The logistic function, without overflow or cancellation."""
+    small = np.exp(-np.abs(x))
+    result: Array = np.where(x >= 0, 1.0, small) / (1 + small)
+    return result
+
+
+def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
+    """Over the last axis: weight * (x - mean) / sqrt(variance + 1e-5) + bias."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred**2).mean(axis=-1, keepdims=True)
+    result: Array = centred / np.sqrt(variance + LAYER_NORM_EPSILON) * weight + bias
+    return result
+
+
+class Reference:
+    """The network of an architecture, stepped in float64."""
+
+    def __init__(self, architecture: Architecture, weights: Weights) -> None:
+        self.architecture = architecture
+        self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
+        self._head = head_weight(weights).astype(np.float64)
+
+    def zero_state(self, batch: int) -> State:
+        """The state before any token."""
+        return {tensor.name: np.zeros((batch, *tensor.shape)) for tensor in self.architecture.state_tensors()}
+
+    def step(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, Array, State]:
+        """tokens: (B). Returns logits (B, V), hidden (B, H): the output layer's input, and the state after."""
+        w, architecture = self._weights, self.architecture
+        residual = architecture.block == "residual"
+        x: Array = w["embedding.weight"][tokens]
+        after: State = {}
+        for layer in range(architecture.layers):
+            prefix = f"layers.{layer}."
+            names = [prefix + name for name in STATE_NAMES[architecture.cell]]
+            fed = self._normalise(prefix + "norm", x) if residual else x
+            new = self._cell(prefix + "cell.", fed, *(state[name].astype(np.float64) for name in names))
+            after |= dict(zip(names, new, strict=True))
+            if not residual:
+                x = new[0]
+                continue
+            x = x + new[0] @ w[prefix + "mix.weight"].T
+            if architecture.feed_forward:
+                y = self._normalise(prefix + "feed_forward_norm", x)
+                y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)
+                x = x + self._affine(prefix + "feed_forward_out", y)
+        hidden = self._normalise("norm", x) if residual else x
+        return self.logits(hidden), hidden, after
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden: (B, H) -> logits (B, V)."""
+        return hidden @ self._head.T + self._weights["head.bias"]
+
+    def _affine(self, name: str, x: Array) -> Array:
+        return x @ self._weights[name + ".weight"].T + self._weights[name + ".bias"]
+
+    def _normalise(self, name: str, x: Array) -> Array:
+        return layer_norm(x, self._weights[name + ".weight"], self._weights[name + ".bias"])
+
+    def _cell(self, prefix: str, x: Array, *state: Array) -> tuple[Array, ...]:
+        """One step of one layer's cell: its state after, what it puts out first."""
+        cell = self.architecture.cell
+        if cell == "gated":
+            gate, candidate = np.split(self._affine_of(prefix, "weight", "bias", x), 2, axis=-1)
+            f = self.architecture.gate_cap * sigmoid(gate)
+            return (f * state[0] + (1 - f) * np.tanh(candidate),)
+        h = state[0]
+        inflow = self._affine_of(prefix, "weight_ih_l0", "bias_ih_l0", x)
+        recalled = self._affine_of(prefix, "weight_hh_l0", "bias_hh_l0", h)
+        match cell:
+            case "linear":
+                return (inflow + recalled,)
+            case "rnn_tanh":
+                return (np.tanh(inflow + recalled),)
+            case "rnn_relu":
+                return (np.maximum(inflow + recalled, 0),)
+            case "gru":
+                u_r, u_z, u_n = np.split(inflow, 3, axis=-1)
+                w_r, w_z, w_n = np.split(recalled, 3, axis=-1)
+                r, z = sigmoid(u_r + w_r), sigmoid(u_z + w_z)
+                n = np.tanh(u_n + r * w_n)
+                return ((1 - z) * n + z * h,)
+            case "lstm":
+                i, f, g, o = np.split(inflow + recalled, 4, axis=-1)
+                c = sigmoid(f) * state[1] + sigmoid(i) * np.tanh(g)
+                return (sigmoid(o) * np.tanh(c), c)
+
+    def _affine_of(self, prefix: str, weight: str, bias: str, x: Array) -> Array:
+        return x @ self._weights[prefix + weight].T + self._weights[prefix + bias]
