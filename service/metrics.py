@@ -39,9 +39,7 @@ class Metrics:
             return Histogram(name, text, labels, buckets=buckets, registry=registry)
 
         # The door.
-        self.http_requests = counter(
-            "wane_http_requests", "HTTP requests answered.", "route", "method", "status"
-        )
+        self.http_requests = counter("wane_http_requests", "HTTP requests answered.", "route", "method", "status")
         self.http_request_seconds = histogram(
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
         )
@@ -49,9 +47,7 @@ class Metrics:
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
         # Answers, by operation (predict, step, score, generate, compare) and the mode that was used.
-        self.answers = counter(
-            "wane_answers", "Requests answered by an engine.", "model", "operation", "mode"
-        )
+        self.answers = counter("wane_answers", "Requests answered by an engine.", "model", "operation", "mode")
         self.answer_seconds = histogram(
             "wane_answer_seconds",
             "Predictions and steps, by phase: queue, compute, total.",
@@ -78,9 +74,7 @@ class Metrics:
         self.failed = counter("wane_failed_items", "Work whose run failed.", "model")
 
         # Sessions.
-        self.sessions_resident = gauge(
-            "wane_sessions_resident", "Sessions whose state is in memory.", "model"
-        )
+        self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
         self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
         self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
@@ -89,9 +83,7 @@ class Metrics:
 
         # Agreement of window and recurrent answers.
         self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
-        self.top1_matches = counter(
-            "wane_agreement_top1_matches", "Pairs with the same first token.", "model"
-        )
+        self.top1_matches = counter("wane_agreement_top1_matches", "Pairs with the same first token.", "model")
         self.total_variation = histogram(
             "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
         )

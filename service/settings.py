@@ -1,7 +1,7 @@
 """Every setting of the server, in one frozen object: from `WANE_...` variables and from the command line.
 
-The command line wins over the environment, the environment over the defaults. A `WANE_...` variable that is no
-setting is fatal: a misspelt limit must not silently be the default. Units are in the names.
+The command line wins over the environment, the environment over the defaults. A `WANE_...` variable that is
+no setting is fatal: a misspelt limit must not silently be the default. Units are in the names.
 """
 
 from __future__ import annotations
@@ -56,33 +56,25 @@ class Settings(BaseModel):
     max_window: int | None = Field(
         default=None, ge=1, description="largest k that may be asked for; never over a model's own limit"
     )
-    max_generated_tokens: int = Field(
-        default=4096, ge=1, description="most tokens that one request may generate"
-    )
+    max_generated_tokens: int = Field(default=4096, ge=1, description="most tokens that one request may generate")
     top_k_limit: int = Field(default=100, ge=1, description="most predictions that one answer may list")
     tail_tokens: int = Field(
         default=256,
         ge=1,
         description="latest tokens kept of a session; raised to the largest maximum window loaded",
     )
-    state_budget_bytes: int = Field(
-        default=256 * 2**20, ge=1, description="memory for resident states, for each model"
-    )
+    state_budget_bytes: int = Field(default=256 * 2**20, ge=1, description="memory for resident states, for each model")
     session_ttl_s: float = Field(
         default=3600, gt=0, allow_inf_nan=False, description="idle time after which a session ends"
     )
-    max_sessions: int = Field(
-        default=1_000_000, ge=1, description="sessions that may exist; more are answered 429"
-    )
+    max_sessions: int = Field(default=1_000_000, ge=1, description="sessions that may exist; more are answered 429")
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
     )
     drain_timeout_ms: int = Field(
         default=10_000, ge=0, description="time that admitted requests have to end when the server stops"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="what is logged"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -91,7 +83,9 @@ class Settings(BaseModel):
         for name, field in cls.model_fields.items():
             unit = next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), None)
             default = "none" if field.default is None else field.default
-            text = f"{field.description} ({unit + '; ' if unit else ''}default {default}; {PREFIX}{name.upper()})"
+            about = [unit] if unit else []
+            about += [f"default {default}", PREFIX + name.upper()]
+            text = f"{field.description} ({'; '.join(about)})"
             group.add_argument(
                 f"--{name.replace('_', '-')}",
                 dest=name,

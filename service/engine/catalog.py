@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from models.bundle import Bundle, verify_graphs
 from service.engine.engine import Engine
+from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession
 from service.metrics import Metrics
+from service.runners.onnx import OnnxRunner
+from service.runners.runner import Runner
 from service.settings import Settings
+from service.stores.memory import MemoryStore
+from service.stores.store import Store
+
+logger = logging.getLogger("wane.engine")
+
+MANIFEST = "manifest.json"
 
 
 class CatalogError(Exception):
@@ -16,48 +31,131 @@ class Catalog:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         """Nothing is loaded yet: `load` does that, `ready` says when."""
-        raise NotImplementedError
+        self._settings = settings
+        self._metrics = metrics
+        self._engines: dict[str, Engine] = {}
+        self._default = settings.default_model
+        self._status = "loading"
+        self._store: Store | None = None
 
     @property
     def ready(self) -> bool:
         """Whether every model is loaded, verified and warmed up, and the process is not draining."""
-        raise NotImplementedError
+        return self._status == "ready"
 
     @property
     def status(self) -> str:
         """`loading`, `ready` or `draining`."""
-        raise NotImplementedError
+        return self._status
 
     @property
     def device(self) -> str:
         """`cpu` or `cuda`; before loading, the device that was asked for."""
-        raise NotImplementedError
+        return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
     def default(self) -> str:
         """The name of the model that answers where none is named."""
-        raise NotImplementedError
+        return self._default
 
     async def load(self) -> None:
         """Reads, verifies and warms up every bundle. Raises CatalogError, BundleError, DeviceError."""
-        raise NotImplementedError
+        loaded = await asyncio.to_thread(lambda: [self._open(path) for path in self._paths()])
+        bundles = {bundle.manifest.name: bundle for bundle, _ in loaded}
+        if len(bundles) < len(loaded):
+            raise CatalogError("two bundles hold models of the same name: " + ", ".join(sorted(bundles)))
+        self._default = self._choose_default(sorted(bundles))
+        longest = max(bundle.manifest.max_window for bundle in bundles.values())
+        # Every session can then be asked for every window that its model takes.
+        store = MemoryStore(
+            tail_tokens=max(self._settings.tail_tokens, longest),
+            ttl_s=self._settings.session_ttl_s,
+            max_sessions=self._settings.max_sessions,
+        )
+        engines: dict[str, Engine] = {}
+        for bundle, runner in sorted(loaded, key=lambda pair: pair[0].manifest.name):
+            manifest = bundle.manifest
+            try:
+                engine = Engine(manifest, bundle.vocabulary, runner, store, self._settings, self._metrics)
+            except ValueError as error:
+                raise CatalogError(f"model {manifest.name}: {error}") from error
+            await asyncio.to_thread(engine.warm_up)
+            engines[manifest.name] = engine
+            logger.info("loaded %s version %s on %s", manifest.name, manifest.version, runner.device)
+        self._store = store
+        self._engines = engines
+        if self._status == "loading":
+            self._status = "ready"
+            self._metrics.ready.set(1)
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable unless ready."""
-        raise NotImplementedError
+        self._check_ready()
+        engine = self._engines.get(self._default if name is None else name)
+        if engine is None:
+            raise UnknownModel(f"there is no model {name!r}; there are {', '.join(sorted(self._engines))}")
+        return engine
 
     async def engine_for(self, session: str, model: str | None = None) -> Engine:
         """The engine that a session lives on. Raises UnknownSession; InvalidRequest if `model` is another."""
-        raise NotImplementedError
+        self._check_ready()
+        assert self._store is not None, "ready without a store: this is a bug"
+        record = await self._store.get(session)
+        if record is None or record.model not in self._engines:
+            raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
+        if model is not None and model != record.model:
+            raise InvalidRequest(f"session {session!r} is of model {record.model!r}, not of {model!r}", "model")
+        return self._engines[record.model]
 
     def list(self) -> list[Engine]:
         """Every engine: the default first, the others by name."""
-        raise NotImplementedError
+        return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
 
     async def report(self) -> dict[str, object]:
         """The body of /v1/report: `{"device", "models": [engine reports]}`."""
-        raise NotImplementedError
+        return {"device": self.device, "models": [await engine.report() for engine in self.list()]}
 
     async def close(self) -> None:
         """Not ready from now on; waits for what was admitted, then ends every engine."""
-        raise NotImplementedError
+        self._status = "draining"
+        self._metrics.ready.set(0)
+        engines = self._engines.values()
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):
+                await asyncio.gather(*(engine.drain() for engine in engines))
+        except TimeoutError:
+            logger.warning("requests were still running after %d ms", self._settings.drain_timeout_ms)
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+    def _check_ready(self) -> None:
+        if self._status != "ready":
+            raise Unavailable(
+                "the server is loading its models" if self._status == "loading" else "the server is stopping"
+            )
+
+    def _choose_default(self, names: Sequence[str]) -> str:
+        wanted = self._settings.default_model
+        if wanted in names:
+            return wanted
+        if self._settings.default_model_is_chosen:
+            raise CatalogError(f"default_model is {wanted!r}, but the bundles hold {', '.join(names)}")
+        return names[0]
+
+    def _paths(self) -> Sequence[Path]:
+        """The bundle, or every bundle of the folder, that the settings name."""
+        root = self._settings.bundles
+        if (root / MANIFEST).is_file():
+            return [root]
+        if not root.is_dir():
+            raise CatalogError(f"bundles is {root}, which is no folder")
+        paths = sorted(path.parent for path in root.glob(f"*/{MANIFEST}"))
+        if not paths:
+            raise CatalogError(f"bundles is {root}, which holds no bundle (a folder with a {MANIFEST})")
+        return paths
+
+    def _open(self, path: Path) -> tuple[Bundle, Runner]:
+        """A bundle that is what it says, and a runner whose every graph computes what its weights say."""
+        bundle = Bundle.read(path)
+        runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
+        verify_graphs(bundle, runner.run)
+        return bundle, runner

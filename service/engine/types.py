@@ -125,8 +125,7 @@ class StepRequest:
             _at_least("expected_position", self.expected_position, 0)
         if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
             raise InvalidRequest(
-                f"idempotency_key has {len(self.idempotency_key)} characters, "
-                f"but must have 1 to {MAX_KEY_CHARACTERS}",
+                f"idempotency_key has {len(self.idempotency_key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}",
                 "idempotency_key",
             )
         _at_least("top_k", self.top_k, 1)

@@ -1,0 +1,118 @@
+"""One batch of like work: its arrays are put together, run, and taken apart again.
+
+Everything here happens on the runner's thread, and every item has its own result or its own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.manifest import Role
+from service.engine.slab import HIDDEN, ZERO, Slab
+from service.runners.runner import Array, Runner
+
+# A batch of sequences is padded to its longest. Two limits keep that bounded: padding is at most half of it, and
+# B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
+# size for scan) to some tens of megabytes. An item of its own is always let in.
+PADDED_SHARE = 2
+MOST_POSITIONS: dict[Role, int] = {"window": 16_384, "advance": 16_384, "scan": 4_096}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One item: a row of a batch of `role`.
+
+    tokens, targets: int64 (n); one token for step, none for head, n >= 1 otherwise; targets for scan only.
+    The state is read from slot `read` (window starts from zero whatever it says) and the next one written to
+    slot `write`; None keeps nothing. `binding` work cannot be taken back once it is in a batch: its request is
+    then carried through, whether or not anybody waits for it.
+    """
+
+    role: Role
+    tokens: NDArray[np.int64] | None = None
+    targets: NDArray[np.int64] | None = None
+    read: int = ZERO
+    write: int | None = None
+    binding: bool = False
+
+    @property
+    def length(self) -> int:
+        """Positions that the item takes in a batch before padding."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (n)."""
+
+    logits: NDArray[np.float32] | None = None
+    hidden: NDArray[np.float32] | None = None
+    logprobs: NDArray[np.float32] | None = None
+
+
+def fits(role: Role, longest: int, total: int, items: int) -> bool:
+    """Whether a batch of `items` sequences, `longest` and `total` positions long, is within both limits."""
+    if role not in MOST_POSITIONS:
+        return True
+    padded = longest * items
+    return padded <= PADDED_SHARE * total and padded <= MOST_POSITIONS[role]
+
+
+def run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Exception]:
+    """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail."""
+    try:
+        return list(_run(works, slab, runner))
+    except Exception as error:  # whatever a runner raises belongs to the items, not to the server
+        if len(works) == 1:
+            return [error]
+        return [row for work in works for row in run([work], slab, runner)]
+
+
+def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row]:
+    role = works[0].role
+    reads = [work.read for work in works]
+    feeds: dict[str, Array]
+    if role == "head":
+        feeds = {HIDDEN: slab.gather_hidden(reads)}
+    else:
+        feeds = _tokens(works)
+        if role != "window":
+            feeds |= slab.gather(reads)
+    outputs = runner.run(role, feeds)
+    if role != "head":
+        slab.scatter([work.write for work in works], outputs)
+    logits, hidden, logprobs = (outputs.get(name) for name in ("logits", HIDDEN, "logprobs"))
+    return [
+        Row(
+            logits=None if logits is None else logits[row],
+            hidden=None if hidden is None else hidden[row],
+            logprobs=None if logprobs is None else logprobs[row, : work.length],
+        )
+        for row, work in enumerate(works)
+    ]
+
+
+def _tokens(works: Sequence[Work]) -> dict[str, Array]:
+    """tokens (B) for step; tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0, otherwise."""
+    tokens = [work.tokens for work in works if work.tokens is not None]
+    assert len(tokens) == len(works), "work without tokens: this is a bug"
+    if works[0].role == "step":
+        return {"tokens": np.concatenate(tokens)}
+    lengths = np.array([len(ids) for ids in tokens], np.int64)
+    feeds = {"tokens": _padded(tokens, int(lengths.max())), "lengths": lengths}
+    if works[0].role == "scan":
+        targets = [work.targets for work in works if work.targets is not None]
+        feeds["targets"] = _padded(targets, int(lengths.max()))
+    return feeds
+
+
+def _padded(rows: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
+    """int64 (B, width), every row filled up with 0 on the right."""
+    padded = np.zeros((len(rows), width), np.int64)
+    for row, ids in enumerate(rows):
+        padded[row, : len(ids)] = ids
+    return padded

@@ -1,0 +1,202 @@
+"""From requests to batches: what queued up while the runner was busy is the next batch.
+
+There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves. The queue is
+bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left, or whose
+deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from service.engine import batch
+from service.engine.batch import Row, Work
+from service.engine.slab import Slab
+from service.engine.types import Latency
+from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
+from service.metrics import Metrics
+from service.runners.runner import Runner
+
+logger = logging.getLogger("wane.engine")
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request's way through the batcher.
+
+    `admitted`: some work of it was let into the queue; what follows is not refused half-way.
+    `entered`: binding work of it is or was in a batch: the request will be carried through.
+    """
+
+    deadline: float | None = None
+    admitted: bool = False
+    entered: bool = False
+    started_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.started_s = time.perf_counter()
+
+    def latency(self, since: Ticket | None = None) -> Latency:
+        """Where the time went until now, since the ticket was made or `since` was copied from it."""
+        started_s = self.started_s if since is None else since.started_s
+        return Latency(
+            queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
+            compute_ms=1e3 * (self.compute_s - (since.compute_s if since else 0.0)),
+            total_ms=1e3 * (time.perf_counter() - started_s),
+        )
+
+    def mark(self) -> Ticket:
+        """A copy to measure from."""
+        return Ticket(queue_s=self.queue_s, compute_s=self.compute_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    work: Work
+    ticket: Ticket
+    future: asyncio.Future[Row]
+    queued_s: float
+
+
+class Batcher:
+    """Feeds one runner from a queue, on one thread of its own. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self, runner: Runner, slab: Slab, metrics: Metrics, model: str, *, max_batch: int, max_queue: int
+    ) -> None:
+        self._runner = runner
+        self._slab = slab
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._queue: deque[_Item] = deque()
+        self._running = False
+        self._closed = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
+        self._model = model
+        self._metrics = metrics
+        self._abandoned = metrics.skipped.labels(model, "abandoned")
+        self._late = metrics.skipped.labels(model, "deadline")
+        self._refused = metrics.refused.labels(model)
+        self._failed = metrics.failed.labels(model)
+        self._queued = metrics.queue_items.labels(model)
+
+    async def submit(self, work: Work, ticket: Ticket) -> Row:
+        """Queues work and waits for its row. Its slots are retained until it has run or been skipped.
+
+        Cancelling the wait before the work enters a batch takes it back.
+        Raises Overloaded when the queue is full, DeadlineExceeded, Unavailable after `close`, and WaneError when
+        the run failed.
+        """
+        if self._closed:
+            raise Unavailable("the server is stopping")
+        if not ticket.admitted and len(self._queue) >= self._max_queue:
+            self._refused.inc()
+            raise Overloaded(f"{len(self._queue)} requests are waiting, the most that may")
+        ticket.admitted = True
+        loop = asyncio.get_running_loop()
+        item = _Item(work, ticket, loop.create_future(), time.perf_counter())
+        self._slab.retain(work.read)
+        if work.write is not None:
+            self._slab.retain(work.write)
+        self._queue.append(item)
+        if not self._running:
+            # Not at once: whatever else arrives in this turn of the event loop shares the batch.
+            self._running = True
+            loop.call_soon(self._start)
+        return await item.future
+
+    async def close(self) -> None:
+        """Refuses new work, fails what is queued and ends the thread once its batch is done."""
+        self._closed = True
+        while self._queue:
+            item = self._queue.popleft()
+            self._settle(item, Unavailable("the server is stopping"))
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def _start(self) -> None:
+        """Starts the next batch, or goes idle."""
+        items = self._take()
+        self._queued.set(len(self._queue))
+        if not items:
+            self._running = False
+            return
+        started_s = time.perf_counter()
+        for item in items:
+            item.ticket.entered |= item.work.binding
+            item.ticket.queue_s += started_s - item.queued_s
+        loop = asyncio.get_running_loop()
+        works = [item.work for item in items]
+        running = loop.run_in_executor(self._executor, batch.run, works, self._slab, self._runner)
+        running.add_done_callback(lambda done: self._finish(items, done.result(), started_s))
+
+    def _take(self) -> list[_Item]:
+        """The next batch: the oldest item, and those of its role that were queued behind it, as far as they fit."""
+        now = asyncio.get_running_loop().time()
+        taken: list[_Item] = []
+        left: deque[_Item] = deque()
+        longest = total = 0
+        while self._queue and len(taken) < self._max_batch:
+            item = self._queue.popleft()
+            if item.future.cancelled():
+                self._abandoned.inc()
+                self._settle(item, None)
+                continue
+            deadline = item.ticket.deadline
+            if deadline is not None and deadline <= now and not item.ticket.entered:
+                self._late.inc()
+                self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
+                continue
+            length = item.work.length
+            if taken and (
+                item.work.role != taken[0].work.role
+                or not batch.fits(item.work.role, max(longest, length), total + length, len(taken) + 1)
+            ):
+                left.append(item)
+                continue
+            taken.append(item)
+            longest, total = max(longest, length), total + length
+        self._queue.extendleft(reversed(left))
+        if taken:
+            self._observe(taken, longest, total)
+        return taken
+
+    def _finish(self, items: Sequence[_Item], rows: Sequence[Row | Exception], started_s: float) -> None:
+        """Hands out a batch's results, after the next one was started."""
+        compute_s = time.perf_counter() - started_s
+        self._metrics.batch_seconds.labels(self._model, items[0].work.role).observe(compute_s)
+        self._start()
+        for item, row in zip(items, rows, strict=True):
+            item.ticket.compute_s += compute_s
+            if isinstance(row, Exception):
+                self._failed.inc()
+                logger.error("a run of %s failed", item.work.role, exc_info=row)
+                failure = WaneError("the model failed to run")
+                failure.__cause__ = row
+                self._settle(item, failure)
+            else:
+                self._settle(item, row)
+
+    def _settle(self, item: _Item, result: Row | WaneError | None) -> None:
+        """Releases an item's slots and resolves its future, if anybody still waits for it."""
+        self._slab.release(item.work.read)
+        if item.work.write is not None:
+            self._slab.release(item.work.write)
+        if item.future.done():
+            return
+        if isinstance(result, Row):
+            item.future.set_result(result)
+        elif result is not None:
+            item.future.set_exception(result)
+
+    def _observe(self, taken: Sequence[_Item], longest: int, total: int) -> None:
+        role = taken[0].work.role
+        self._metrics.batch_items.labels(self._model, role).observe(len(taken))
+        self._metrics.batch_padding.labels(self._model, role).observe(1 - total / (longest * len(taken)))

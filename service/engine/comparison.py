@@ -1,0 +1,81 @@
+"""Recurrent against windows, measured side by side on one question."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from models.manifest import Manifest
+from models.vocabulary import Vocabulary
+from service.engine.agreement import compare as agreement_of
+from service.engine.batcher import Ticket
+from service.engine.distribution import predictions
+from service.engine.forward import Forward, Outcome, last, sequence
+from service.engine.routing import error_bound
+from service.engine.slab import Slab
+from service.engine.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Origin, Percentiles
+
+PREDICTIONS = 5
+
+
+async def compare(
+    forward: Forward,
+    slab: Slab,
+    manifest: Manifest,
+    vocabulary: Vocabulary,
+    request: CompareRequest,
+    ticket: Ticket,
+) -> Comparison:
+    """Runs everything `repeat` times, in turns, so that a busy moment of the machine falls on all alike."""
+    fed = sequence(vocabulary.eos_id, request.tokens)
+    position = len(request.tokens)
+    with slab.lease() as before, slab.lease() as after:
+        await forward.full(fed[:-1], ticket, write=before)
+
+        def of_window(k: int) -> Callable[[], Awaitable[Outcome]]:
+            return lambda: forward.window(last(fed, position, k), ticket)
+
+        runs = [
+            lambda: forward.append(fed[-1:], ticket, read=before, write=after),
+            *map(of_window, request.windows),
+        ]
+        latencies: list[list[Latency]] = [[] for _ in runs]
+        outcomes: list[Outcome] = []
+        for repeat in range(request.repeat):
+            for run, measured in zip(runs, latencies, strict=True):
+                mark = ticket.mark()
+                outcome = await run()
+                measured.append(ticket.latency(since=mark))
+                if repeat == 0:
+                    outcomes.append(outcome)
+
+    recurrent = outcomes[0]
+
+    def line(index: int, window: int | None) -> ComparedMode:
+        outcome = outcomes[index]
+        bound = 0.0 if window is None else error_bound(manifest, window, position)
+        return ComparedMode(
+            mode=Mode.RECURRENT if window is None else Mode.WINDOW,
+            window=window,
+            state=Origin.RESIDENT if window is None else Origin.WINDOW,
+            predictions=predictions(outcome.logits, PREDICTIONS, vocabulary),
+            queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
+            compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
+            total=_percentiles([latency.total_ms for latency in latencies[index]]),
+            error_bound=bound,
+            agreement=None
+            if window is None
+            else agreement_of(recurrent.logits, outcome.logits, recurrent.hidden, outcome.hidden, bound),
+        )
+
+    return Comparison(
+        repeat=request.repeat,
+        recurrent=line(0, None),
+        windows=tuple(line(index, window) for index, window in enumerate(request.windows, 1)),
+    )
+
+
+def _percentiles(values_ms: Sequence[float]) -> Percentiles:
+    p50, p99 = np.percentile(values_ms, (50, 99))
+    return Percentiles(float(p50), float(p99))

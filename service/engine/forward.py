@@ -1,0 +1,100 @@
+"""Runs over one sequence, in pieces that a batch can hold: what the engine's requests are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.batch import Row, Work
+from service.engine.batcher import Batcher, Ticket
+from service.engine.slab import ZERO, Slab
+
+# Longest piece of a sequence that one run takes, so that a long input does not hold up everybody else, and its
+# intermediate values stay small. Scan keeps the whole vocabulary for every position, so its pieces are shorter.
+PIECE_TOKENS = 512
+SCAN_PIECE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run over a sequence ends in: logits float32 (V) and hidden, the output layer's input, float32 (H)."""
+
+    logits: NDArray[np.float32]
+    hidden: NDArray[np.float32]
+
+
+class Forward:
+    """One model's batcher and slab, used together. Sequences are int64 arrays; slots are the slab's."""
+
+    def __init__(self, batcher: Batcher, slab: Slab) -> None:
+        self._batcher = batcher
+        self._slab = slab
+
+    async def window(
+        self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
+    ) -> Outcome:
+        """Runs `tokens` from the zero state, in one run however long they are."""
+        row = await self._batcher.submit(Work("window", tokens, write=write, binding=binding), ticket)
+        return _outcome(row)
+
+    async def full(
+        self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
+    ) -> Outcome:
+        """Runs `tokens` from the zero state: in one run, or in pieces where they are many."""
+        if len(tokens) <= PIECE_TOKENS:
+            return await self.window(tokens, ticket, write=write, binding=binding)
+        if write is not None:
+            return await self.append(tokens, ticket, read=ZERO, write=write, binding=binding)
+        with self._slab.lease() as slot:
+            return await self.append(tokens, ticket, read=ZERO, write=slot, binding=binding)
+
+    async def append(
+        self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
+    ) -> Outcome:
+        """Runs `tokens` from the state in `read`, which stays as it is, and leaves the next state in `write`."""
+        if len(tokens) == 1:
+            row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
+            return _outcome(row)
+        for start in range(0, len(tokens), PIECE_TOKENS):
+            piece = tokens[start : start + PIECE_TOKENS]
+            work = Work("advance", piece, read=read if start == 0 else write, write=write, binding=binding)
+            row = await self._batcher.submit(work, ticket)
+        return Outcome((await self.again(write, ticket, binding=binding)).logits, _there(row.hidden))
+
+    async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> Outcome:
+        """The answer of the state in `slot` once more, with no token consumed."""
+        row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
+        return Outcome(_there(row.logits), self._slab.gather_hidden([slot])[0])
+
+    async def scan(self, tokens: NDArray[np.int64], targets: NDArray[np.int64], ticket: Ticket) -> NDArray[np.float64]:
+        """log p(targets[i] | tokens[..i]) from the zero state, in pieces with the state carried: float64 (n)."""
+        logprobs = np.empty(len(tokens))
+        with self._slab.lease() as slot:
+            for start in range(0, len(tokens), SCAN_PIECE_TOKENS):
+                piece = slice(start, start + SCAN_PIECE_TOKENS)
+                read = slot if start else ZERO
+                work = Work("scan", tokens[piece], targets[piece], read=read, write=slot)
+                logprobs[piece] = _there((await self._batcher.submit(work, ticket)).logprobs)
+        return logprobs
+
+
+def sequence(eos_id: int, tokens: Sequence[int]) -> NDArray[np.int64]:
+    """A whole sequence as the model is fed it: `<eos>` first. int64 (1 + n)."""
+    return np.array([eos_id, *tokens], np.int64)
+
+
+def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
+    """The last `k` of the tokens in `fed`, which ends at `position`; where these are all, its `<eos>` too."""
+    return fed if k >= position else fed[-k:]
+
+
+def _outcome(row: Row) -> Outcome:
+    return Outcome(_there(row.logits), _there(row.hidden))
+
+
+def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    assert array is not None, "a graph without its output: this is a bug"
+    return array

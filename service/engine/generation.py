@@ -1,0 +1,151 @@
+"""One continuation, token by token: an asynchronous iterator that holds a state while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.manifest import Manifest
+from models.vocabulary import Vocabulary
+from service.engine.batcher import Ticket
+from service.engine.deadline import until
+from service.engine.distribution import partial_bytes
+from service.engine.forward import Forward, Outcome, last
+from service.engine.routing import error_bound
+from service.engine.sampling import Sampler
+from service.engine.text_stream import TextStream
+from service.engine.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
+
+
+class Source(Protocol):
+    """Where a generation's distributions come from. `window` is the k of a windowed one."""
+
+    @property
+    def window(self) -> int | None: ...
+
+    async def prompt(self) -> Outcome:
+        """What follows the prompt."""
+        ...
+
+    async def feed(self, token: int) -> Outcome:
+        """What follows one token more."""
+        ...
+
+
+class RecurrentSource:
+    """One step for each token, from the state in a slot."""
+
+    window = None
+
+    def __init__(self, forward: Forward, fed: NDArray[np.int64], slot: int, ticket: Ticket) -> None:
+        self._forward = forward
+        self._fed = fed
+        self._slot = slot
+        self._ticket = ticket
+
+    async def prompt(self) -> Outcome:
+        return await self._forward.full(self._fed, self._ticket, write=self._slot)
+
+    async def feed(self, token: int) -> Outcome:
+        tokens = np.array([token], np.int64)
+        return await self._forward.append(tokens, self._ticket, read=self._slot, write=self._slot)
+
+
+class WindowSource:
+    """A run of the last k tokens for each token."""
+
+    def __init__(self, forward: Forward, fed: NDArray[np.int64], k: int, ticket: Ticket) -> None:
+        self.window = k
+        self._forward = forward
+        self._position = len(fed) - 1
+        self._seen = last(fed, self._position, k)
+        self._ticket = ticket
+
+    async def prompt(self) -> Outcome:
+        return await self._forward.window(self._seen, self._ticket)
+
+    async def feed(self, token: int) -> Outcome:
+        self._position += 1
+        self._seen = last(np.append(self._seen, token), self._position, self.window)
+        return await self._forward.window(self._seen, self._ticket)
+
+
+class Generation:
+    """The tokens as they come, a `Finish` last. To be closed (`contextlib.aclosing`) however it ends."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        ticket: Ticket,
+        source: Source,
+        prompted: Outcome,
+        end: Callable[[], None],
+    ) -> None:
+        """`prompted` is what the source said to the prompt; `end` gives back what the generation holds, and is
+        called once."""
+        self._request = request
+        self._manifest = manifest
+        self._vocabulary = vocabulary
+        self._ticket = ticket
+        self._source = source
+        self._prompted = prompted
+        self._end: Callable[[], None] | None = end
+        self._items = self._generate()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> GeneratedToken | Finish:
+        try:
+            return await anext(self._items)
+        except BaseException:
+            self._over()
+            raise
+
+    async def aclose(self) -> None:
+        """Ends the generation, however far it came."""
+        await self._items.aclose()
+        self._over()
+
+    def _over(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    async def _generate(self) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        request, vocabulary = self._request, self._vocabulary
+        sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+        stream = TextStream(vocabulary, request.stop)
+        outcome = self._prompted
+        while True:
+            token, logprob = sampler.draw(outcome.logits)
+            is_last = len(stream.tokens) + 1 == request.max_tokens
+            yield GeneratedToken(
+                token_id=token,
+                token=vocabulary.token(token),
+                text=stream.push(token, final=is_last),
+                logprob=logprob,
+                token_bytes=partial_bytes(token, vocabulary),
+            )
+            if is_last or stream.stopped:
+                break
+            async with until(request.deadline):
+                outcome = await self._source.feed(token)
+        # The last token was not fed: the last answer came from the tokens before it.
+        position = len(request.tokens) + len(stream.tokens) - 1
+        window = self._source.window
+        yield Finish(
+            reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
+            text=stream.text,
+            tokens=tuple(stream.tokens),
+            mode=Mode.RECURRENT if window is None else Mode.WINDOW,
+            state=Origin.FULL if window is None else Origin.WINDOW,
+            error_bound=error_bound(self._manifest, position if window is None else window, position),
+            window=window,
+            latency=self._ticket.latency(),
+        )

@@ -1,0 +1,62 @@
+"""What one model, under one server's settings, takes: every refusal names what was wrong, where, and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from models.manifest import Manifest
+from service.errors import InvalidRequest, TooLarge
+from service.settings import Settings
+
+
+class Limits:
+    """Judges requests by the model's manifest and the settings."""
+
+    def __init__(self, manifest: Manifest, settings: Settings) -> None:
+        self._manifest = manifest
+        self._settings = settings
+        limit = settings.max_window
+        self.max_window = manifest.max_window if limit is None else min(limit, manifest.max_window)
+        self.window = min(manifest.window, self.max_window)
+
+    def tokens(self, tokens: Sequence[int], field: str = "tokens") -> None:
+        """Raises TooLarge for too many, InvalidRequest for an id that the vocabulary does not have."""
+        self.length(len(tokens))
+        size = self._manifest.vocabulary.size
+        if not tokens or (min(tokens) >= 0 and max(tokens) < size):
+            return
+        index, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < size)
+        raise InvalidRequest(
+            f"{field}[{index}] is {token}, but the vocabulary has {size} tokens (0..{size - 1})", field
+        )
+
+    def length(self, count: int) -> None:
+        """Raises TooLarge for more tokens than an input may have."""
+        most = self._settings.max_input_tokens
+        if count > most:
+            raise TooLarge(f"the input has {count} tokens, but at most {most} are taken")
+
+    def top_k(self, top_k: int) -> None:
+        """Raises InvalidRequest for more predictions than an answer may list."""
+        most = self._settings.top_k_limit
+        if top_k > most:
+            raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
+
+    def windows(self, windows: Sequence[int]) -> None:
+        """As `of_window`, for a list of them."""
+        for index, window in enumerate(windows):
+            self.of_window(window, f"windows[{index}]")
+
+    def of_window(self, window: int, field: str = "window") -> None:
+        """Raises InvalidRequest for a k of 0 or of more tokens than the model, or the server, takes."""
+        if not 1 <= window <= self.max_window:
+            raise InvalidRequest(
+                f"{field} is {window}, but model {self._manifest.name} takes windows of 1 to {self.max_window} tokens",
+                field,
+            )
+
+    def generated(self, max_tokens: int) -> None:
+        """Raises InvalidRequest for more tokens than one request may generate."""
+        most = self._settings.max_generated_tokens
+        if max_tokens > most:
+            raise InvalidRequest(f"max_tokens is {max_tokens}, but must be at most {most}", "max_tokens")

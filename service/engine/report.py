@@ -1,0 +1,98 @@
+"""What an engine has measured since it was started, for `/v1/report` and for Prometheus at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from service.engine.agreement import AgreementStatistics, violates
+from service.engine.types import Agreement, Latency, Mode
+from service.metrics import REQUEST_SECONDS, Metrics
+
+PHASES = ("queue", "compute", "total")
+BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
+RECENT = 4096  # latest durations that percentiles are taken over, exactly
+
+
+@dataclass(slots=True)
+class Durations:
+    """One duration: its latest values, and a histogram of all of them."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_MS) + 1))
+    total_ms: float = 0.0
+
+    def add(self, value_ms: float) -> None:
+        """Counts one value."""
+        self.recent.append(value_ms)
+        self.counts[bisect_left(BUCKETS_MS, value_ms)] += 1
+        self.total_ms += value_ms
+
+    def document(self) -> dict[str, object]:
+        """Percentiles of the latest values; cumulative buckets of all, which add up over replicas."""
+        p50, p90, p99 = np.percentile(self.recent, (50, 90, 99)) if self.recent else (None, None, None)
+        cumulative = np.cumsum(self.counts)
+        return {
+            "p50_ms": None if p50 is None else float(p50),
+            "p90_ms": None if p90 is None else float(p90),
+            "p99_ms": None if p99 is None else float(p99),
+            "count": int(cumulative[-1]),
+            "sum_ms": self.total_ms,
+            "buckets": [
+                *({"le_ms": bound, "count": int(n)} for bound, n in zip(BUCKETS_MS, cumulative, strict=False)),
+                {"le_ms": None, "count": int(cumulative[-1])},
+            ],
+        }
+
+
+class Report:
+    """Counts one model's answers, their latencies by mode and phase, and agreement."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._requests: Counter[Mode] = Counter()
+        self._operations: Counter[str] = Counter()
+        self._durations: dict[Mode, dict[str, Durations]] = {}
+        self._agreement = AgreementStatistics()
+
+    def answered(self, operation: str, mode: Mode) -> None:
+        """One request was answered; `mode` is the one that was used."""
+        self._operations[operation] += 1
+        if operation in ("predict", "step"):
+            self._requests[mode] += 1
+        self._metrics.answers.labels(self._model, operation, mode.value).inc()
+
+    def took(self, mode: Mode, latency: Latency) -> None:
+        """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
+        phases = self._durations.setdefault(mode, {phase: Durations() for phase in PHASES})
+        for phase, value_ms in zip(PHASES, (latency.queue_ms, latency.compute_ms, latency.total_ms), strict=True):
+            phases[phase].add(value_ms)
+            self._metrics.answer_seconds.labels(self._model, mode.value, phase).observe(value_ms / 1e3)
+
+    def compared(self, agreement: Agreement) -> None:
+        """One pair of answers was compared."""
+        self._agreement.add(agreement)
+        self._metrics.compared.labels(self._model).inc()
+        self._metrics.top1_matches.labels(self._model).inc(agreement.top1_match)
+        self._metrics.total_variation.labels(self._model).observe(agreement.total_variation)
+        self._metrics.bound_violations.labels(self._model).inc(violates(agreement))
+
+    def document(self) -> dict[str, object]:
+        """`modes`, `operations` and `agreement` of the report."""
+        modes = {
+            mode.value: {
+                "requests": self._requests[mode],
+                "latency": {phase: durations.document() for phase, durations in self._durations[mode].items()},
+            }
+            for mode in Mode
+            if mode in self._durations
+        }
+        return {
+            "modes": modes,
+            "operations": dict(self._operations),
+            "agreement": self._agreement.document(),
+        }

@@ -1,0 +1,219 @@
+"""Sessions: one request at a time each, what a step is in the light of the last one, resident states, commit.
+
+The store is the truth and the slab a cache: a resident state counts only while its revision is the store's. What
+is not resident is rebuilt from the tail by whoever needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from service.engine.slab import START, Resident, Slab
+from service.engine.types import Mode, StepRequest, check_session_id
+from service.errors import InvalidRequest, Overloaded, PositionConflict, SessionExists, UnknownSession
+from service.metrics import Metrics
+from service.stores.store import LastStep, Record, Store
+from service.stores.tail import Tail
+
+MOST_WAITERS = 64  # requests that may wait for one session: they are not in the batcher's bounded queue yet
+
+
+class Place(Enum):
+    """What a step is, compared with the session it is for."""
+
+    NEXT = auto()
+    REPLAY = auto()
+
+
+def token_hash(tokens: Sequence[int]) -> str:
+    """What a step's tokens are remembered by."""
+    return hashlib.sha256(np.asarray(tokens, "<i8").tobytes()).hexdigest()
+
+
+def place(record: Record, request: StepRequest) -> Place:
+    """Whether a step comes next, or repeats the last one.
+
+    It repeats the last one if it has that one's key, or, without a key, that one's tokens, and does not claim to
+    start elsewhere. A step that carries neither position nor key is always next: there is nothing to tell a retry
+    from a wish for the same tokens again.
+    Raises PositionConflict when it claims to start where the session is not.
+    """
+    last = record.last
+    start = request.expected_position
+    if start == record.position:
+        return Place.NEXT
+    if last is not None:
+        if request.idempotency_key is not None:
+            repeats = request.idempotency_key == last.key and start in (None, last.start)
+        else:
+            repeats = start == last.start and token_hash(request.tokens) == last.token_hash
+        if repeats:
+            return Place.REPLAY
+    if start is None:
+        return Place.NEXT
+    raise conflict(record, start)
+
+
+def conflict(record: Record, start: int | None) -> PositionConflict:
+    """The error that says where the session is."""
+    asked = "others kept stepping it" if start is None else f"the step starts at {start}"
+    return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
+
+
+@dataclass(slots=True)
+class _Turn:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
+
+
+class Sessions:
+    """The sessions of one model version, on a store that others may share."""
+
+    def __init__(
+        self,
+        store: Store,
+        slab: Slab,
+        metrics: Metrics,
+        *,
+        model: str,
+        version: str,
+        ttl_s: float,
+        empty: Tail,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`empty` is the tail of a sequence without tokens; `clock` in seconds, as the store's."""
+        self._store = store
+        self._slab = slab
+        self._model = model
+        self._version = version
+        self._ttl_s = ttl_s
+        self._empty = empty
+        self._clock = clock
+        self._turns: dict[str, _Turn] = {}
+        self.rebuilt = 0
+        self._rebuilt_metric = metrics.rebuilt.labels(model)
+        self._conflicts = metrics.conflicts.labels(model)
+
+    async def create(self, session: str | None, mode: Mode | None) -> Record:
+        """A new session at position 0. Raises SessionExists, InvalidRequest for a bad id, Overloaded."""
+        if session is None:
+            session = secrets.token_urlsafe(16)
+        else:
+            check_session_id(session)
+        self._slab.drop_idle(self._clock() - self._ttl_s)
+        record = Record(session, self._model, self._version, mode or Mode.AUTO, 0, self._empty)
+        if not await self._store.create(record):
+            raise SessionExists(f"session {session!r} exists already")
+        return record
+
+    @asynccontextmanager
+    async def turn(self, session: str) -> AsyncIterator[None]:
+        """One request at a time: two steps of a session are never in one batch. Raises Overloaded."""
+        turn = self._turns.setdefault(session, _Turn())
+        if turn.users > MOST_WAITERS:
+            raise Overloaded(f"{MOST_WAITERS} requests are waiting for session {session!r}, the most that may")
+        turn.users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.users -= 1
+            if not turn.users:
+                del self._turns[session]
+
+    async def read(self, session: str) -> Record:
+        """The session as the store has it. Raises UnknownSession."""
+        record = await self._store.get(session)
+        if record is None or record.model != self._model:
+            self._slab.drop(session)
+            raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
+        return record
+
+    async def touch(self, session: str) -> None:
+        """The session was used."""
+        await self._store.touch(session)
+
+    def resident(self, record: Record, *, use: bool = True) -> Resident | None:
+        """The state of the session as it is in `record`; a state of any other revision is dropped.
+
+        `use` makes it the most recently used. A sequence without tokens is always resident: its state is
+        the same for all.
+        """
+        if record.position == 0:
+            return Resident(START, record.revision, 0, self._clock())
+        resident = self._slab.find(record.session) if use else self._slab.peek(record.session)
+        if resident is not None and resident.revision != record.revision:
+            self._slab.drop(record.session)
+            return None
+        return resident
+
+    def keep(self, record: Record, slot: int, cut: int) -> None:
+        """Makes a state resident that knows nothing of the first `cut` tokens of the session in `record`."""
+        self._slab.put(record.session, Resident(slot, record.revision, cut, self._clock()))
+
+    def count_rebuilt(self) -> None:
+        """A state was rebuilt from a tail."""
+        self.rebuilt += 1
+        self._rebuilt_metric.inc()
+
+    async def commit(self, record: Record, request: StepRequest, slot: int | None, cut: int) -> Record | None:
+        """Compare-and-append; the state in `slot` becomes the resident one.
+
+        None if the comparison was lost: then nothing was appended, and no state is resident any more.
+        """
+        step = LastStep(record.position, token_hash(request.tokens), request.idempotency_key)
+        try:
+            committed = await self._store.append(record.session, record.revision, request.tokens, step)
+        except BaseException:
+            # Whether it was appended is not known: only the store can say, next time.
+            self._slab.drop(record.session)
+            raise
+        if committed is None:
+            self._conflicts.inc()
+            self._slab.drop(record.session)
+        elif slot is None:
+            self._slab.drop(record.session)
+        else:
+            self.keep(committed, slot, cut)
+        return committed
+
+    async def rewind(self, session: str, position: int) -> Record:
+        """Cuts the tail back; the state is rebuilt by the next step.
+
+        Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
+        """
+        while True:
+            record = await self.read(session)
+            if not record.earliest <= position <= record.position:
+                raise InvalidRequest(
+                    f"position is {position}, but the session can be rewound to positions "
+                    f"{record.earliest} to {record.position}",
+                    "position",
+                )
+            rewound = await self._store.rewind(session, record.revision, position)
+            if rewound is not None:
+                self._slab.drop(session)
+                return rewound
+
+    async def delete(self, session: str) -> None:
+        """Ends a session. Raises UnknownSession."""
+        await self.read(session)
+        self._slab.drop(session)
+        if not await self._store.delete(session):
+            raise UnknownSession(f"there is no session {session!r}")
+
+    async def counts(self) -> dict[str, int]:
+        """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
+        self._slab.drop_idle(self._clock() - self._ttl_s)
+        resident = len(self._slab)
+        count = await self._store.count(self._model)
+        return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}

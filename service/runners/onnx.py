@@ -1,0 +1,83 @@
+"""Runs a bundle's graphs on onnxruntime: the only file that knows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import onnxruntime
+
+from models.bundle import Bundle
+from models.manifest import Role
+from service.runners.runner import Array, DeviceError
+
+logger = logging.getLogger("wane.runner")
+
+CUDA = "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
+CUDA_DEVICE = 0
+
+
+class OnnxRunner:
+    """One inference session for each role. The graphs point into the bundle's weights file by offset, so the
+    weights that answer are the very bytes that were verified."""
+
+    def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
+        """Opens every graph of `bundle`; `threads` is the number of threads of one run.
+
+        Raises DeviceError if `device` is cuda and onnxruntime cannot use it. auto takes cuda where it works,
+        and says in the log where it does not though its provider is installed.
+        """
+        available = CUDA in onnxruntime.get_available_providers()
+        if device == "cuda" and not available:
+            raise DeviceError(
+                "device is cuda, but this onnxruntime has no CUDA provider: "
+                "install the `cuda` extra in place of the CPU package, or choose cpu or auto"
+            )
+        self._sessions: dict[Role, onnxruntime.InferenceSession] = {}
+        self._outputs: dict[Role, list[str]] = {}
+        wants_cuda = device != "cpu" and available
+        for role in bundle.manifest.graphs:
+            session = _open(bundle, role, wants_cuda, threads)
+            if wants_cuda and session.get_providers()[0] != CUDA:
+                # onnxruntime drops a provider that fails to start, with no more than a line on stderr.
+                if device == "cuda":
+                    raise DeviceError(
+                        "device is cuda, but onnxruntime's CUDA provider did not start: check the driver and the "
+                        "CUDA and cuDNN libraries, or choose cpu or auto"
+                    )
+                logger.warning("the CUDA provider is installed but did not start: running on the CPU")
+                wants_cuda = False
+            self._sessions[role] = session
+            self._outputs[role] = [output.name for output in session.get_outputs()]
+        self._device = "cuda" if wants_cuda else "cpu"
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`."""
+        return self._device
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs of one graph, by name; see `Runner` for shapes."""
+        names = self._outputs[role]
+        return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
+
+
+def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
+    """An inference session for one graph."""
+    options = onnxruntime.SessionOptions()
+    # Models are small: one run is a chain of small matrix products, and more than a thread or two costs more in
+    # synchronisation than it wins. Parallelism comes from batching and from replicas.
+    options.intra_op_num_threads = threads
+    # The graphs are chains, so there is nothing to run side by side.
+    options.inter_op_num_threads = 1
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    # Idle threads sleep: several models share the cores, and a spinning one would take them from the others.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    # Warnings of graph surgery are for exporters; errors are raised anyway.
+    options.log_severity_level = 3
+    providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE}), CPU] if cuda else [CPU]
+    return onnxruntime.InferenceSession(bundle.graph_path(role), options, providers=providers)

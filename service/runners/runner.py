@@ -1,0 +1,43 @@
+"""What the engine asks of whatever runs a model's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from models.manifest import Role
+
+Array = NDArray[Any]
+NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
+
+
+class DeviceError(Exception):
+    """The device asked for is not there; the message is for the operator, and the process ends."""
+
+
+class Runner(Protocol):
+    """Runs one model's graphs. One caller at a time; never on the event loop's thread.
+
+    Arrays are batch-major; tokens, targets and lengths are int64, everything else float32. B is the batch, T the
+    time, V the vocabulary, H the width of the output layer's input. `<state>` is one array (B, *shape) for every
+    tensor of the manifest, `<next>` the same under the names `next.<name>`.
+
+        step     tokens (B), <state>                                 -> logits (B, V), hidden (B, H), <next>
+        window   tokens (B, T), lengths (B)                          -> logits (B, V), hidden (B, H), <next>
+        advance  tokens (B, T), lengths (B), <state>                 -> hidden (B, H), <next>
+        scan     tokens (B, T), targets (B, T), lengths (B), <state> -> logprobs (B, T), hidden (B, H), <next>
+        head     hidden (B, H)                                       -> logits (B, V)
+
+    Positions at or over an item's length are padding and change nothing; 1 <= length <= T.
+    """
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`: where the graphs really run."""
+        ...
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs of one graph, by name."""
+        ...

@@ -1,0 +1,89 @@
+"""What the engine asks of whatever keeps sessions: the truth about them, of which resident states are a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.engine.types import Mode
+from service.stores.tail import Tail
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """What a retry is recognised by: the step's key, a hash of its tokens, and the position it started from."""
+
+    start: int
+    token_hash: str
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A session as it is kept.
+
+    `revision` grows by one with every change. It is what comparisons are made on: unlike a position it never
+    comes back, so a session that was rewound and stepped again elsewhere cannot be taken for its old self.
+    `idle_s` is the time since it was last touched, as of reading.
+    """
+
+    session: str
+    model: str
+    model_version: str
+    mode: Mode
+    position: int
+    tail: Tail
+    revision: int = 0
+    last: LastStep | None = None
+    idle_s: float = 0.0
+
+    @property
+    def cut(self) -> int:
+        """How many tokens are no longer in the tail. 0 means all of the sequence is there: `<eos>` goes with
+        the first token."""
+        return max(self.position - len(self.tail), 0)
+
+    @property
+    def earliest(self) -> int:
+        """The earliest position that the session can be rewound to: one token must remain in the tail."""
+        return self.position - len(self.tail) + 1
+
+
+class Store(Protocol):
+    """Keeps sessions. Every method is atomic, and touches the session's idle time unless it says otherwise.
+
+    A session idle for longer than the store's time to live does not exist any more.
+    Implementations that can lose their backing raise Unavailable.
+    """
+
+    async def create(self, record: Record) -> bool:
+        """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many."""
+        ...
+
+    async def get(self, session: str) -> Record | None:
+        """The session as it is now, its idle time left alone."""
+        ...
+
+    async def touch(self, session: str) -> None:
+        """The session was used."""
+        ...
+
+    async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
+        """Compare-and-append: None, and nothing done, unless the session is at `revision`."""
+        ...
+
+    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+        """Cuts the tail back to `position`, which it must hold, and forgets the last step.
+
+        None, and nothing done, unless the session is at `revision`.
+        """
+        ...
+
+    async def delete(self, session: str) -> bool:
+        """Forgets a session; False if there was none."""
+        ...
+
+    async def count(self, model: str) -> int:
+        """How many sessions a model has."""
+        ...

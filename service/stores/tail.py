@@ -1,0 +1,47 @@
+"""The latest tokens of a session, packed: what a state can be rebuilt from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Token ids as little-endian unsigned integers of `width` bytes, oldest first; immutable.
+
+    The leading `<eos>` of a sequence is part of its tail until the first token has been cut off.
+    """
+
+    data: bytes
+    width: int
+
+    @classmethod
+    def start(cls, eos_id: int, vocabulary_size: int) -> Self:
+        """The tail of a sequence with no tokens yet: `<eos>` alone, in two bytes a token where ids fit."""
+        width = 2 if vocabulary_size <= 1 << 16 else 4
+        return cls(eos_id.to_bytes(width, "little"), width)
+
+    def __len__(self) -> int:
+        return len(self.data) // self.width
+
+    def ids(self) -> NDArray[np.int64]:
+        """The token ids, oldest first: int64 (len,)."""
+        return np.frombuffer(self.data, dtype=f"<u{self.width}").astype(np.int64)
+
+    def append(self, tokens: Sequence[int], position: int, keep: int) -> Tail:
+        """With `tokens` behind; `position` counts the sequence with them.
+
+        `<eos>` counts nothing: a sequence of up to `keep` tokens is kept whole, a longer one by its last `keep`.
+        """
+        data = self.data + np.asarray(tokens, dtype=f"<u{self.width}").tobytes()
+        return Tail(data if position <= keep else data[-keep * self.width :], self.width)
+
+    def without_last(self, count: int) -> Tail:
+        """Without the latest `count` tokens. At least one token must remain."""
+        assert 0 <= count < len(self), "a tail cannot be cut to nothing: this is a bug"
+        return Tail(self.data[: len(self.data) - count * self.width], self.width)
