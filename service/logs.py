@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on standard error, for ours and for uvicorn's messages alike."""
+"""Structured logs: one JSON object a line on standard error, for our messages and for uvicorn's alike."""
 
 from __future__ import annotations
 
@@ -32,8 +32,4 @@ def configure(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
-    logging.getLogger("uvicorn.access").disabled = True  # the access log below is ours
+    logging.getLogger("uvicorn").setLevel("WARNING")  # what it has to say of starts and stops, the server says itself

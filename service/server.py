@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Mapping
 from types import FrameType
@@ -21,38 +22,45 @@ CLOSE_S = 5  # for connections to take their last bytes once everything is answe
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains first.
+    """uvicorn, which drains before it stops listening.
 
     On the first SIGTERM or SIGINT the server is unready, refuses new work with 503 and finishes what it has
-    admitted, for at most `drain_timeout_ms`; then it stops listening. A second signal stops it at once.
+    admitted, as long as the settings allow; then it stops listening. Another SIGINT stops it without that.
     """
 
-    def __init__(self, config: uvicorn.Config, catalog: Catalog, drain_timeout_ms: int) -> None:
+    def __init__(self, config: uvicorn.Config, catalog: Catalog) -> None:
         super().__init__(config)
         self.catalog = catalog
-        self.drain_timeout_ms = drain_timeout_ms
         self.draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for listener in server.sockets:
+                host, port = listener.getsockname()[:2]
+                url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                SERVICE.info("listening", extra={"fields": {"url": url}})
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.started and self.draining is None:
+        if not self.started:
+            super().handle_exit(sig, frame)
+        elif self.draining is None:
             self.loop.call_soon_threadsafe(self._start_draining)
-        else:
+        elif sig == signal.SIGINT:
             super().handle_exit(sig, frame)
 
     def _start_draining(self) -> None:
-        self.draining = self.loop.create_task(self._drain())
+        if self.draining is None:
+            self.draining = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         SERVICE.info("draining")
         try:
-            async with asyncio.timeout(self.drain_timeout_ms / 1000):
-                await self.catalog.close()
-        except TimeoutError:
-            SERVICE.warning("what was admitted did not end in time")
+            await self.catalog.close()
         finally:
             self.should_exit = True
 
@@ -88,7 +96,8 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, catalog, settings.drain_timeout_ms)
+    server = Server(config, catalog)
     server.run()
+    SERVICE.info("stopped")
     if failures:
         raise failures[0]

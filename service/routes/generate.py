@@ -13,15 +13,14 @@ from starlette.types import Send
 
 from service.documents import GenerationDocument
 from service.engine.engine import Engine
-from service.engine.types import Finish, GeneratedToken, GenerateRequest
+from service.engine.generation import Generation
+from service.engine.types import Finish, GenerateRequest
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
 from service.schemas import GenerateBody
-
-Generated = AsyncGenerator[GeneratedToken | Finish, None]
 
 router = APIRouter(tags=["generate"])
 
@@ -56,7 +55,7 @@ async def generate(request: Request) -> Response:
     return EventStream(request, engine, generated)
 
 
-async def _collect(request: Request, engine: Engine, generated: Generated) -> GenerationDocument:
+async def _collect(request: Request, engine: Engine, generated: Generation) -> GenerationDocument:
     logprobs: list[float] = []
     async with aclosing(generated):
         async for item in generated:
@@ -70,7 +69,7 @@ async def _collect(request: Request, engine: Engine, generated: Generated) -> Ge
 class EventStream(StreamingResponse):
     """A generation as server-sent events. When the client leaves, the generation is closed at once."""
 
-    def __init__(self, request: Request, engine: Engine, generated: Generated) -> None:
+    def __init__(self, request: Request, engine: Engine, generated: Generation) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         self.events = self._events(request, engine, generated)
         self.generated = generated
@@ -81,7 +80,7 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
     @staticmethod
-    async def _events(request: Request, engine: Engine, generated: Generated) -> AsyncGenerator[bytes, None]:
+    async def _events(request: Request, engine: Engine, generated: Generation) -> AsyncGenerator[bytes, None]:
         try:
             async for item in generated:
                 if isinstance(item, Finish):

@@ -1,0 +1,105 @@
+"""`python -m service`: serve the models, or ask a running server how its two modes compare.
+
+python -m service [serve] [settings]       serve; --help lists every setting
+python -m service compare URL [options]    drive both modes over a text: latency and agreement
+python -m service report URL               what a server has measured so far
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from models.bundle import BundleError
+from service import comparison, server
+from service.client import Client, ClientError
+from service.console import agreement_table, latency_table, report_tables
+from service.engine.catalog import CatalogError
+from service.runners.runner import DeviceError
+from service.settings import Settings, SettingsError
+
+SAMPLE = Path(__file__).with_name("sample.txt")
+
+
+class CommandError(Exception):
+    """The command line asks for what cannot be done; the message says why."""
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser("python -m service", description=__doc__, formatter_class=HELP)
+    Settings.add_arguments(parser)
+    settings = Settings.read(os.environ, parser.parse_args(arguments))
+    server.refuse_more_workers(os.environ)
+    server.run(settings)
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Drives both modes of one model over a text, and shows how long they take and how far they are apart."""
+    parser = argparse.ArgumentParser("python -m service compare", description=compare.__doc__)
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--file", type=Path, default=SAMPLE, metavar="TEXT", help="UTF-8 text; default: a short one")
+    parser.add_argument("--model", metavar="NAME", help="default: the server's")
+    parser.add_argument("--window", type=int, metavar="K", help="tokens of a window; default: the model's own k")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="leading tokens to use (default 256)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf")
+    options = parser.parse_args(arguments)
+    if options.tokens < 1:
+        raise CommandError(f"--tokens is {options.tokens}, but must be at least 1")
+    text = options.file.read_text(encoding="utf-8")
+
+    with Client(options.url) as client, Progress(console=Console(stderr=True), transient=True) as progress:
+        card = comparison.choose(client, options.model)
+        tokens = client.score(card["id"], text)["tokens"][: options.tokens]
+        task = progress.add_task(f"Comparing the modes of {card['id']}", total=comparison.requests_needed(len(tokens)))
+        compared = comparison.measure(
+            client, options.url, card, options.window or card["k"], tokens, advance=lambda: progress.advance(task)
+        )
+
+    console = Console()
+    console.print(latency_table(compared), agreement_table(compared))
+    if options.json is not None:
+        options.json.write_text(json.dumps(compared.document(), indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        from service import plot  # matplotlib takes a second to import, and only a plot needs it
+
+        plot.save(compared, options.plot)
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Shows what a server has measured so far."""
+    parser = argparse.ArgumentParser("python -m service report", description=report.__doc__)
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
+    options = parser.parse_args(arguments)
+    with Client(options.url) as client:
+        Console().print(*report_tables(client.report()))
+
+
+HELP = argparse.RawDescriptionHelpFormatter
+COMMANDS = {"serve": serve, "compare": compare, "report": report}
+FAILURES = (SettingsError, CommandError, CatalogError, BundleError, DeviceError, ClientError, OSError, UnicodeError)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command; `serve` where none is named. Returns the exit code: 2 with a message for what was foreseen."""
+    name, rest = "serve", list(arguments)
+    if rest and rest[0] in COMMANDS:
+        name, *rest = rest
+    try:
+        COMMANDS[name](rest)
+    except FAILURES as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201  (a command's last word)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

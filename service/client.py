@@ -1,0 +1,84 @@
+"""A small client of the native protocol, over httpx: what `compare` and `report` speak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+Document = dict[str, Any]
+
+TIMEOUT_S = 60
+
+
+class ClientError(Exception):
+    """The server could not be reached, or refused; the message is for a person to read."""
+
+
+class Client:
+    """One connection to one server. Every method raises ClientError."""
+
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def models(self) -> list[Document]:
+        """Every model, the default first."""
+        data: list[Document] = self._call("GET", "/v1/models")["data"]
+        return data
+
+    def report(self) -> Document:
+        """What the server has measured."""
+        return self._call("GET", "/v1/report")
+
+    def score(self, model: str, text: str) -> Document:
+        """Token ids of `text`, and their log-probabilities."""
+        return self._call("POST", "/v1/score", {"model": model, "input": text})
+
+    def predict(self, model: str, tokens: Sequence[int], mode: str, window: int) -> Document:
+        """What follows `tokens`."""
+        body = {"model": model, "tokens": list(tokens), "mode": mode, "window": window}
+        return self._call("POST", "/v1/predict", body)
+
+    def compare(self, model: str, tokens: Sequence[int], windows: Sequence[int], repeat: int) -> Document:
+        """Recurrent against windows of several sizes, for one model."""
+        body = {"model": model, "tokens": list(tokens), "windows": list(windows), "repeat": repeat}
+        compared: Document = self._call("POST", "/v1/compare", body)["models"][0]
+        return compared
+
+    def create_session(self, model: str) -> str:
+        """A new session's id."""
+        session: str = self._call("POST", "/v1/sessions", {"model": model})["session"]
+        return session
+
+    def step(self, session: str, tokens: Sequence[int], position: int, mode: str) -> Document:
+        """Appends `tokens`, which start at `position`, and predicts what follows."""
+        body = {"tokens": list(tokens), "expected_position": position, "mode": mode}
+        return self._call("POST", f"/v1/sessions/{session}/tokens", body)
+
+    def delete_session(self, session: str) -> None:
+        """Ends a session."""
+        self._call("DELETE", f"/v1/sessions/{session}")
+
+    def _call(self, method: str, path: str, body: Document | None = None) -> Document:
+        try:
+            response = self._http.request(method, path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ClientError(f"{self._http.base_url} does not answer: {error}") from error
+        if response.is_success:
+            document: Document = response.json() if response.content else {}
+            return document
+        try:
+            detail = response.json()["detail"]
+        except (ValueError, KeyError, TypeError):
+            detail = response.text[:200]
+        raise ClientError(f"{method} {path}: {response.status_code}: {detail}")

@@ -1,0 +1,79 @@
+"""The plot of a comparison: latency by mode, and agreement by window size. Imported only where one is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from service.comparison import PHASES, Comparison
+
+COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # Okabe and Ito's: told apart by everybody
+FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn here
+
+
+def save(compared: Comparison, path: Path) -> None:
+    """Writes the plot to `path`, in the format of its suffix. Raises OSError, ValueError for a format unknown."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    latency, distance, top1 = figure.subplots(1, 3)
+    figure.suptitle(f"{compared.model} {compared.model_version} on {compared.device}: recurrent against window")
+    _draw_latency(latency, compared)
+    _draw_distance(distance, compared)
+    _draw_top1(top1, compared)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_latency(axes: Axes, compared: Comparison) -> None:
+    """For each phase and mode a mark at the median, with a line to the 99th percentile."""
+    for offset, (mode, phases) in zip((-0.12, 0.12), compared.latency.items(), strict=True):
+        places = [index + offset for index in range(len(PHASES))]
+        medians = [phases[phase].p50 for phase in PHASES]
+        tails = [phases[phase].p99 - phases[phase].p50 for phase in PHASES]
+        label = mode if mode == "recurrent" else f"window of {compared.k}"
+        lines = ([0.0] * len(PHASES), tails)
+        axes.errorbar(places, medians, lines, fmt="o", capsize=3, color=COLOURS[mode], label=label)
+    axes.set_xticks(range(len(PHASES)), [phase.replace("_", " ") for phase in PHASES])
+    axes.set_yscale("log")
+    axes.set_title(f"Latency of one next token ({compared.steps} tokens)")
+    axes.set_ylabel("ms, from p50 to p99")
+    axes.legend()
+
+
+def _draw_distance(axes: Axes, compared: Comparison) -> None:
+    """Total variation by window size: mean and largest measured, and the bound where every answer has one."""
+    sizes = [line.window for line in compared.windows]
+    for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
+        values = [max(getattr(line.agreement, name), FLOOR) for line in compared.windows]
+        axes.plot(
+            sizes, values, style, color=COLOURS["window"], label=name.rsplit("_", 1)[-1].replace("max", "largest")
+        )
+    certified = [(line.window, line.agreement.error_bound) for line in compared.windows]
+    bounds = [(size, max(bound, FLOOR)) for size, bound in certified if bound is not None]
+    if bounds:
+        axes.plot(*zip(*bounds, strict=True), ":", color="black", label="bound")
+    axes.set_yscale("log")
+    axes.set_title("Total variation from recurrent")
+    axes.set_ylabel(f"total variation (under {FLOOR:g} drawn there)")
+    _finish_window_axis(axes, compared)
+
+
+def _draw_top1(axes: Axes, compared: Comparison) -> None:
+    """How often the most probable token is the same, by window size."""
+    sizes = [line.window for line in compared.windows]
+    shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
+    axes.plot(sizes, shares, "o-", color=COLOURS["window"], label="top-1 equal")
+    axes.set_ylim(min(*shares, 90) - 2, 102)
+    axes.set_title("The same most probable token")
+    axes.set_ylabel("% of positions")
+    _finish_window_axis(axes, compared)
+
+
+def _finish_window_axis(axes: Axes, compared: Comparison) -> None:
+    sizes = [line.window for line in compared.windows]
+    axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("window, tokens")
+    axes.legend()

@@ -1,0 +1,228 @@
+"""An engine that answers at once, or fails as it is told: for tests of what stands between it and the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from models.manifest import Manifest
+from service.engine.types import (
+    Agreement,
+    Answer,
+    ComparedMode,
+    CompareRequest,
+    Comparison,
+    Finish,
+    FinishReason,
+    GeneratedToken,
+    GenerateRequest,
+    Latency,
+    Mode,
+    ModeAnswer,
+    Origin,
+    Percentiles,
+    Prediction,
+    PredictRequest,
+    Score,
+    ScoreRequest,
+    SessionView,
+    StepRequest,
+)
+from service.errors import UnknownModel, UnknownSession, WaneError
+
+LATENCY = Latency(0.25, 0.5, 1.0)
+PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
+AGREEMENT = Agreement(True, False, 1e-4, 1e-8, 1e-3, 1e-2, None, 1e-2)
+MANIFEST = Manifest.model_validate(
+    {
+        "schema_version": 1,
+        "name": "fake",
+        "version": "3",
+        "description": "answers at once",
+        "architecture": {"cell": "gated", "vocabulary_size": 256, "embedding": 4, "hidden": 4, "layers": 1},
+        "vocabulary": {"kind": "bpe", "size": 256, "eos_id": 0, "sha256": "0" * 64},
+        "state": [{"name": "layers.0.s", "shape": [4]}],
+        "window": 8,
+        "max_window": 16,
+        "opset": 20,
+        "graphs": {},
+        "weights": "weights.safetensors",
+        "tokenizer": "tokenizer.json",
+        "files": {},
+        "certificate": {"contractive": True, "layers": []},
+        "quality": None,
+        "provenance": {
+            "created": "2026-01-02T03:04:05+00:00",
+            "command": "none",
+            "config": {},
+            "seed": 0,
+            "steps": 0,
+            "best_step": 0,
+            "git_commit": None,
+            "data": {},
+            "versions": {},
+            "hardware": "none",
+            "train_wall_s": 0.0,
+        },
+    }
+)
+
+
+class FakeEngine:
+    """Whatever is asked, `failure` is raised if it is set; `wait`, if set, is awaited before that.
+
+    `asked` holds every request that came; `cancelled` counts those that were cancelled while they waited.
+    """
+
+    name = "fake"
+    version = "3"
+    device = "cpu"
+    manifest = MANIFEST
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.failure_after_first_token: Exception | None = None
+        self.wait: asyncio.Event | None = None
+        self.waiting = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.asked: list[object] = []
+
+    async def _ask(self, request: object) -> None:
+        self.asked.append(request)
+        if self.wait is not None:
+            self.waiting.set()
+            try:
+                await self.wait.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        if self.failure is not None:
+            raise self.failure
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.strip().encode())
+
+    async def predict(self, request: PredictRequest) -> Answer:
+        await self._ask(request)
+        if request.mode is not Mode.BOTH:
+            return Answer(request.mode, PREDICTIONS, LATENCY, Origin.FULL, 0.0)
+        part = ModeAnswer(PREDICTIONS, LATENCY)
+        modes = {Mode.RECURRENT: part, Mode.WINDOW: part}
+        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, Origin.FULL, 0.0, 8, modes, AGREEMENT)
+
+    async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | WaneError]:
+        outcomes: list[Answer | WaneError] = []
+        for request in requests:
+            try:
+                outcomes.append(await self.predict(request))
+            except WaneError as error:
+                outcomes.append(error)
+        return outcomes
+
+    async def step(self, request: StepRequest) -> Answer:
+        await self._ask(request)
+        return Answer(
+            Mode.RECURRENT,
+            PREDICTIONS,
+            LATENCY,
+            Origin.RESIDENT,
+            0.0,
+            session=request.session,
+            position=len(request.tokens),
+            replayed=False,
+        )
+
+    async def score(self, request: ScoreRequest) -> Score:
+        await self._ask(request)
+        return Score((-1.0,) * len(request.tokens), 2.718281828, 1, 1, 0.0, 0.0, LATENCY)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        await self._ask(request)
+        return self._tokens(request)
+
+    async def _tokens(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        for index in range(request.max_tokens):
+            if index and self.failure_after_first_token is not None:
+                raise self.failure_after_first_token
+            yield GeneratedToken(200, "\ufffd", "", -0.5, b"\xc3")
+        yield Finish(
+            FinishReason.LENGTH, "é", (200,) * request.max_tokens, Mode.RECURRENT, Origin.FULL, 0.0, None, LATENCY
+        )
+
+    async def compare(self, request: CompareRequest) -> Comparison:
+        await self._ask(request)
+        percentiles = Percentiles(0.5, 1.0)
+
+        def line(window: int | None) -> ComparedMode:
+            return ComparedMode(
+                Mode.RECURRENT if window is None else Mode.WINDOW,
+                window,
+                Origin.RESIDENT if window is None else Origin.WINDOW,
+                PREDICTIONS,
+                percentiles,
+                percentiles,
+                percentiles,
+                0.0,
+                None if window is None else AGREEMENT,
+            )
+
+        return Comparison(request.repeat, line(None), tuple(line(window) for window in request.windows))
+
+    async def create_session(self, session: str | None = None, mode: Mode | None = None) -> SessionView:
+        await self._ask((session, mode))
+        return self._view(session or "new", mode or Mode.AUTO)
+
+    async def get_session(self, session: str) -> SessionView:
+        await self._ask(session)
+        return self._view(session)
+
+    async def delete_session(self, session: str) -> None:
+        await self._ask(session)
+
+    async def rewind(self, session: str, position: int) -> SessionView:
+        await self._ask((session, position))
+        return self._view(session)
+
+    def _view(self, session: str, mode: Mode = Mode.AUTO) -> SessionView:
+        return SessionView(session, self.name, self.version, mode, 0, Origin.RESIDENT, 0.0, 0.0)
+
+
+class FakeCatalog:
+    """One fake engine, ready at once. Every session exists but `unknown`; `failure` is raised by whatever is asked."""
+
+    device = "cpu"
+    default = "fake"
+    status = "ready"
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.failure: Exception | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.status == "ready"
+
+    async def load(self) -> None:
+        pass
+
+    def get(self, name: str | None = None) -> FakeEngine:
+        if self.failure is not None:
+            raise self.failure
+        if name not in (None, self.engine.name):
+            raise UnknownModel(f"there is no model {name!r}")
+        return self.engine
+
+    async def engine_for(self, session: str, model: str | None = None) -> FakeEngine:
+        if session == "unknown":
+            raise UnknownSession(f"there is no session {session!r}")
+        return self.get(model)
+
+    def list(self) -> list[FakeEngine]:
+        return [self.get()]
+
+    async def report(self) -> dict[str, object]:
+        self.get()
+        return {"device": "cpu", "models": []}
+
+    async def close(self) -> None:
+        self.status = "draining"

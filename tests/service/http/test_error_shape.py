@@ -1,0 +1,184 @@
+"""Every failure of every route has one shape, wherever it comes from."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from service.errors import (
+    Abandoned,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotJson,
+    Overloaded,
+    PositionConflict,
+    SessionExists,
+    TooLarge,
+    Unavailable,
+    UnknownModel,
+    UnknownSession,
+)
+from tests.service.http.fake import FakeCatalog
+from tests.service.http.problems import assert_problem
+
+# A valid request to every route that can fail by itself, and every route there is: `unlisted` finds a new one.
+ENGINE_ROUTES: list[tuple[str, str, object]] = [
+    ("POST", "/v1/predict", {"tokens": [1]}),
+    ("POST", "/v1/predict", {"session": "s"}),
+    ("POST", "/v1/compare", {"tokens": [1]}),
+    ("POST", "/v1/score", {"tokens": [1]}),
+    ("POST", "/v1/generate", {"tokens": [1]}),
+    ("POST", "/v1/generate", {"tokens": [1], "stream": True}),
+    ("POST", "/v1/sessions", {}),
+    ("GET", "/v1/sessions/s", None),
+    ("DELETE", "/v1/sessions/s", None),
+    ("POST", "/v1/sessions/s/tokens", {"tokens": [1]}),
+    ("POST", "/v1/sessions/s/rewind", {"position": 0}),
+]
+CATALOG_ROUTES: list[tuple[str, str, object]] = [
+    *ENGINE_ROUTES,
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/fake", None),
+    ("GET", "/v1/report", None),
+]
+INFALLIBLE = {"/healthz", "/readyz", "/metrics"}
+BODIES = [path for method, path, _ in dict.fromkeys((m, p, None) for m, p, _ in ENGINE_ROUTES) if method == "POST"]
+FAILURES = [
+    (InvalidRequest("no", "tokens"), 422, "invalid_request"),
+    (UnknownModel("no"), 404, "unknown_model"),
+    (UnknownSession("no"), 404, "unknown_session"),
+    (SessionExists("no"), 409, "session_exists"),
+    (PositionConflict("no", 7), 409, "position_conflict"),
+    (TooLarge("no"), 413, "too_large"),
+    (Overloaded("no", 2.5), 429, "overloaded"),
+    (Unavailable("no"), 503, "unavailable"),
+    (DeadlineExceeded("no"), 504, "deadline_exceeded"),
+    (Abandoned("no"), 499, "abandoned"),
+    (NotJson("no"), 400, "not_json"),
+    (RuntimeError("a secret"), 500, "internal"),
+]
+
+
+def named(case: tuple[str, str, object]) -> str:
+    method, path, body = case
+    return f"{method} {path} {json.dumps(body)}"
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda case: case[2])
+@pytest.mark.parametrize("route", ENGINE_ROUTES, ids=named)
+async def test_what_the_engine_raises_has_one_shape(
+    client: httpx.AsyncClient, catalog: FakeCatalog, route: tuple[str, str, object], failure: tuple[Exception, int, str]
+) -> None:
+    method, path, body = route
+    error, status, code = failure
+    catalog.engine.failure = error
+    document = assert_problem(await client.request(method, path, json=body), status, code)
+    assert "secret" not in str(document)
+
+
+@pytest.mark.parametrize("failure", [FAILURES[7], FAILURES[11]], ids=lambda case: case[2])
+@pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
+async def test_what_the_catalog_raises_has_one_shape(
+    client: httpx.AsyncClient, catalog: FakeCatalog, route: tuple[str, str, object], failure: tuple[Exception, int, str]
+) -> None:
+    method, path, body = route
+    error, status, code = failure
+    catalog.failure = error
+    document = assert_problem(await client.request(method, path, json=body), status, code)
+    assert "secret" not in str(document)
+
+
+def test_no_route_is_left_out_of_these_tests(app: FastAPI) -> None:
+    tested = {(method, path.replace("/s/", "/{session}/")) for method, path, _ in CATALOG_ROUTES}
+    tested = {(m, "/v1/sessions/{session}" if p == "/v1/sessions/s" else p) for m, p in tested}
+    tested = {(m, "/v1/models/{name}" if p == "/v1/models/fake" else p) for m, p in tested}
+    described = {
+        (method.upper(), path)
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+        if path not in INFALLIBLE
+    }
+    assert described == tested
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_body_that_is_not_json_has_the_shape_and_says_where(client: httpx.AsyncClient, path: str) -> None:
+    document = assert_problem(await client.post(path, content=b'{"input": "a",,}'), 400, "not_json")
+    assert "line 1 column 15" in document["detail"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_unknown_field_has_the_shape_and_is_named(client: httpx.AsyncClient, path: str) -> None:
+    document = assert_problem(await client.post(path, json={"temprature": 1}), 422, "invalid_request")
+    assert document["field"] == "temprature"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_body_over_the_limit_has_the_shape(client: httpx.AsyncClient, path: str) -> None:
+    assert_problem(await client.post(path, content=b" " * 65537), 413, "too_large")
+
+
+@pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
+async def test_a_timeout_that_is_none_has_the_shape(client: httpx.AsyncClient, route: tuple[str, str, object]) -> None:
+    method, path, body = route
+    response = await client.request(method, path, json=body, headers={"x-request-timeout-ms": "soon"})
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == "x-request-timeout-ms"
+    assert "'soon'" in document["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/predict/", "/v2/models", "/favicon.ico", "/v1/sessions/s/t/u"])
+async def test_a_path_that_does_not_exist_has_the_shape(client: httpx.AsyncClient, path: str) -> None:
+    assert_problem(await client.get(path), 404, "not_found")
+
+
+@pytest.mark.parametrize("path", sorted({path for _, path, _ in CATALOG_ROUTES} | {"/", "/healthz", "/metrics"}))
+async def test_a_method_that_a_path_does_not_take_has_the_shape(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.patch(path)
+    assert_problem(response, 405, "method_not_allowed")
+    assert response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("header", "value"), [("x-wane-position", "first"), ("x-wane-position", "1.5")], ids=["word", "fraction"]
+)
+async def test_a_header_of_the_wrong_type_has_the_shape(client: httpx.AsyncClient, header: str, value: str) -> None:
+    response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]}, headers={header: value})
+    assert assert_problem(response, 422, "invalid_request")["field"] == header
+
+
+async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    catalog.engine.failure = PositionConflict("elsewhere", 12)
+    response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]})
+    assert assert_problem(response, 409, "position_conflict")["position"] == 12
+
+
+async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    catalog.engine.failure = Overloaded("full", retry_after_s=2.1)
+    response = await client.post("/v1/predict", json={"tokens": [1]})
+    assert response.headers["retry-after"] == "3"
+
+
+async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id(
+    client: httpx.AsyncClient, catalog: FakeCatalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog.engine.failure = RuntimeError("a secret")
+    await client.post("/v1/predict", json={"tokens": [1]}, headers={"x-request-id": "abc"})
+    (record,) = [record for record in caplog.records if record.getMessage() == "unexpected failure"]
+    assert record.exc_info is not None and record.exc_info[1] is catalog.engine.failure
+    assert getattr(record, "fields") == {"request_id": "abc"}
+
+
+async def test_after_the_first_byte_a_failure_is_an_event(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    catalog.engine.failure_after_first_token = Unavailable("going away")
+    response = await client.post("/v1/generate", json={"tokens": [1], "stream": True})
+    assert response.status_code == 200
+    *_, last = response.text.strip().split("\n\n")
+    name, data = last.split("\n")
+    document = json.loads(data.removeprefix("data: "))
+    assert name == "event: error"
+    assert (document["code"], document["status"]) == ("unavailable", 503)
+    assert document["request_id"] == response.headers["x-request-id"]
