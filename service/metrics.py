@@ -9,10 +9,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-# From half a millisecond (one small step) to the longest deadline, doubling: 17 buckets.
-REQUEST_SECONDS = tuple(0.0005 * 2**power for power in range(17))
-# Runs are shorter than requests: from 50 microseconds to about 1.6 s.
-RUN_SECONDS = tuple(0.00005 * 2**power for power in range(16))
+# From 50 microseconds (a wait in an idle queue; one small step takes two hundred) to 52 s (beyond the longest
+# deadline by default), doubling: 21 buckets.
+REQUEST_SECONDS = tuple(0.00005 * 2**power for power in range(21))
+# Runs are shorter than requests: to 1.6 s.
+RUN_SECONDS = REQUEST_SECONDS[:16]
 # Batches are counted, and their size is bounded by max_batch: powers of two.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
 # Share of a batch's positions that is padding: bounded by one half, see the batcher.

@@ -104,7 +104,7 @@ class Answering:
     def _agreement(self, course: Course, recurrent: Outcome, window: Outcome) -> Agreement:
         """How far the parts are apart: at most as far as both are from the uninterrupted model, together."""
         bounds = (self._bound(course, True), self._bound(course, False))
-        together = None if None in bounds else min(sum(filter(None, bounds)), 1.0)
+        together = None if None in bounds else min(sum(bound or 0.0 for bound in bounds), 1.0)
         pair = agreement.compare(recurrent.logits, window.logits, recurrent.hidden, window.hidden, together)
         self._report.compared(pair)
         return pair

@@ -1,12 +1,11 @@
 """The heart of one model version: admit, check out, submit, choose, commit. It owns the return leg.
 
-    limits      judges a request by the model and the settings
-    routing     says which way to answer it
-    sessions    says what a step is and where the state is, and commits
-    forward     runs sequences: batcher, slab, runner
-    answering   makes answers of what was run
-
-None of these knows the others' business; this file is where they meet.
+limits      judges a request by the model and the settings
+routing     says which way to answer it
+steps       takes requests to sessions through: check out, run, commit
+sessions    says what a step is and where the state is, and commits
+forward     runs sequences: batcher, slab, runner
+answering   makes answers of what was run
 """
 
 from __future__ import annotations
@@ -15,29 +14,27 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-
-import numpy as np
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
-from service.engine import comparison, routing, scoring
-from service.engine.answering import Answering, Course, Part
+from service.engine import comparison, scoring
+from service.engine.answering import Answering
 from service.engine.batcher import Batcher, Ticket
 from service.engine.deadline import until
-from service.engine.forward import Forward, sequence
-from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
+from service.engine.forward import Forward
+from service.engine.generation import Generation
 from service.engine.limits import Limits
+from service.engine.prompts import Prompts
 from service.engine.report import Report
-from service.engine.sessions import Place, Sessions, conflict, place
+from service.engine.sessions import Sessions
 from service.engine.slab import Slab
+from service.engine.steps import Steps
 from service.engine.types import (
     Answer,
     CompareRequest,
     Comparison,
     GenerateRequest,
     Mode,
-    Origin,
     PredictRequest,
     Score,
     ScoreRequest,
@@ -45,14 +42,13 @@ from service.engine.types import (
     StepRequest,
 )
 from service.engine.warm_up import warm_up
-from service.errors import DeadlineExceeded, InvalidRequest, Unavailable, WaneError
+from service.errors import DeadlineExceeded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Runner
 from service.settings import Settings
-from service.stores.store import Record, Store
+from service.stores.store import Store
 from service.stores.tail import Tail
 
-RETRIES = 3  # of a step without a position, after comparisons lost to another writer
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
 
 
@@ -101,12 +97,21 @@ class Engine:
         )
         self._report = Report(metrics, name)
         self._answering = Answering(manifest, vocabulary, self._forward, self._report)
-        self._replayed = metrics.replayed.labels(name)
+        self._prompts = Prompts(manifest, vocabulary, self._limits, slab, self._forward, self._answering)
+        self._steps = Steps(
+            manifest,
+            self._limits,
+            self._slab,
+            self._forward,
+            self._sessions,
+            self._answering,
+            metrics,
+        )
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._steps: set[asyncio.Task[Answer]] = set()
+        self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
         metrics.model_info.labels(name, self.version, runner.device).set(1)
         metrics.sessions_resident.labels(name).set_function(lambda: len(slab))
         metrics.state_bytes.labels(name).set_function(lambda: slab.used_bytes)
@@ -150,9 +155,9 @@ class Engine:
         with self._admitted():
             async with until(request.deadline):
                 if request.session is None:
-                    answer = await self._predict_tokens(request, ticket)
+                    answer = await self._prompts.predict(request, ticket)
                 else:
-                    answer = await self._predict_session(request, request.session, ticket)
+                    answer = await self._steps.predict(request, request.session, ticket)
         self._report.answered("predict", answer.mode)
         return answer
 
@@ -206,60 +211,23 @@ class Engine:
         if request.window is not None:
             self._limits.of_window(request.window)
         ticket = Ticket(request.deadline)
-        fed = sequence(self.vocabulary.eos_id, request.tokens)
         with ExitStack() as stack:
             stack.enter_context(self._admitted())
-            source: Source
-            if request.mode is Mode.WINDOW:
-                source = WindowSource(self._forward, fed, request.window or self._limits.window, ticket)
-            else:
-                slot = stack.enter_context(self._slab.lease())
-                source = RecurrentSource(self._forward, fed, slot, ticket)
             async with until(request.deadline):
-                prompted = await source.prompt()
-            held = stack.pop_all()
-        self._report.answered("generate", Mode.RECURRENT if source.window is None else Mode.WINDOW)
-        return Generation(request, self.manifest, self.vocabulary, ticket, source, prompted, held.close)
-
-    async def _predict_tokens(self, request: PredictRequest, ticket: Ticket) -> Answer:
-        fed = sequence(self.vocabulary.eos_id, request.tokens)
-        position = len(request.tokens)
-        mode = request.mode
-        k: int | None = request.window or self._limits.window
-        if mode is Mode.AUTO:
-            k = routing.choose(
-                self.manifest,
-                position,
-                window=request.window,
-                own=self._limits.window,
-                largest=self._limits.max_window,
-                tolerance=request.tolerance,
-            )
-            mode = Mode.RECURRENT if k is None else Mode.WINDOW
-        course = Course(mode, position, None if mode is Mode.RECURRENT else k, Origin.FULL, known=position)
-        recurrent: Part | None = None
-        if mode is not Mode.WINDOW:
-            recurrent = Part(await self._forward.full(fed, ticket), ticket.latency())
-        window = await self._answering.window(course, fed, ticket)
-        return self._answering.answer(course, recurrent, window, request.top_k, ticket)
-
-    async def _predict_session(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
-        async with self._sessions.turn(session):
-            record = await self._sessions.read(session)
-            await self._sessions.touch(session)
-            mode = routing.of_session(request.mode, record.mode)
-            return await self._recall(record, mode, request.window, request.top_k, ticket)
+                generation = await self._prompts.generate(request, ticket, stack)
+        self._report.answered("generate", generation.mode)
+        return generation
 
     # Sessions
 
     async def create_session(self, session: str | None = None, mode: Mode | None = None) -> SessionView:
         """Starts a session, under its owner's id or a fresh one. Raises SessionExists, InvalidRequest."""
         with self._admitted():
-            return self._view(await self._sessions.create(session, mode))
+            return self._steps.view(await self._sessions.create(session, mode))
 
     async def get_session(self, session: str) -> SessionView:
         """Looks at a session without touching its idle time. Raises UnknownSession."""
-        return self._view(await self._sessions.read(session))
+        return self._steps.view(await self._sessions.read(session))
 
     async def delete_session(self, session: str) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
@@ -273,7 +241,7 @@ class Engine:
         """
         with self._admitted():
             async with self._sessions.turn(session):
-                return self._view(await self._sessions.rewind(session, position))
+                return self._steps.view(await self._sessions.rewind(session, position))
 
     async def step(self, request: StepRequest) -> Answer:
         """Appends tokens to a session and predicts what follows; `position` and `replayed` are set.
@@ -286,8 +254,8 @@ class Engine:
         self._limits.top_k(request.top_k)
         ticket = Ticket(request.deadline)
         task = asyncio.create_task(self._step(request, ticket))
-        self._steps.add(task)
-        task.add_done_callback(self._steps.discard)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         try:
             async with until(request.deadline):
                 answer = await asyncio.shield(task)
@@ -299,103 +267,8 @@ class Engine:
         return answer
 
     async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
-        """A step in its turn. A comparison lost to another writer is tried again on what that one left."""
         with self._admitted():
-            async with self._sessions.turn(request.session):
-                for _ in range(1 + RETRIES):
-                    record = await self._sessions.read(request.session)
-                    mode = routing.of_session(request.mode, record.mode)
-                    if place(record, request) is Place.REPLAY:
-                        self._replayed.inc()
-                        answer = await self._recall(record, mode, None, request.top_k, ticket)
-                        return replace(answer, replayed=True)
-                    committed = await self._append(record, request, mode, ticket)
-                    if committed is not None:
-                        return committed
-                raise conflict(await self._sessions.read(request.session), request.expected_position)
-
-    async def _append(self, record: Record, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
-        """Runs a step that comes next and commits it; None if the comparison was lost.
-
-        The next state is written to a slot of its own, so whatever fails on the way has changed nothing.
-        """
-        tokens = np.array(request.tokens, np.int64)
-        position = record.position + len(tokens)
-        fed = np.concatenate([record.tail.ids(), tokens])
-        resident = self._sessions.resident(record)
-        cut = record.cut if resident is None else resident.cut
-        course = self._course(mode, position, None, len(fed), resident is None, cut)
-        recurrent: Part | None = None
-        with ExitStack() as stack:
-            slot: int | None = None
-            if mode is not Mode.WINDOW:
-                if resident is not None:
-                    stack.enter_context(self._slab.hold(resident.slot))
-                slot = stack.enter_context(self._slab.lease())
-                if resident is not None:
-                    outcome = await self._forward.append(tokens, ticket, read=resident.slot, write=slot, binding=True)
-                else:
-                    outcome = await self._forward.full(fed, ticket, write=slot, binding=True)
-                    self._sessions.count_rebuilt()
-                recurrent = Part(outcome, ticket.latency())
-            window = await self._answering.window(course, fed, ticket, binding=True)
-            committed = await self._sessions.commit(record, request, slot, cut)
-        if committed is None:
-            return None
-        answer = self._answering.answer(course, recurrent, window, request.top_k, ticket)
-        return replace(answer, session=record.session, position=committed.position, replayed=False)
-
-    async def _recall(self, record: Record, mode: Mode, window: int | None, top_k: int, ticket: Ticket) -> Answer:
-        """The answer of a session as it stands. A state that had to be rebuilt for it stays resident."""
-        fed = record.tail.ids()
-        resident = self._sessions.resident(record)
-        cut = record.cut if resident is None else resident.cut
-        course = self._course(mode, record.position, window, len(fed), resident is None, cut)
-        recurrent: Part | None = None
-        if mode is not Mode.WINDOW:
-            if resident is not None:
-                with self._slab.hold(resident.slot):
-                    outcome = await self._forward.again(resident.slot, ticket)
-            else:
-                with self._slab.lease() as slot:
-                    outcome = await self._forward.full(fed, ticket, write=slot)
-                    self._sessions.count_rebuilt()
-                    self._sessions.keep(record, slot, cut)
-            recurrent = Part(outcome, ticket.latency())
-        part = await self._answering.window(course, fed, ticket)
-        answer = self._answering.answer(course, recurrent, part, top_k, ticket)
-        return replace(answer, session=record.session, position=record.position)
-
-    def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> Course:
-        """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.
-
-        Raises InvalidRequest for a window longer than what is held of it.
-        """
-        k: int | None = None
-        if mode is not Mode.RECURRENT:
-            k = self._limits.window if window is None else window
-            if held <= position and k > held:  # held > position is all of the sequence: any k will do
-                if window is not None:
-                    raise InvalidRequest(
-                        f"window is {window}, but only the last {held} tokens are kept of the session", "window"
-                    )
-                k = held
-        origin = Origin.REBUILT if rebuilt else Origin.RESIDENT
-        return Course(mode, position, k, origin, known=position - cut)
-
-    def _view(self, record: Record) -> SessionView:
-        resident = self._sessions.resident(record, use=False)
-        known = record.position - (record.cut if resident is None else resident.cut)
-        return SessionView(
-            session=record.session,
-            model=record.model,
-            model_version=record.model_version,
-            mode=record.mode,
-            position=record.position,
-            state=Origin.REBUILT if resident is None else Origin.RESIDENT,
-            error_bound=routing.error_bound(self.manifest, known, record.position),
-            idle_s=record.idle_s,
-        )
+            return await self._steps.step(request, ticket)
 
     # Life
 

@@ -97,6 +97,11 @@ class Generation:
         self._end: Callable[[], None] | None = end
         self._items = self._generate()
 
+    @property
+    def mode(self) -> Mode:
+        """Recurrent or window."""
+        return Mode.RECURRENT if self._source.window is None else Mode.WINDOW
+
     def __aiter__(self) -> Self:
         return self
 
@@ -143,7 +148,7 @@ class Generation:
             reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
             text=stream.text,
             tokens=tuple(stream.tokens),
-            mode=Mode.RECURRENT if window is None else Mode.WINDOW,
+            mode=self.mode,
             state=Origin.FULL if window is None else Origin.WINDOW,
             error_bound=error_bound(self._manifest, position if window is None else window, position),
             window=window,

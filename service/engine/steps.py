@@ -1,0 +1,154 @@
+"""Requests to sessions: check out, run, commit, answer.
+
+Everything here happens in the session's turn. The store is read first and written last; in between, the next state
+is made in a slot of its own, so whatever fails on the way has changed nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+
+from models.manifest import Manifest
+from service.engine import routing
+from service.engine.answering import Answering, Course, Part
+from service.engine.batcher import Ticket
+from service.engine.forward import Forward
+from service.engine.limits import Limits
+from service.engine.sessions import Place, Sessions, conflict, place
+from service.engine.slab import Slab
+from service.engine.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
+from service.errors import InvalidRequest
+from service.metrics import Metrics
+from service.stores.store import Record
+
+RETRIES = 3  # of a step without a position, after comparisons lost to another writer
+
+
+class Steps:
+    """Answers from sessions; the only place, under the engine, that knows both a session and a run."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        limits: Limits,
+        slab: Slab,
+        forward: Forward,
+        sessions: Sessions,
+        answering: Answering,
+        metrics: Metrics,
+    ) -> None:
+        self._manifest = manifest
+        self._limits = limits
+        self._slab = slab
+        self._forward = forward
+        self._sessions = sessions
+        self._answering = answering
+        self._replayed = metrics.replayed.labels(manifest.name)
+
+    async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
+        """What the session says comes next; nothing is appended. Raises UnknownSession, InvalidRequest."""
+        async with self._sessions.turn(session):
+            record = await self._sessions.read(session)
+            await self._sessions.touch(session)
+            mode = routing.of_session(request.mode, record.mode)
+            return await self._recall(record, mode, request.window, request.top_k, ticket)
+
+    async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
+        """Appends and answers, or answers again. A comparison lost to another writer is tried again on what that
+        one left. Raises UnknownSession, PositionConflict."""
+        async with self._sessions.turn(request.session):
+            for _ in range(1 + RETRIES):
+                record = await self._sessions.read(request.session)
+                mode = routing.of_session(request.mode, record.mode)
+                if place(record, request) is Place.REPLAY:
+                    self._replayed.inc()
+                    answer = await self._recall(record, mode, None, request.top_k, ticket)
+                    return replace(answer, replayed=True)
+                appended = await self._append(record, request, mode, ticket)
+                if appended is not None:
+                    return appended
+            raise conflict(await self._sessions.read(request.session), request.expected_position)
+
+    def view(self, record: Record) -> SessionView:
+        """A session as its owner may see it."""
+        resident = self._sessions.resident(record, use=False)
+        known = record.position - (record.cut if resident is None else resident.cut)
+        return SessionView(
+            session=record.session,
+            model=record.model,
+            model_version=record.model_version,
+            mode=record.mode,
+            position=record.position,
+            state=Origin.REBUILT if resident is None else Origin.RESIDENT,
+            error_bound=routing.error_bound(self._manifest, known, record.position),
+            idle_s=record.idle_s,
+        )
+
+    async def _append(self, record: Record, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
+        """Runs a step that comes next and commits it; None if the comparison was lost."""
+        tokens = np.array(request.tokens, np.int64)
+        position = record.position + len(tokens)
+        fed = np.concatenate([record.tail.ids(), tokens])
+        resident = self._sessions.resident(record)
+        cut = record.cut if resident is None else resident.cut
+        course = self._course(mode, position, None, len(fed), resident is None, cut)
+        recurrent: Part | None = None
+        with ExitStack() as stack:
+            slot: int | None = None
+            if mode is not Mode.WINDOW:
+                if resident is not None:
+                    stack.enter_context(self._slab.hold(resident.slot))
+                slot = stack.enter_context(self._slab.lease())
+                if resident is not None:
+                    outcome = await self._forward.append(tokens, ticket, read=resident.slot, write=slot, binding=True)
+                else:
+                    outcome = await self._forward.full(fed, ticket, write=slot, binding=True)
+                    self._sessions.count_rebuilt()
+                recurrent = Part(outcome, ticket.latency())
+            window = await self._answering.window(course, fed, ticket, binding=True)
+            committed = await self._sessions.commit(record, request, slot, cut)
+        if committed is None:
+            return None
+        answer = self._answering.answer(course, recurrent, window, request.top_k, ticket)
+        return replace(answer, session=record.session, position=committed.position, replayed=False)
+
+    async def _recall(self, record: Record, mode: Mode, window: int | None, top_k: int, ticket: Ticket) -> Answer:
+        """The answer of a session as it stands. A state that had to be rebuilt for it stays resident."""
+        fed = record.tail.ids()
+        resident = self._sessions.resident(record)
+        cut = record.cut if resident is None else resident.cut
+        course = self._course(mode, record.position, window, len(fed), resident is None, cut)
+        recurrent: Part | None = None
+        if mode is not Mode.WINDOW:
+            if resident is not None:
+                with self._slab.hold(resident.slot):
+                    outcome = await self._forward.again(resident.slot, ticket)
+            else:
+                with self._slab.lease() as slot:
+                    outcome = await self._forward.full(fed, ticket, write=slot)
+                    self._sessions.count_rebuilt()
+                    self._sessions.keep(record, slot, cut)
+            recurrent = Part(outcome, ticket.latency())
+        part = await self._answering.window(course, fed, ticket)
+        answer = self._answering.answer(course, recurrent, part, top_k, ticket)
+        return replace(answer, session=record.session, position=record.position)
+
+    def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> Course:
+        """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.
+
+        Raises InvalidRequest for a window longer than what is held of it.
+        """
+        k: int | None = None
+        if mode is not Mode.RECURRENT:
+            k = self._limits.window if window is None else window
+            if held <= position and k > held:  # held > position is all of the sequence: any k will do
+                if window is not None:
+                    raise InvalidRequest(
+                        f"window is {window}, but only the last {held} tokens are kept of the session", "window"
+                    )
+                k = held
+        origin = Origin.REBUILT if rebuilt else Origin.RESIDENT
+        return Course(mode, position, k, origin, known=position - cut)
