@@ -79,13 +79,18 @@ class GraphWriter:
             self._initialisers[name] = numpy_helper.from_array(value, name)
         return name
 
-    def input(self, name: str, element: int, shape: Sequence[Dimension] | None) -> str:
+    def input(self, name: str, element: int, shape: Sequence[Dimension]) -> str:
         """Declares an input; `element` is a TensorProto type."""
         self._inputs.append(helper.make_tensor_value_info(name, element, shape))
         return name
 
-    def output(self, name: str, value: str, shape: Sequence[Dimension] | None) -> None:
+    def output(self, name: str, value: str, shape: Sequence[Dimension]) -> None:
         """Declares the float32 `value` to be the output `name`. Values are renamed: declare outputs last."""
+        self._rename(value, name)
+        self._outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+
+    def _rename(self, value: str, name: str) -> None:
+        """Gives a value another name, or, where it has one already, a copy."""
         if value in self._output_of:
             self._nodes.append(helper.make_node("Identity", [self._output_of[value]], [name], name=name))
         else:
@@ -95,7 +100,6 @@ class GraphWriter:
                     for index, used in enumerate(names):
                         if used == value:
                             names[index] = name
-        self._outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
 
     def scan(
         self,
@@ -105,18 +109,22 @@ class GraphWriter:
     ) -> list[str]:
         """A loop over the first axis of `slices`, which all have the same length T.
 
-        `step(body, states, slices)` writes one step into `body` and returns the states after it; it may use this
-        graph's values too. Returns every state after every step, stacked: (T, ...) each.
+        `step(body, states, slices)` writes one step into `body`, where it may use this graph's values too, and
+        returns the states after it, then any other values. All of them come back for every step, stacked: (T, ...).
         """
         body = GraphWriter("body", self._weights_file, self._extents, f"{self._prefix}scan.{len(self._nodes)}.")
-        carried = [body.input(f"{body._prefix}state.{i}", TensorProto.FLOAT, None) for i in range(len(states))]
-        sliced = [body.input(f"{body._prefix}slice.{i}", TensorProto.FLOAT, None) for i in range(len(slices))]
+        carried = [f"{body._prefix}state.{index}" for index in range(len(states))]
+        sliced = [f"{body._prefix}slice.{index}" for index in range(len(slices))]
         after = step(body, carried, sliced)
-        for role in ("next", "stacked"):
-            for index, value in enumerate(after):
-                body.output(f"{body._prefix}{role}.{index}", value, None)
+        results = [f"{body._prefix}next.{index}" for index in range(len(states))]
+        results += [f"{body._prefix}stacked.{index}" for index in range(len(after))]
+        for value, name in zip(after[: len(states)] + after, results, strict=True):
+            body._rename(value, name)
+        # Types are left to inference, as ONNX allows in a body.
+        body._inputs = [onnx.ValueInfoProto(name=name) for name in carried + sliced]
+        body._outputs = [onnx.ValueInfoProto(name=name) for name in results]
         return self.nodes(
-            "Scan", *states, *slices, outputs=2 * len(states), body=body._graph(), num_scan_inputs=len(slices)
+            "Scan", *states, *slices, outputs=len(results), body=body._graph(), num_scan_inputs=len(slices)
         )[len(states) :]
 
     def _graph(self) -> onnx.GraphProto:

@@ -81,13 +81,13 @@ class NetworkWriter:
             return SequenceRun(x, graph.node("Gather", x, last), after)
         return SequenceRun("", x, after)
 
-    def head(self, hidden: str) -> str:
-        """hidden: (N, H). Returns logits (N, V)."""
+    def head(self, graph: GraphWriter, hidden: str) -> str:
+        """hidden: (N, H). Returns logits (N, V), in this network's graph or the body of a loop in it."""
         architecture = self._architecture
         name = "embedding.weight" if architecture.tied else "head.weight"
         weight = self._graph.weight(name, architecture.vocabulary_size, architecture.hidden)
         bias = self._graph.weight("head.bias", architecture.vocabulary_size)
-        return self._graph.node("Gemm", hidden, weight, bias, transB=1)
+        return graph.node("Gemm", hidden, weight, bias, transB=1)
 
     def _embedding(self) -> str:
         architecture = self._architecture
