@@ -1,0 +1,199 @@
+"""A model small enough to see through, and a runner for it that can be held, watched and made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from models.manifest import Architecture, Manifest, Provenance, Role
+from models.vocabulary import EOS, UNK, Vocabulary
+from service.engine.engine import Engine
+from service.metrics import Metrics
+from service.runners.runner import Array
+from service.settings import Settings
+from service.stores.memory import MemoryStore
+from service.stores.store import Store
+
+HIDDEN = 4
+MANIFEST_FIELDS = ("window", "max_window", "contractive")
+PATIENCE_S = 20.0  # after which a test that waits for another thread has failed
+
+
+def byte_vocabulary() -> Vocabulary:
+    """`<eos>` is 0, `<unk>` 1, then every byte as a token of its own."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate([EOS, UNK, *characters])}
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return Vocabulary("bpe", tokenizer.to_str())
+
+
+def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read", "close")) -> Vocabulary:
+    """`<eos>` is 0, `<unk>` 1, then the names."""
+    ids = {token: index for index, token in enumerate([EOS, UNK, *names])}
+    tokenizer = Tokenizer(models.WordLevel(ids, UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Vocabulary("words" if kind == "words" else "events", tokenizer.to_str())
+
+
+def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
+    """The manifest of an LSTM that is nowhere on disk; `contractive` is said, not proved."""
+    contractive = changes.pop("contractive", True)
+    architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
+    fields: dict[str, Any] = {
+        "schema_version": 1,
+        "name": "fake",
+        "version": "1",
+        "architecture": architecture,
+        "vocabulary": {
+            "kind": vocabulary.kind,
+            "size": vocabulary.size,
+            "eos_id": vocabulary.eos_id,
+            "sha256": vocabulary.sha256,
+        },
+        "state": architecture.state_tensors(),
+        "window": 4,
+        "max_window": 16,
+        "opset": 18,
+        "graphs": {},
+        "weights": "weights.safetensors",
+        "tokenizer": "tokenizer.json",
+        "files": {},
+        "certificate": {"contractive": contractive, "layers": []},
+        "provenance": Provenance.model_construct(),  # engines do not ask where weights came from
+    }
+    return Manifest.model_validate(fields | changes)
+
+
+class FakeRunner:
+    """c' = 0.9 c + E[x], h' = tanh(c'), logits = W h': every row by itself, so batches change nothing, bit for bit.
+
+    `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
+    one has begun. A run that meets `poison` among its tokens raises.
+    """
+
+    device = "cpu"
+
+    def __init__(self, vocabulary_size: int) -> None:
+        random = np.random.default_rng(7)
+        self._embedding = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+        self._head = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+        self.calls: list[tuple[Role, list[list[int]]]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.busy = threading.Event()
+        self.poison: int | None = None
+
+    async def until_busy(self) -> None:
+        """Waits until a run has begun that had not when this was last asked."""
+        assert await asyncio.to_thread(self.busy.wait, PATIENCE_S)
+        self.busy.clear()
+
+    def roles(self) -> list[Role]:
+        """The roles that ran, in order."""
+        return [role for role, _ in self.calls]
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What the model says after `tokens`, fed one by one from the zero state."""
+        state = {"layers.0.h": np.zeros((1, HIDDEN)), "layers.0.c": np.zeros((1, HIDDEN))}
+        state = {name: value.astype(np.float32) for name, value in state.items()}
+        for token in tokens:
+            state = self._step(np.array([token]), state)
+        return self._logits(state["layers.0.h"])[0]
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        tokens = feeds.get("tokens")
+        lengths = feeds.get("lengths")
+        rows: list[list[int]] = []
+        if tokens is not None:
+            columns = tokens.reshape(len(tokens), -1)
+            ends = lengths if lengths is not None else np.ones(len(columns), int)
+            rows = [row[:end].tolist() for row, end in zip(columns, ends, strict=True)]
+        self.calls.append((role, rows))
+        self.busy.set()
+        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        if any(self.poison in row for row in rows):
+            raise RuntimeError("a poisoned token")
+        if role == "head":
+            return {"logits": self._logits(feeds["hidden"])}
+        assert tokens is not None
+        if role == "window":
+            zero = np.zeros((len(tokens), HIDDEN), np.float32)
+            state = {"layers.0.h": zero, "layers.0.c": zero}
+        else:
+            state = {name: feeds[name] for name in ("layers.0.h", "layers.0.c")}
+        outputs: dict[str, Array] = {}
+        if role == "step":
+            state = self._step(tokens, state)
+        else:
+            assert lengths is not None
+            logprobs = np.zeros(tokens.shape, np.float32)
+            for time in range(tokens.shape[1]):
+                stepped = self._step(tokens[:, time], state)
+                alive = (time < lengths)[:, None]
+                state = {name: np.where(alive, stepped[name], state[name]) for name in state}
+                if role == "scan":
+                    logits = self._logits(state["layers.0.h"]).astype(np.float64)
+                    logits -= np.log(np.exp(logits).sum(1, keepdims=True))
+                    wanted = logits[np.arange(len(tokens)), feeds["targets"][:, time]]
+                    logprobs[:, time] = np.where(alive[:, 0], wanted, 0)
+            if role == "scan":
+                outputs["logprobs"] = logprobs
+        outputs["hidden"] = state["layers.0.h"]
+        outputs |= {f"next.{name}": value for name, value in state.items()}
+        if role in ("step", "window"):
+            outputs["logits"] = self._logits(state["layers.0.h"])
+        return outputs
+
+    def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
+        cell = np.float32(0.9) * state["layers.0.c"] + self._embedding[tokens]
+        return {"layers.0.h": np.tanh(cell), "layers.0.c": cell}
+
+    def _logits(self, hidden: Array) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = (hidden[:, None, :] * self._head[None]).sum(-1)
+        return logits
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """An engine on the fake runner, warmed up, with everything around it in reach."""
+
+    def __init__(self, vocabulary: Vocabulary | None = None, store: Store | None = None, **changes: Any) -> None:
+        """`changes` of the manifest's fields, and of the settings'."""
+        self.vocabulary = vocabulary or byte_vocabulary()
+        self.clock = Clock()
+        self.metrics = Metrics()
+        of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
+        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, **changes})
+        self.manifest = make_manifest(self.vocabulary, **of_manifest)
+        self.runner = FakeRunner(self.vocabulary.size)
+        self.store = store or MemoryStore(
+            self.settings.tail_tokens, self.settings.session_ttl_s, self.settings.max_sessions, self.clock
+        )
+        self.engine = Engine(
+            self.manifest, self.vocabulary, self.runner, self.store, self.settings, self.metrics, self.clock
+        )
+        self.engine.warm_up()
+        self.runner.calls.clear()
+        self.runner.busy.clear()
+
+    def sample(self, name: str, **labels: str) -> float:
+        """The value of a metric of this engine; 0 where there is none yet."""
+        value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
+        return 0.0 if value is None else value

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from service.engine.batch import Row, Work, fits
+from service.engine.batcher import Batcher, Ticket
+from service.engine.slab import RESERVED, Slab
+from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
+from service.metrics import Metrics
+from tests.service.engine.fakes import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
+
+VOCABULARY = byte_vocabulary()
+
+
+class Rig:
+    def __init__(self, max_batch: int = 8, max_queue: int = 16) -> None:
+        self.runner = FakeRunner(VOCABULARY.size)
+        self.slab = Slab(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+        self.metrics = Metrics()
+        self.batcher = Batcher(self.runner, self.slab, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue)
+        self.tickets: list[Ticket] = []
+
+    def ask(self, *tokens: int, deadline: float | None = None, binding: bool = False) -> asyncio.Task[Row]:
+        """A window over `tokens`, on its way."""
+        self.tickets.append(Ticket(deadline))
+        work = Work("window", np.array(tokens, np.int64), binding=binding)
+        return asyncio.create_task(self.batcher.submit(work, self.tickets[-1]))
+
+    async def hold(self) -> asyncio.Task[Row]:
+        """Keeps the runner busy with a first request until the gate is opened."""
+        self.runner.gate.clear()
+        first = self.ask(1)
+        await self.runner.until_busy()
+        return first
+
+    def sizes(self) -> list[int]:
+        return [len(rows) for _, rows in self.runner.calls]
+
+    def skipped(self, reason: str) -> float | None:
+        return self.metrics.registry.get_sample_value("wane_skipped_items_total", {"model": "fake", "reason": reason})
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.runner.gate.set()
+    await rig.batcher.close()
+    rig.slab.check_integrity()
+    assert rig.slab.used_bytes == 0
+
+
+async def turn() -> None:
+    """Lets every task that is ready come up to its next wait."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_what_queued_up_while_the_runner_was_busy_is_the_next_batch(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 7)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert rig.sizes() == [1, 5]
+
+
+async def test_requests_of_one_turn_of_the_event_loop_share_a_batch(rig: Rig) -> None:
+    await asyncio.gather(*(rig.ask(token) for token in range(2, 7)))
+    assert rig.sizes() == [5]
+
+
+async def test_every_item_has_the_row_that_it_would_have_alone(rig: Rig) -> None:
+    questions = [(2,), (3, 4), (5,), (6, 7)]
+    rows = await asyncio.gather(*(rig.ask(*tokens) for tokens in questions))
+    assert rig.sizes() == [4]
+    for tokens, row in zip(questions, rows, strict=True):
+        assert row.logits is not None
+        assert row.logits.tolist() == rig.runner.logits(tokens).tolist()
+
+
+async def test_a_batch_is_at_most_max_batch_and_the_oldest_go_first(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert rig.sizes() == [1, 8, 3]
+    assert rig.runner.calls[1][1] == [[token] for token in range(2, 10)]
+
+
+async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
+    first = await rig.hold()
+    waiting = [rig.ask(token) for token in range(2, 18)]
+    await turn()
+    with pytest.raises(Overloaded, match="16 requests are waiting") as caught:
+        await rig.ask(99)
+    assert caught.value.retry_after_s > 0
+    rig.runner.gate.set()
+    await asyncio.gather(first, *waiting)
+    assert all([99] not in rows for _, rows in rig.runner.calls)
+
+
+async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) -> None:
+    first = await rig.hold()
+    waiting = [rig.ask(token) for token in range(2, 18)]
+    await turn()
+    ticket = rig.tickets[0]
+    assert ticket.admitted
+    more = asyncio.create_task(rig.batcher.submit(Work("window", np.array([50])), ticket))
+    await turn()
+    assert not more.done()
+    rig.runner.gate.set()
+    await asyncio.gather(first, more, *waiting)
+
+
+async def test_a_waiter_who_left_is_skipped_and_counted(rig: Rig) -> None:
+    first = await rig.hold()
+    gone, stays = rig.ask(2), rig.ask(3)
+    await turn()
+    gone.cancel()
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, stays)
+    assert gone.cancelled()
+    assert [[2]] not in [rows for _, rows in rig.runner.calls]
+    assert rig.runner.calls[1][1] == [[3]]
+    assert rig.skipped("abandoned") == 1
+
+
+async def test_a_deadline_that_passed_in_the_queue_is_answered_and_never_run(rig: Rig) -> None:
+    first = await rig.hold()
+    now = asyncio.get_running_loop().time()
+    late, early = rig.ask(2, deadline=now), rig.ask(3, deadline=now + 3600)
+    await turn()
+    rig.runner.gate.set()
+    with pytest.raises(DeadlineExceeded):
+        await late
+    await asyncio.gather(first, early)
+    assert rig.runner.calls[1][1] == [[3]]
+    assert rig.skipped("deadline") == 1
+
+
+async def test_binding_work_marks_its_request_when_it_enters_a_batch_and_not_before(rig: Rig) -> None:
+    first = await rig.hold()
+    second = rig.ask(2, binding=True)
+    await turn()
+    assert not rig.tickets[1].entered
+    rig.runner.gate.set()
+    await asyncio.gather(first, second)
+    assert rig.tickets[1].entered
+    assert not rig.tickets[0].entered
+
+
+async def test_one_bad_item_fails_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.runner.poison = 3
+    rows = await asyncio.gather(*(rig.ask(token) for token in (2, 3, 4)), return_exceptions=True)
+    assert isinstance(rows[0], Row)
+    assert isinstance(rows[2], Row)
+    assert isinstance(rows[1], WaneError)
+    assert rows[1].message == "the model failed to run"
+    assert "a poisoned token" in caplog.text
+
+
+async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None:
+    first = await rig.hold()
+
+    def step(token: int) -> asyncio.Task[Row]:
+        return asyncio.create_task(rig.batcher.submit(Work("step", np.array([token])), Ticket()))
+
+    others = [rig.ask(2), step(3), rig.ask(4), step(5)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert rig.runner.calls[1:] == [("window", [[2], [4]]), ("step", [[3], [5]])]
+
+
+async def test_a_long_and_a_short_sequence_are_not_padded_to_one_another(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(*range(2, 42)), rig.ask(2), rig.ask(3), rig.ask(*range(3, 41))]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert [[len(row) for row in rows] for _, rows in rig.runner.calls] == [[1], [40, 1, 38], [1]]
+
+
+@pytest.mark.parametrize("role", ["window", "advance", "scan"])
+def test_padding_is_at_most_half_of_a_batch(role: str) -> None:
+    assert fits(role, longest=40, total=41, items=2)  # type: ignore[arg-type]
+    assert not fits(role, longest=40, total=42, items=3)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_many_positions_is_full_before_max_batch() -> None:
+    assert fits("scan", 256, 16 * 256, 16)
+    assert not fits("scan", 256, 17 * 256, 17)
+    assert fits("step", 1, 4096, 4096)
+
+
+async def test_slots_are_kept_while_work_is_queued_though_its_owner_let_go(rig: Rig) -> None:
+    first = await rig.hold()
+    slot = rig.slab.acquire()
+    work = Work("window", np.array([2]), write=slot)
+    waiting = asyncio.create_task(rig.batcher.submit(work, Ticket()))
+    await turn()
+    rig.slab.release(slot)
+    waiting.cancel()
+    await turn()
+    assert rig.slab.used_bytes == rig.slab.slot_bytes
+    rig.runner.gate.set()
+    await first
+    await turn()
+    assert rig.slab.used_bytes == 0
+    assert slot >= RESERVED
+
+
+async def test_a_closed_batcher_refuses_new_work_and_fails_what_is_queued(rig: Rig) -> None:
+    first = await rig.hold()
+    queued = rig.ask(2)
+    await turn()
+    closing = asyncio.create_task(rig.batcher.close())
+    await turn()
+    with pytest.raises(Unavailable):
+        await queued
+    with pytest.raises(Unavailable):
+        await rig.ask(3)
+    rig.runner.gate.set()
+    assert (await first).logits is not None
+    await closing
+
+
+async def test_a_ticket_splits_its_time_into_queue_and_compute(rig: Rig) -> None:
+    first = await rig.hold()
+    second = rig.ask(2)
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, second)
+    latency = rig.tickets[1].latency()
+    assert latency.queue_ms > 0
+    assert latency.compute_ms > 0
+    assert latency.queue_ms + latency.compute_ms <= latency.total_ms
