@@ -150,9 +150,10 @@ class Sessions:
         """
         if record.position == 0:
             return Resident(START, record.revision, 0, self._clock())
-        resident = self._slab.find(record.session) if use else self._slab.peek(record.session)
+        session = record.session
+        resident = self._slab.find(session, self._clock()) if use else self._slab.peek(session)
         if resident is not None and resident.revision != record.revision:
-            self._slab.drop(record.session)
+            self._slab.drop(session)
             return None
         return resident
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -34,7 +34,8 @@ FEWEST_SLOTS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A session's state in the slab: it belongs to `revision`, and knows nothing of the first `cut` tokens."""
+    """A session's state in the slab: it belongs to `revision`, knows nothing of the first `cut` tokens, and was
+    last used at `touched_s`."""
 
     slot: int
     revision: int
@@ -137,10 +138,11 @@ class Slab:
         self.drop(session)
         self._residents[session] = resident
 
-    def find(self, session: str) -> Resident | None:
+    def find(self, session: str, now_s: float) -> Resident | None:
         """The session's resident state, which thereby becomes the most recently used."""
         resident = self._residents.get(session)
         if resident is not None:
+            resident = self._residents[session] = replace(resident, touched_s=now_s)
             self._residents.move_to_end(session)
         return resident
 
@@ -155,8 +157,11 @@ class Slab:
             self.release(resident.slot)
 
     def drop_idle(self, since_s: float) -> None:
-        """Forgets the states last put before `since_s`: those of sessions that have ended by themselves."""
-        for session in [name for name, resident in self._residents.items() if resident.touched_s < since_s]:
+        """Forgets the states last used before `since_s`: those of sessions that have ended by themselves."""
+        while self._residents:
+            session, resident = next(iter(self._residents.items()))
+            if resident.touched_s >= since_s:
+                return
             self.drop(session)
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
     slab = make_slab()
     with slab.lease() as slot:
         slab.put("s", resident(slot))
-    assert slab.find("s") is not None
+    assert slab.find("s", 1.0) is not None
     assert slab.used_bytes == SLOT_BYTES
     slab.drop("s")
     assert slab.used_bytes == 0
@@ -85,7 +85,7 @@ def test_the_least_recently_used_session_is_evicted_first() -> None:
     for name in "abcdef":
         with slab.lease() as slot:
             slab.put(name, resident(slot))
-    assert slab.find("a") is not None  # used: now b is the oldest
+    assert slab.find("a", 1.0) is not None  # used: now b is the oldest
     assert slab.peek("b") is not None  # looked at: still the oldest
     with slab.lease():
         assert slab.peek("b") is None
@@ -117,6 +117,17 @@ def test_states_of_sessions_long_idle_are_dropped() -> None:
     slab.drop_idle(since_s=2.0)
     assert slab.peek("old") is None
     assert slab.peek("new") is not None
+
+
+def test_a_state_that_is_used_is_not_idle() -> None:
+    slab = make_slab()
+    for name in ("a", "b"):
+        with slab.lease() as slot:
+            slab.put(name, resident(slot, touched_s=1.0))
+    slab.find("a", now_s=5.0)
+    slab.drop_idle(since_s=2.0)
+    assert slab.peek("a") is not None
+    assert slab.peek("b") is None
 
 
 def test_the_integrity_check_finds_a_lost_slot_a_shared_one_and_a_spoilt_zero() -> None:
