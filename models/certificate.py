@@ -18,10 +18,13 @@ factor then does the rest. How fast is another theorem, which needs the layers' 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from models.admissible import Box, Inputs, Matrix, Normalised, Rows, Vector
+from models.admissible import Box, Inputs, Matrix, Normalised, Rows
 from models.gru_bound import gru_bound
+from models.layer_bound import LayerBound
 from models.lstm_bound import lstm_bound
 from models.manifest import Architecture, Certificate, Contraction
 from models.reference import layer_norm, sigmoid
@@ -32,64 +35,61 @@ MARGIN = 1e-10
 
 
 def contraction(architecture: Architecture, weights: Weights) -> Certificate:
-    """The certificate of these weights: every layer's factor by the simple bounds, certified or not."""
-    layers: list[Contraction] = []
-    inputs: Inputs = _first_inputs(architecture, weights)
+    """The certificate of these weights: every layer's factor, whether it contracts or not."""
+    bounds = layer_bounds(architecture, weights)
+    return Certificate(
+        contractive=all(bound.factor < 1 for bound in bounds),
+        layers=tuple(
+            Contraction(layer=layer, factor=bound.factor, rule=bound.rule, norm=bound.norm_name)
+            for layer, bound in enumerate(bounds)
+        ),
+    )
+
+
+def layer_bounds(architecture: Architecture, weights: Weights) -> list[LayerBound]:
+    """What is proved of each layer, bottom to top; factors are rounded outward."""
+    bounds: list[LayerBound] = []
     for layer in range(architecture.layers):
-        if layer and architecture.block == "residual":
-            inputs = Normalised(*(_float64(weights, f"layers.{layer}.norm.{n}") for n in ("weight", "bias")))
-        factor, rule, norm, reach = _layer(architecture, weights, layer, inputs)
-        layers.append(Contraction(layer=layer, factor=factor, rule=rule, norm=norm))
-        inputs = Box(reach)
-    return Certificate(contractive=all(layer.factor < 1 for layer in layers), layers=tuple(layers))
+        inputs = _inputs(architecture, weights, layer, bounds)
+        bound = _layer_bound(architecture, weights, layer, inputs)
+        bound = replace(bound, factor=bound.factor * (1 + MARGIN))
+        if architecture.cell == "gated" and bound.factor >= architecture.gate_cap:
+            bound = replace(bound, factor=architecture.gate_cap, rule="gate_cap")
+        bounds.append(bound)
+    return bounds
 
 
-def gated_bounds(weight: Matrix, bias: Vector, gate_cap: float, inputs: Inputs) -> tuple[Vector, Vector]:
-    """The greatest forget gate of each unit, (H), and the greatest |s|, (H), of a gated layer.
+def _inputs(architecture: Architecture, weights: Weights, layer: int, below: list[LayerBound]) -> Inputs:
+    """What the cell of a layer reads."""
+    gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
+    residual = architecture.block == "residual"
+    if layer == 0:
+        rows = _float64(weights, "embedding.weight")
+        return Rows(layer_norm(rows, _float64(weights, gain), _float64(weights, shift)) if residual else rows)
+    if residual:
+        return Normalised(_float64(weights, gain), _float64(weights, shift))
+    return Box(below[-1].reach[0])
 
-    |s| never passes the greatest |z|: the state is a convex combination of candidates.
-    """
-    reach = inputs.reach(weight, bias)
-    hidden = len(bias) // 2
-    return gate_cap * sigmoid(reach.high[:hidden]), np.tanh(reach[slice(hidden, None)].magnitude())
 
-
-def _layer(architecture: Architecture, weights: Weights, layer: int, inputs: Inputs) -> tuple[float, str, str, Vector]:
-    """Factor, rule and norm of one layer, and the box that its output stays in (H)."""
+def _layer_bound(architecture: Architecture, weights: Weights, layer: int, inputs: Inputs) -> LayerBound:
     prefix = f"layers.{layer}.cell."
     if architecture.cell == "gated":
-        gates, reach = gated_bounds(
-            _float64(weights, prefix + "weight"), _float64(weights, prefix + "bias"), architecture.gate_cap, inputs
-        )
-        factor = _outward(float(gates.max()))
-        if factor >= architecture.gate_cap:
-            return architecture.gate_cap, "gate_cap", "|s|_inf", reach
-        return factor, "gate_maximum", "|s|_inf", reach
+        weight, bias = _float64(weights, prefix + "weight"), _float64(weights, prefix + "bias")
+        reach = inputs.reach(weight, bias)
+        gate, candidate = reach[: architecture.hidden], reach[architecture.hidden :]
+        widest = architecture.gate_cap * float(sigmoid(gate.high).max())
+        # the state is a convex combination of candidates, so it is never larger than the largest of them
+        return LayerBound(widest, "gate_maximum", "inf", (np.tanh(candidate.magnitude()),))
 
-    w_ih, w_hh, b_ih, b_hh = (
-        _float64(weights, prefix + name) for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-    )
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    w_ih, w_hh, b_ih, b_hh = (_float64(weights, prefix + name) for name in names)
     if architecture.cell == "lstm":
-        lstm = lstm_bound(w_ih, w_hh, b_ih + b_hh, inputs)
-        return _outward(lstm.factor), lstm.rule, lstm.norm, lstm.output_bound
+        return lstm_bound(w_ih, w_hh, b_ih + b_hh, inputs)
     if architecture.cell == "gru":
-        gru = gru_bound(w_ih, w_hh, b_ih, b_hh, inputs)
-        return _outward(gru.factor), gru.rule, gru.norm, gru.output_bound
-    # Nothing above a linear or an rnn layer asks how far its output reaches: its own factor is |W|_2 whatever comes in.
-    unbounded = np.full(architecture.hidden, np.inf)
-    return _outward(float(np.linalg.norm(w_hh, 2))), "spectral_norm", "|h|_2", unbounded
-
-
-def _first_inputs(architecture: Architecture, weights: Weights) -> Rows:
-    rows = _float64(weights, "embedding.weight")
-    if architecture.block == "residual":
-        rows = layer_norm(rows, _float64(weights, "layers.0.norm.weight"), _float64(weights, "layers.0.norm.bias"))
-    return Rows(rows)
+        return gru_bound(w_ih, w_hh, b_ih, b_hh, inputs)
+    reached = 1.0 if architecture.cell == "rnn_tanh" else np.inf  # its own factor does not ask what comes in
+    return LayerBound(float(np.linalg.norm(w_hh, 2)), "spectral_norm", "2", (np.full(architecture.hidden, reached),))
 
 
 def _float64(weights: Weights, name: str) -> Matrix:
     return weights[name].astype(np.float64)
-
-
-def _outward(factor: float) -> float:
-    return factor * (1 + MARGIN)

@@ -29,28 +29,17 @@ Kin: Bonassi, Farina, Scattolini, "On the stability properties of gated recurren
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from models.admissible import Inputs, Matrix, Reach, Vector
+from models.layer_bound import LayerBound
 from models.reference import sigmoid
 
 ITERATIONS = 100
 SETTLED = 1e-13
 
 
-@dataclass(frozen=True, slots=True)
-class GruBound:
-    """A factor, the norm that it holds in, and the box: |h| (H)."""
-
-    factor: float
-    rule: str
-    norm: str
-    output_bound: Vector
-
-
-def gru_bound(weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> GruBound:
+def gru_bound(weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> LayerBound:
     """weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H); gates in the order r, z, n. The smaller of two norms."""
     hidden = weight_hh.shape[1]
     gates = slice(0, 2 * hidden)
@@ -86,8 +75,8 @@ def gru_bound(weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Ve
     kept = np.maximum(keep_high + sigmoid(-z.high) * row, keep_low + enter * row)
     maximum = float(np.max(kept + switching * np.abs(w_z).sum(axis=1)))
     if two <= maximum:
-        return GruBound(two, "gru_comparison_spectral", "|h|_2", h)
-    return GruBound(maximum, "gru_comparison_maximum", "|h|_inf", h)
+        return LayerBound(two, "gru_comparison_2", "2", (h,))
+    return LayerBound(maximum, "gru_comparison_inf", "inf", (h,))
 
 
 def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:

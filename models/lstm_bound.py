@@ -24,63 +24,41 @@ Kin: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.admissible import Inputs, Matrix, Reach, Vector
+from models.layer_bound import LayerBound, Norm
 from models.reference import sigmoid
 
-Norm = Literal["2", "inf"]
+RULES: dict[Norm, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
 
 ITERATIONS = 100
 SETTLED = 1e-13
 
 SATURATED = 1e-9
-"""A forget gate that may come this close to 1 bounds nothing: the cell is clipped and the factor is at least 1."""
+"""A forget gate that may come this close to 1 proves nothing: the factor is then at least 1."""
 
 POSITIVE = 1e-12
 """Added to the comparison matrix, so that its Perron vector is positive and weighs a norm."""
 
 
-@dataclass(frozen=True, slots=True)
-class LstmBound:
-    """A factor, the norm that it holds in, and the box: |c|, |h| (H)."""
-
-    factor: float
-    rule: str
-    norm: str
-    weights: tuple[float, float]
-    cell_bound: Vector
-    output_bound: Vector
-
-
-def lstm_bound(weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> LstmBound:
+def lstm_bound(weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> LayerBound:
     """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), both biases added; gates in the order i, f, g, o.
 
     The smaller factor of the two norms.
     """
     box = _Box.settle(weight_ih, weight_hh, bias, inputs)
-    (two, p), (infinity, q) = (perron(box.matrix(weight_hh, norm)) for norm in ("2", "inf"))
-    factor, rule, weights = (
-        (two, "lstm_comparison_spectral", p) if two <= infinity else (infinity, "lstm_comparison_maximum", q)
+    candidates = [(*perron(box.matrix(weight_hh, norm)), norm) for norm in RULES]
+    factor, (cell_weight, output_weight), norm = min(candidates, key=lambda candidate: candidate[0])
+    return LayerBound(
+        factor=max(factor, 1.0) if box.saturated.any() else factor,
+        rule=RULES[norm],
+        norm=norm,
+        reach=(box.h, np.where(box.saturated, np.inf, box.c)),
+        weights=(float(output_weight), float(cell_weight)),
     )
-    if box.saturated:
-        factor = max(factor, 1.0)
-    inner = "2" if rule == "lstm_comparison_spectral" else "inf"
-    return LstmBound(
-        factor=factor,
-        rule=rule,
-        norm=f"max(|c|_{inner} / p1, |h|_{inner} / p2), (p1, p2) the Perron vector",
-        weights=(float(weights[0]), float(weights[1])),
-        cell_bound=box.c,
-        output_bound=box.h,
-    )
-
-
-def lstm_matrix(weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs, norm: Norm) -> Matrix:
-    """The 2 x 2 comparison matrix, acting on (|dc|, |dh|) in one norm. Arguments as in `lstm_bound`."""
-    return _Box.settle(weight_ih, weight_hh, bias, inputs).matrix(weight_hh, norm)
 
 
 def perron(matrix: Matrix) -> tuple[float, Vector]:
@@ -99,7 +77,7 @@ class _Box:
     reach: tuple[Reach, Reach, Reach, Reach]
     c: Vector
     h: Vector
-    saturated: bool
+    saturated: NDArray[np.bool_]
 
     @classmethod
     def settle(cls, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> _Box:
@@ -108,10 +86,12 @@ class _Box:
         h = np.ones(hidden)
         for _ in range(ITERATIONS):
             reach = driven.wider(magnitude @ h)
-            i, f, g, o = (reach[slice(rows, rows + hidden)] for rows in range(0, 4 * hidden, hidden))
-            room = sigmoid(-f.high)  # 1 - f^, without cancellation
-            c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.maximum(room, SATURATED)
-            box = cls((i, f, g, o), c, sigmoid(o.high) * np.tanh(c), bool(room.min() < SATURATED))
+            i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
+            room = sigmoid(-f.high)  # 1 - f^
+            saturated = room < SATURATED
+            c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.where(saturated, SATURATED, room)
+            shown = np.where(saturated, 1.0, np.tanh(c))
+            box = cls((i, f, g, o), c, sigmoid(o.high) * shown, saturated)
             if np.all(h - box.h <= SETTLED):
                 break
             h = np.minimum(h, box.h)

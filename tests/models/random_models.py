@@ -1,0 +1,37 @@
+"""Random architectures' weights, scaled at will, for tests that need no trained model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models.manifest import Architecture, Cell
+from models.weights import weight_shapes
+
+CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
+BLOCKS = ("plain", "residual")
+
+
+def architecture(cell: Cell, block: str = "plain", layers: int = 1, **fields: object) -> Architecture:
+    """A small architecture: 11 tokens, 6 units."""
+    sizes: dict[str, object] = {"vocabulary_size": 11, "embedding": 6, "hidden": 6}
+    return Architecture.model_validate(sizes | {"cell": cell, "block": block, "layers": layers} | fields)
+
+
+def random_weights(
+    architecture: Architecture, seed: int, recurrent: float = 1.0, driven: float = 1.0
+) -> dict[str, np.ndarray]:
+    """Gaussian weights; `recurrent` scales the recurrent matrices (1: spectral norm about 2), `driven` the others."""
+    generator = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in weight_shapes(architecture).items():
+        values = generator.normal(size=shape)
+        if "weight_hh" in name:
+            values *= recurrent / np.sqrt(shape[1])
+        elif ".cell." in name and len(shape) == 2:
+            values *= driven / np.sqrt(shape[1])
+        elif "norm.weight" in name:
+            values = 1 + 0.3 * values
+        elif name != "embedding.weight":
+            values *= 0.5 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.5
+        weights[name] = values.astype(np.float32)
+    return weights

@@ -1,0 +1,212 @@
+"""The theorem: two states come closer by the factor, whatever the token and wherever in the box they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from models.certificate import contraction, layer_bounds
+from models.layer_bound import LayerBound
+from models.manifest import STATE_NAMES, Architecture, Cell
+from models.reference import Reference, State
+from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+
+PAIRS = 64
+CLIMBS = 12
+HISTORY = 20
+CLOSEST = 1e-5
+FLOAT64 = 1e-13
+ROUNDING = 1e-9
+
+
+class TopLayer:
+    """The top layer's state map of a random model, with the layers below in states that a history led them to."""
+
+    def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
+        self._reference = Reference(model, weights)
+        self._generator = generator
+        self._names = [f"layers.{model.layers - 1}.{name}" for name in STATE_NAMES[model.cell]]
+        self._vocabulary = model.vocabulary_size
+        self.bound: LayerBound = layer_bounds(model, weights)[-1]
+        below = self._reference.zero_state(PAIRS)
+        for _ in range(HISTORY):
+            _, _, below = self._reference.step(self.tokens(), below)
+        self._below = below
+
+    def tokens(self) -> NDArray[np.int64]:
+        return self._generator.integers(self._vocabulary, size=PAIRS)
+
+    def states(self) -> list[np.ndarray]:
+        """States anywhere in the box, half of them at its corners; where there is no box, anywhere."""
+        states = []
+        for reach in self.bound.reach:
+            values = self._generator.uniform(-1, 1, (PAIRS, len(reach)))
+            values[::2] = np.sign(values[::2])
+            states.append(values * np.where(np.isfinite(reach), reach, 3.0))
+        return states
+
+    def inside(self, states: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.clip(state, -reach, reach) for state, reach in zip(states, self.bound.reach, strict=True)]
+
+    def ratio(
+        self, first: list[np.ndarray], second: list[np.ndarray], tokens: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Distance after, less float64's rounding, over distance before, (PAIRS); 0 where the two were nearly one."""
+        ends = self._step(first, tokens), self._step(second, tokens)
+        before, after = (
+            self.bound.distance(*(a - b for a, b in zip(one, other, strict=True)))
+            for one, other in ((first, second), ends)
+        )
+        rounding = FLOAT64 * self.bound.distance(*(np.abs(a) + np.abs(b) for a, b in zip(*ends, strict=True)))
+        return np.where(before > CLOSEST, np.maximum(after - rounding, 0) / np.maximum(before, CLOSEST), 0.0)
+
+    def _step(self, states: list[np.ndarray], tokens: NDArray[np.int64]) -> list[np.ndarray]:
+        state: State = {**self._below, **dict(zip(self._names, states, strict=True))}
+        _, _, after = self._reference.step(tokens, state)
+        return [after[name] for name in self._names]
+
+
+def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
+    """The largest expansion found by sampling pairs, far apart and close by, and then climbing from each."""
+    worst = 0.0
+    for spread in (1.0, 1e-3):
+        first, tokens = layer.states(), layer.tokens()
+        second = (
+            layer.states()
+            if spread == 1
+            else layer.inside([s + spread * generator.normal(size=s.shape) for s in first])
+        )
+        ratios = layer.ratio(first, second, tokens)
+        for _ in range(CLIMBS):
+            tried = [
+                layer.inside([s + 0.3 * spread * generator.normal(size=s.shape) for s in states])
+                for states in (first, second)
+            ]
+            found = layer.ratio(*tried, tokens)
+            better = (found > ratios)[:, None]
+            first, second = (
+                [np.where(better, new, old) for new, old in zip(news, olds, strict=True)]
+                for news, olds in zip(tried, (first, second), strict=True)
+            )
+            ratios = np.maximum(ratios, found)
+        worst = max(worst, float(ratios.max()))
+    return worst
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    recurrent=st.floats(0.02, 2.0),
+    driven=st.floats(0.05, 3.0),
+    layers=st.integers(1, 3),
+    hidden=st.integers(1, 8),
+)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_pair_of_states_parts_faster_than_the_factor(
+    cell: Cell, block: str, seed: int, recurrent: float, driven: float, layers: int, hidden: int
+) -> None:
+    cap = 0.9 if cell == "gated" and seed % 2 else 1.0
+    model = architecture(cell, block, layers, hidden=hidden, embedding=hidden, gate_cap=cap)
+    generator = np.random.default_rng(seed)
+    layer = TopLayer(model, random_weights(model, seed, recurrent, driven), generator)
+    assert worst_ratio(layer, generator) <= layer.bound.factor + ROUNDING
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_state_never_leaves_its_box(cell: Cell) -> None:
+    model = architecture(cell, "plain", layers=2)
+    weights = random_weights(model, seed=5, recurrent=0.4)
+    reference, generator = Reference(model, weights), np.random.default_rng(5)
+    bounds, state = layer_bounds(model, weights), reference.zero_state(500)
+    largest = {name: np.zeros(model.hidden) for name in state}
+    for _ in range(60):
+        _, _, state = reference.step(generator.integers(model.vocabulary_size, size=500), state)
+        largest = {name: np.maximum(largest[name], np.abs(value).max(axis=0)) for name, value in state.items()}
+    for layer, bound in enumerate(bounds):
+        for name, reach in zip(STATE_NAMES[cell], bound.reach, strict=True):
+            assert np.all(largest[f"layers.{layer}.{name}"] <= reach)
+
+
+def test_the_factor_of_a_linear_layer_is_its_largest_singular_value() -> None:
+    model = architecture("linear")
+    weights = random_weights(model, seed=1)
+    weights["layers.0.cell.weight_hh_l0"] = np.diag(np.array([0.5, -0.75, 0, 0, 0, 0], dtype=np.float32))
+    certificate = contraction(model, weights)
+    assert certificate.layers[0].factor == pytest.approx(0.75, rel=1e-9)
+    assert certificate.layers[0].factor > 0.75, "rounded outward"
+    assert certificate.contractive
+
+
+def test_an_unstable_model_is_not_called_contractive() -> None:
+    model = architecture("rnn_relu", layers=2)
+    weights = random_weights(model, seed=2, recurrent=0.3)
+    assert contraction(model, weights).contractive
+    weights["layers.1.cell.weight_hh_l0"] = 1.02 * np.eye(model.hidden, dtype=np.float32)
+    weights["layers.1.cell.bias_hh_l0"] += 3  # keeps every unit on the open side of the relu
+    certificate = contraction(model, weights)
+    assert [layer.factor < 1 for layer in certificate.layers] == [True, False]
+    assert not certificate.contractive
+
+    reference = Reference(model, weights)
+    first, second = reference.zero_state(1), reference.zero_state(1)
+    second["layers.1.h"] = second["layers.1.h"] + 1
+    token = np.array([3])
+    for _ in range(50):
+        (_, _, first), (_, _, second) = reference.step(token, first), reference.step(token, second)
+    parted = np.abs(first["layers.1.h"] - second["layers.1.h"])
+    assert parted.min() > 2, "the two states, once 1 apart, did part"
+
+
+def test_a_gate_cap_is_a_proof_by_itself() -> None:
+    model = architecture("gated", "residual", layers=2, gate_cap=0.875)
+    certificate = contraction(model, random_weights(model, seed=3, driven=1e4))
+    assert [(layer.factor, layer.rule) for layer in certificate.layers] == [(0.875, "gate_cap")] * 2
+    assert certificate.contractive
+
+
+def test_gates_that_may_stay_open_are_not_called_contractive() -> None:
+    model = architecture("gated")
+    weights = random_weights(model, seed=3)
+    weights["layers.0.cell.bias"][:] = 60
+    assert not contraction(model, weights).contractive
+
+
+def test_a_saturated_lstm_gets_a_finite_factor_that_is_not_contractive() -> None:
+    model = architecture("lstm", layers=2)
+    weights = random_weights(model, seed=4, recurrent=0.0)
+    weights["layers.0.cell.bias_ih_l0"][:] = 80
+    certificate = contraction(model, weights)
+    assert [np.isfinite(layer.factor) for layer in certificate.layers] == [True, True]
+    assert certificate.layers[0].factor >= 1
+    assert not certificate.contractive
+
+
+def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=6, recurrent=0.0)
+    hidden = slice(model.hidden, 2 * model.hidden)
+    inputs = weights["embedding.weight"].astype(np.float64) @ weights["layers.0.cell.weight_ih_l0"][hidden].T
+    gate = inputs + weights["layers.0.cell.bias_ih_l0"][hidden] + weights["layers.0.cell.bias_hh_l0"][hidden]
+    expected = (1 / (1 + np.exp(-gate))).max()
+    assert contraction(model, weights).layers[0].factor == pytest.approx(expected, rel=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
+def test_lstms_that_miller_and_hardt_call_stable_are_contractive(seed: int, forget: float) -> None:
+    """|W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2 in the maximum norm, f the largest forget gate."""
+    model = architecture("lstm")
+    weights = random_weights(model, seed, driven=0.0)
+    room = 1 - forget
+    matrix = weights["layers.0.cell.weight_hh_l0"]
+    limits = np.repeat([room, room**2, room / 4, room], model.hidden)
+    matrix *= (0.999 * limits / np.abs(matrix).sum(axis=1))[:, None]
+    weights["layers.0.cell.bias_hh_l0"][:] = 0
+    bias = weights["layers.0.cell.bias_ih_l0"]
+    recalled = np.abs(matrix[model.hidden : 2 * model.hidden]).sum(axis=1)
+    bias[model.hidden : 2 * model.hidden] = np.log(forget / room) - recalled  # so that no forget gate passes `forget`
+    assert contraction(model, weights).contractive

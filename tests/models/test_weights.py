@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.weights import WeightsError, check_weights, decode_weights, encode_weights, tensor_extents
+from tests.models.random_models import architecture, random_weights
+
+MODEL = architecture("lstm", layers=2, tied=False, embedding=5)
+
+
+def test_weights_come_back_from_their_file_bit_for_bit() -> None:
+    weights = random_weights(MODEL, seed=0)
+    decoded = decode_weights(encode_weights(weights))
+    check_weights(MODEL, decoded)
+    for name, tensor in weights.items():
+        assert np.array_equal(decoded[name], tensor), name
+
+
+def test_every_tensor_lies_where_its_extent_says() -> None:
+    weights = random_weights(MODEL, seed=0)
+    data = encode_weights(weights)
+    extents = tensor_extents(data)
+    assert set(extents) == set(weights)
+    for name, (offset, length) in extents.items():
+        assert np.array_equal(np.frombuffer(data[offset : offset + length], "<f4"), weights[name].ravel()), name
+
+
+def test_a_missing_tensor_is_named() -> None:
+    weights = random_weights(MODEL, seed=0)
+    del weights["layers.1.cell.bias_hh_l0"]
+    with pytest.raises(WeightsError, match=r"tensor layers\.1\.cell\.bias_hh_l0 is missing"):
+        check_weights(MODEL, weights)
+
+
+def test_a_tensor_that_the_architecture_does_not_have_is_named() -> None:
+    weights = random_weights(MODEL, seed=0) | {"extra": np.zeros(1, np.float32)}
+    with pytest.raises(WeightsError, match="tensor extra is not one of the architecture's"):
+        check_weights(MODEL, weights)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (np.zeros((11, 6), np.float32), r"head\.weight has shape \[11, 6\], expected \[11, 7\]"),
+        (np.zeros((11, 7)), r"head\.weight is float64, expected float32"),
+        (np.full((11, 7), np.nan, np.float32), r"head\.weight holds a value that is not finite"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(tensor: np.ndarray, message: str) -> None:
+    model = architecture("lstm", hidden=7, tied=False)
+    with pytest.raises(WeightsError, match=message):
+        check_weights(model, random_weights(model, seed=0) | {"head.weight": tensor})
+
+
+def test_bytes_that_are_no_safetensors_file_are_refused() -> None:
+    with pytest.raises(WeightsError, match="not a safetensors file"):
+        decode_weights(b"\x00" * 64)
