@@ -77,6 +77,7 @@ def create_app(
     )
     app.state.catalog = catalog
     app.state.metrics = metrics
+    app.state.settings = settings
     for router in ROUTERS:
         app.include_router(router)
     return app

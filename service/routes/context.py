@@ -9,6 +9,7 @@ from starlette.requests import Request
 from service.engine.engine import Engine
 from service.engine.types import Answer, Finish
 from service.middleware import context
+from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.engine.catalog import Catalog
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 def catalog(request: Request) -> Catalog:
     """The models that this process serves."""
     found: Catalog = request.app.state.catalog
+    return found
+
+
+def settings(request: Request) -> Settings:
+    """What the operator chose."""
+    found: Settings = request.app.state.settings
     return found
 
 

@@ -18,9 +18,9 @@ from service.documents import (
 )
 from service.engine.engine import Engine
 from service.engine.types import CompareRequest, PredictRequest, ScoreRequest
-from service.errors import WaneError
+from service.errors import InvalidRequest, WaneError
 from service.routes import answers
-from service.routes.context import catalog, deadline, note_answer, note_model
+from service.routes.context import catalog, deadline, note_answer, note_model, settings
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
@@ -64,6 +64,9 @@ async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
 ) -> BatchDocument:
     """One bad input never fails the others: each has an answer or an error in its place."""
+    most = settings(request).max_inputs
+    if len(inputs) > most:
+        raise InvalidRequest(f"inputs holds {len(inputs)} inputs, but at most {most} are answered at once", "inputs")
     asked: list[PredictRequest] = []
     refused: dict[int, WaneError] = {}
     for index, given in enumerate(inputs):

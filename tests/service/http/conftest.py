@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from service.app import create_app
 from service.engine.catalog import Catalog
 from service.metrics import Metrics
+from service.server import Server
 from service.settings import Settings
 from tests.service.http.fake import FakeCatalog, FakeEngine
+from tests.service.http.live import LiveServer, live_server
 
 LIMIT = 64 * 1024
 
@@ -45,4 +50,43 @@ async def client(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[httpx.Asyn
     """A client of the application in this process; what escapes the application fails the test."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
+        yield client
+
+
+class SocketServer(Server):
+    """The server over the fake engine, in the test's own event loop."""
+
+    def __init__(self, app: FastAPI, catalog: FakeCatalog) -> None:
+        super().__init__(uvicorn.Config(app, port=0, ws="none", log_config=None), cast(Catalog, catalog))
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.address: tuple[str, int] = self.servers[0].sockets[0].getsockname()[:2]
+        self.url = "http://{}:{}".format(*self.address)
+        self.listening.set()
+
+
+@pytest.fixture
+async def server(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[SocketServer]:
+    """Real uvicorn on a real socket, with the fake engine behind it."""
+    server = SocketServer(app, catalog)
+    serving = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    yield server
+    server.should_exit = True
+    await serving
+
+
+@pytest.fixture(scope="session")
+def live() -> Iterator[LiveServer]:
+    """The real server in a process of its own, with the real models."""
+    with live_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def http(live: LiveServer) -> Iterator[httpx.Client]:
+    """A client of the real server."""
+    with httpx.Client(base_url=live.url, timeout=60) as client:
         yield client

@@ -71,7 +71,8 @@ MANIFEST = Manifest.model_validate(
 class FakeEngine:
     """Whatever is asked, `failure` is raised if it is set; `wait`, if set, is awaited before that.
 
-    `asked` holds every request that came; `cancelled` counts those that were cancelled while they waited.
+    `asked` holds every request that came; `waiting`, `cancelled` and `closed` say that a request waits, that it was
+    cancelled meanwhile, and that a generation is over.
     """
 
     name = "fake"
@@ -82,9 +83,11 @@ class FakeEngine:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.failure_after_first_token: Exception | None = None
+        self.wait_after_first_token: asyncio.Event | None = None
         self.wait: asyncio.Event | None = None
         self.waiting = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.closed = asyncio.Event()
         self.asked: list[object] = []
 
     async def _ask(self, request: object) -> None:
@@ -141,10 +144,15 @@ class FakeEngine:
         return self._tokens(request)
 
     async def _tokens(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        for index in range(request.max_tokens):
-            if index and self.failure_after_first_token is not None:
-                raise self.failure_after_first_token
-            yield GeneratedToken(200, "\ufffd", "", -0.5, b"\xc3")
+        try:
+            for index in range(request.max_tokens):
+                if index and self.failure_after_first_token is not None:
+                    raise self.failure_after_first_token
+                if index and self.wait_after_first_token is not None:
+                    await self.wait_after_first_token.wait()
+                yield GeneratedToken(200, "\ufffd", "", -0.5, b"\xc3")
+        finally:
+            self.closed.set()
         yield Finish(
             FinishReason.LENGTH, "é", (200,) * request.max_tokens, Mode.RECURRENT, Origin.FULL, 0.0, None, LATENCY
         )

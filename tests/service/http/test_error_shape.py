@@ -169,7 +169,7 @@ async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id
     await client.post("/v1/predict", json={"tokens": [1]}, headers={"x-request-id": "abc"})
     (record,) = [record for record in caplog.records if record.getMessage() == "unexpected failure"]
     assert record.exc_info is not None and record.exc_info[1] is catalog.engine.failure
-    assert getattr(record, "fields") == {"request_id": "abc"}
+    assert vars(record)["fields"] == {"request_id": "abc"}
 
 
 async def test_after_the_first_byte_a_failure_is_an_event(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
