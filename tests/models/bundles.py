@@ -1,0 +1,90 @@
+"""Bundles without graphs that run: enough for everything that `Bundle.read` verifies, without onnx."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from models.bundle import write_bundle
+from models.certificate import contraction
+from models.manifest import Architecture, Cell, Manifest, Provenance, VocabularyInfo
+from models.vocabulary import Vocabulary
+from models.weights import encode_weights
+from tests.models.random_models import random_weights
+
+WORDS = ("<unk>", "<eos>", *"abcdefghi")
+
+
+def words_tokenizer() -> str:
+    """The tokenizer.json of a vocabulary of eleven words."""
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return str(tokenizer.to_str())
+
+
+PROVENANCE = Provenance(
+    created="2026-01-01T00:00:00+00:00",
+    command="python -m training train test.toml",
+    config={},
+    seed=0,
+    steps=0,
+    best_step=0,
+    git_commit=None,
+    data={},
+    versions={},
+    hardware="none",
+    train_wall_s=0.0,
+)
+
+
+def small_architecture(cell: Cell = "lstm", **fields: object) -> Architecture:
+    """An architecture over the eleven words."""
+    sizes = {"vocabulary_size": len(WORDS), "embedding": 6, "hidden": 6, "layers": 2}
+    return Architecture.model_validate(sizes | {"cell": cell} | fields)
+
+
+def write_small_bundle(path: Path, architecture: Architecture | None = None) -> Manifest:
+    """A bundle at `path` that `Bundle.read` accepts; its graphs are no graphs."""
+    architecture = architecture or small_architecture()
+    tokenizer = words_tokenizer()
+    vocabulary = Vocabulary("words", tokenizer)
+    weights = random_weights(architecture, seed=0, recurrent=0.2)
+    graphs = {role: f"{role}.onnx" for role in ("step", "window", "advance", "scan", "head")}
+    manifest = Manifest.model_validate(
+        {
+            "schema_version": 1,
+            "name": path.name,
+            "version": "1",
+            "architecture": architecture,
+            "vocabulary": VocabularyInfo(
+                kind="words", size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
+            ),
+            "state": architecture.state_tensors(),
+            "window": 4,
+            "max_window": 8,
+            "opset": 20,
+            "graphs": graphs,
+            "weights": "weights.safetensors",
+            "tokenizer": "tokenizer.json",
+            "files": {},
+            "certificate": contraction(architecture, weights),
+            "provenance": PROVENANCE,
+        }
+    )
+    files = {name: f"no graph: {name}".encode() for name in graphs.values()}
+    files |= {"weights.safetensors": encode_weights(weights), "tokenizer.json": tokenizer.encode()}
+    return write_bundle(path, manifest, files, lambda _: None)
+
+
+def edit_manifest(path: Path, *keys: str | int, value: Any) -> None:
+    """Sets one field of a bundle's manifest.json, by its path of keys."""
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    target = manifest
+    for key in keys[:-1]:
+        target = target[key]
+    target[keys[-1]] = value
+    file.write_text(json.dumps(manifest))

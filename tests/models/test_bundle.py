@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.bundle import Bundle, BundleError, verify_graphs, write_bundle
+from models.weights import decode_weights, encode_weights
+from tests.models.bundles import edit_manifest, small_architecture, write_small_bundle
+
+FILES = (
+    *("step.onnx", "window.onnx", "advance.onnx", "scan.onnx", "head.onnx"),
+    *("weights.safetensors", "tokenizer.json"),
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_small_bundle(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def refused(path: Path, *parts: str) -> None:
+    """The bundle is refused, and the message holds every part."""
+    with pytest.raises(BundleError) as caught:
+        Bundle.read(path)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def rewrite(path: Path, name: str, data: bytes) -> None:
+    """Replaces a file and its hash: a forger's edit, which hashes do not catch."""
+    (path / name).write_bytes(data)
+    edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
+
+
+def test_a_written_bundle_reads_back(path: Path) -> None:
+    bundle = Bundle.read(path)
+    assert bundle.path == path
+    assert bundle.manifest.name == "small"
+    assert set(bundle.manifest.files) == set(FILES)
+    assert bundle.vocabulary.encode("a b i") == [2, 3, 10]
+    assert bundle.graph_path("advance") == path / "advance.onnx"
+    assert bundle.weights()["embedding.weight"].shape == (11, 6)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_found_in_its_file(path: Path, name: str) -> None:
+    data = bytearray((path / name).read_bytes())
+    expected = hashlib.sha256(data).hexdigest()
+    data[len(data) // 2] ^= 1
+    (path / name).write_bytes(data)
+    refused(path, str(path / name), f"expected {expected}", f"found {hashlib.sha256(data).hexdigest()}")
+
+
+@pytest.mark.parametrize("name", (*FILES, "manifest.json"))
+def test_a_missing_file_is_named(path: Path, name: str) -> None:
+    (path / name).unlink()
+    refused(path, str(path / name), "the file is missing")
+
+
+def test_a_manifest_from_the_future_is_refused_as_such(path: Path) -> None:
+    edit_manifest(path, "schema_version", value=7)
+    edit_manifest(path, "a_field_of_the_future", value=True)
+    refused(path, "written by a newer Wane (schema_version 7, this one reads 1)")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("window",), 0, "window: Input should be greater than or equal to 1"),
+        (("window",), 9, "window 9 is larger than max_window 8"),
+        (("surprise",), 1, "surprise: Extra inputs are not permitted"),
+        (("architecture", "cell"), "tape", "architecture.cell: Input should be 'linear', 'rnn_tanh'"),
+        (("vocabulary", "sha256"), "0" * 64, "vocabulary.sha256: the manifest says 000000"),
+        (("vocabulary", "eos_id"), 5, "vocabulary.eos_id: the manifest says 5, the file has 1"),
+        (("opset",), 99, "opset: 99 is newer than 21"),
+        (("weights",), "other.safetensors", "weights: 'other.safetensors' has no hash in files"),
+        (("graphs", "head"), "neck.onnx", "graphs.head: 'neck.onnx' has no hash in files"),
+        (("certificate", "layers"), [], "certificate.layers: 0 claimed, the weights have 2"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(path: Path, keys: tuple[str, ...], value: object, message: str) -> None:
+    edit_manifest(path, *keys, value=value)
+    refused(path, "manifest.json" if "vocabulary" not in keys else "tokenizer.json", message)
+
+
+def test_a_missing_role_is_named(path: Path) -> None:
+    graphs = json.loads((path / "manifest.json").read_text())["graphs"]
+    del graphs["scan"]
+    edit_manifest(path, "graphs", value=graphs)
+    refused(path, "graphs: the role 'scan' is missing")
+
+
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "sub/file.bin", "..", "a\\b", ""])
+def test_a_file_outside_the_bundle_is_never_opened(path: Path, name: str) -> None:
+    edit_manifest(path, "files", name, value="0" * 64)
+    refused(path, "files", repr(name), "is not the plain name of a file in the bundle")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2", "\udcff"], ids=["empty", "cut off", "not UTF-8"])
+def test_a_manifest_that_is_no_json_is_refused(path: Path, text: str) -> None:
+    (path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
+    refused(path, "manifest.json", "cannot be read as JSON")
+
+
+@pytest.mark.parametrize("value", ["[]", "null", "3"])
+def test_a_manifest_that_is_no_object_is_refused(path: Path, value: str) -> None:
+    (path / "manifest.json").write_text(value)
+    refused(path, "manifest.json")
+
+
+def test_an_edited_certificate_is_refused(path: Path) -> None:
+    factor = Bundle.read(path).manifest.certificate.layers[1].factor
+    edit_manifest(path, "certificate", "layers", 1, "factor", value=factor * (1 - 1e-6))
+    refused(path, "certificate.layers.1.factor", f"{factor * (1 - 1e-6)!r} claimed, the weights give {factor!r}")
+
+
+@pytest.mark.parametrize(("field", "value"), [("rule", "faith"), ("norm", "|s|_3"), ("layer", 0)])
+def test_a_certificate_with_another_rule_is_refused(path: Path, field: str, value: object) -> None:
+    edit_manifest(path, "certificate", "layers", 1, field, value=value)
+    refused(path, f"certificate.layers.1.{field}", f"{value!r} claimed, the weights give")
+
+
+def test_an_uncertified_model_that_claims_to_be_contractive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "unstable"
+    manifest = write_small_bundle(path)
+    weights = decode_weights((path / manifest.weights).read_bytes())
+    weights["layers.0.cell.weight_hh_l0"] *= 100
+    rewrite(path, manifest.weights, encode_weights(weights))
+    refused(path, "certificate.layers.0.factor")
+
+
+def test_contractive_is_not_believed_either(path: Path) -> None:
+    claimed = Bundle.read(path).manifest.certificate.contractive
+    edit_manifest(path, "certificate", "contractive", value=not claimed)
+    refused(path, f"certificate.contractive: {not claimed} claimed, the weights give {claimed}")
+
+
+def test_weights_of_another_shape_are_refused_whatever_their_hash(path: Path) -> None:
+    weights = Bundle.read(path).weights()
+    weights["head.bias"] = np.zeros(3, np.float32)
+    rewrite(path, "weights.safetensors", encode_weights(weights))
+    refused(path, "weights.safetensors", "tensor head.bias has shape [3], expected [11]")
+
+
+def test_a_tokenizer_that_is_none_is_refused_whatever_its_hash(path: Path) -> None:
+    rewrite(path, "tokenizer.json", b'{"version": "1.0"}')
+    refused(path, "tokenizer.json is not a tokenizers file")
+
+
+def test_a_bundle_that_fails_its_check_is_not_left_behind(path: Path) -> None:
+    bundle = Bundle.read(path)
+    files = {name: (path / name).read_bytes() for name in FILES}
+    target = path.parent / "new"
+
+    def check(written: Bundle) -> None:
+        assert written.manifest == bundle.manifest
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        write_bundle(target, bundle.manifest, files, check)
+    assert [entry.name for entry in path.parent.iterdir()] == ["small"]
+
+
+def test_a_bundle_is_replaced_whole(path: Path) -> None:
+    (path / "left over.txt").write_text("of the bundle before")
+    write_small_bundle(path, small_architecture("gru"))
+    assert Bundle.read(path).manifest.architecture.cell == "gru"
+    assert {entry.name for entry in path.iterdir()} == {*FILES, "manifest.json"}
+    assert [entry.name for entry in path.parent.iterdir()] == ["small"]
+
+
+def test_a_bundle_whose_graphs_differ_from_the_oracle_is_named(path: Path) -> None:
+    bundle = Bundle.read(path)
+    with pytest.raises(BundleError, match=re.escape(f"{path}: window, a batch: the graph has no output logits")):
+        verify_graphs(bundle, lambda role, feeds: {})
+
+
+def test_reading_bundles_brings_neither_torch_nor_onnx() -> None:
+    program = (
+        "import sys, models.bundle\n"
+        "print(sorted({'torch', 'onnx', 'onnxruntime', 'service', 'training'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

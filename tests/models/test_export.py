@@ -1,0 +1,194 @@
+"""Torch, the numpy oracle and ONNX Runtime agree, for every cell; export refuses where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from models.bundle import Bundle, verify_graphs
+from models.export import ExportError, export_bundle
+from models.export import network as network_module
+from models.export.parity import OnnxGraphs, check_bundle
+from models.manifest import Architecture, Cell, Manifest
+from models.networks import Network
+from models.parity import log_softmax
+from models.reference import Reference
+from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+
+SAMPLE = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
+
+Export = Callable[..., Manifest]
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Export:
+    """Exports a random model to `tmp_path / "model"`."""
+
+    def run(model: Architecture, weights: dict[str, np.ndarray], **changes: object) -> Manifest:
+        arguments: dict[str, object] = {
+            "vocabulary_kind": "words",
+            "tokenizer_json": words_tokenizer(),
+            "name": "model",
+            "version": "1",
+            "description": "",
+            "window": 8,
+            "max_window": 32,
+            "quality": None,
+            "provenance": PROVENANCE,
+            "sample_tokens": SAMPLE,
+        }
+        if "torch_network" not in changes:
+            arguments["torch_network"] = torch_network(model, weights)
+        return export_bundle(tmp_path / "model", architecture=model, weights=weights, **(arguments | changes))  # type: ignore[arg-type]
+
+    return run
+
+
+def torch_network(model: Architecture, weights: dict[str, np.ndarray]) -> Network:
+    network = Network(model)
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in weights.items()}
+    if model.tied:
+        tensors["head.weight"] = tensors["embedding.weight"]
+    network.load_state_dict(tensors)
+    return network
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_torch_oracle_and_graphs_agree(export: Export, tmp_path: Path, cell: Cell, block: str, layers: int) -> None:
+    odd = layers % 2 == 1
+    fields: dict[str, object] = {"tied": not odd, "feed_forward": 10 if block == "residual" and odd else 0}
+    if block == "plain" and odd:
+        fields["embedding"] = 5
+    if cell == "gated" and odd:
+        fields["gate_cap"] = 0.9
+    model = architecture(cell, block, layers, **fields)
+    manifest = export(model, random_weights(model, seed=layers, recurrent=0.6))
+    bundle = Bundle.read(tmp_path / "model")
+    assert bundle.manifest == manifest
+    graphs = OnnxGraphs(bundle)
+    assert 0 < verify_graphs(bundle, graphs.run) < 1e-5
+    for role in bundle.manifest.graphs:
+        onnx.checker.check_model(str(bundle.graph_path(role)), full_check=True)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_thousand_tokens_streamed_are_the_thousand_scored_whole(export: Export, tmp_path: Path, cell: Cell) -> None:
+    model = architecture(cell, "residual", 2, feed_forward=8)
+    export(model, random_weights(model, seed=0, recurrent=0.5))
+    bundle = Bundle.read(tmp_path / "model")
+    run = OnnxGraphs(bundle).run
+    tokens = np.random.default_rng(0).integers(11, size=(1, 1001))
+    zeros = {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
+    feeds = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "lengths": np.array([1000]), **zeros}
+    whole = run("scan", feeds)["logprobs"][0]
+    state, streamed = zeros, []
+    for token, target in zip(tokens[0, :-1], tokens[0, 1:], strict=True):
+        outputs = run("step", {"tokens": token[None], **state})
+        streamed.append(log_softmax(outputs["logits"])[0, target])
+        state = {name: outputs[f"next.{name}"] for name in zeros}
+    assert np.abs(np.array(streamed) - whole).max() < 1e-4
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_what_stands_behind_a_length_changes_nothing(export: Export, tmp_path: Path, cell: Cell, block: str) -> None:
+    model = architecture(cell, block, 2)
+    export(model, random_weights(model, seed=0, recurrent=0.5))
+    run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
+    tokens, lengths = np.random.default_rng(0).integers(11, size=(3, 9)), np.array([4, 9, 1])
+    padded = np.where(np.arange(9) < lengths[:, None], tokens, (tokens + 1) % 11)
+    first, second = (run("window", {"tokens": rows, "lengths": lengths}) for rows in (tokens, padded))
+    for name, value in first.items():
+        assert np.array_equal(value, second[name]), name
+
+
+def test_pieces_of_a_scan_are_its_whole(export: Export, tmp_path: Path) -> None:
+    """Rows of log-probabilities are computed 256 at a time: here on both sides of one, two and three pieces."""
+    model = architecture("rnn_tanh")
+    weights = random_weights(model, seed=0)
+    export(model, weights)
+    run, reference = OnnxGraphs(Bundle.read(tmp_path / "model")).run, Reference(model, weights)
+    tokens, state, expected = np.random.default_rng(0).integers(11, size=600), reference.zero_state(1), []
+    for token, target in zip(tokens, np.roll(tokens, -1), strict=True):
+        logits, _, state = reference.step(token[None], state)
+        expected.append(log_softmax(logits)[0, target])
+    for time in (1, 255, 256, 257, 511, 512, 513, 600):
+        feeds = {"tokens": tokens[None, :time], "targets": np.roll(tokens, -1)[None, :time]}
+        feeds |= {"lengths": np.array([time]), "layers.0.h": np.zeros((1, 6), np.float32)}
+        np.testing.assert_allclose(run("scan", feeds)["logprobs"][0], expected[:time], atol=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["gated", "lstm", "gru"])
+def test_a_vocabulary_too_large_for_a_table_gives_the_same(
+    export: Export, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_module, "TABLE_ELEMENTS", 0)
+    model = architecture(cell, "residual", 2)
+    export(model, random_weights(model, seed=0, recurrent=0.5))
+
+
+def test_graphs_hold_no_weights_of_their_own(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm", layers=2)
+    export(model, random_weights(model, seed=0))
+    bundle = Bundle.read(tmp_path / "model")
+    for role in bundle.manifest.graphs:
+        graph = onnx.load(str(bundle.graph_path(role)), load_external_data=False).graph
+        floats = [tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT and tensor.dims]
+        assert floats, "a graph without weights is no network"
+        for tensor in floats:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            assert entries["location"] == "weights.safetensors"
+
+
+def test_a_network_with_its_gates_in_another_order_is_refused(export: Export, tmp_path: Path) -> None:
+    model = architecture("gru")
+    weights = random_weights(model, seed=0)
+    swapped = {
+        name: tensor.reshape(3, 6, -1)[[1, 0, 2]].reshape(tensor.shape) if ".cell." in name else tensor
+        for name, tensor in weights.items()
+    }
+    with pytest.raises(ExportError, match=r"torch network, whole, position 0: .* differ .* tolerance 0\.0001"):
+        export(model, weights, torch_network=torch_network(model, swapped))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_of_other_weights_is_refused(export: Export, tmp_path: Path) -> None:
+    model = architecture("gated")
+    export(model, random_weights(model, seed=0))
+    bundle = Bundle.read(tmp_path / "model")
+    other = onnx.load(str(bundle.graph_path("step")), load_external_data=False)
+    (embedding,) = (tensor for tensor in other.graph.initializer if "embedding" in tensor.name)
+    (bias,) = (tensor for tensor in other.graph.initializer if "head.bias" in tensor.name)
+    offset = next(entry for entry in bias.external_data if entry.key == "offset")
+    offset.value = next(entry.value for entry in embedding.external_data if entry.key == "offset")
+    bundle.graph_path("step").write_bytes(other.SerializeToString())
+    with pytest.raises(ExportError, match="step, token 0 of a stream: logits differs from the oracle"):
+        check_bundle(bundle, SAMPLE, None)
+
+
+def test_weights_that_do_not_fit_are_refused(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0)
+    network = torch_network(model, weights)
+    del weights["head.bias"]
+    with pytest.raises(ExportError, match=r"tensor head\.bias is missing"):
+        export(model, weights, torch_network=network)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([], "sample_tokens is empty"), ([1, 11], r"sample_tokens\[1\] is 11, the vocabulary has 11 tokens")],
+)
+def test_sample_tokens_that_are_none_are_refused(export: Export, tokens: list[int], message: str) -> None:
+    model = architecture("gated")
+    with pytest.raises(ExportError, match=message):
+        export(model, random_weights(model, seed=0), sample_tokens=tokens)

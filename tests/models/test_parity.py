@@ -1,0 +1,116 @@
+"""The check of graphs passes what is right and names what is wrong: the oracle itself, then oracles with a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from models.manifest import Role
+from models.parity import ParityError, Run, Tensors, check_graphs, log_softmax
+from models.reference import Reference
+from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+
+LENGTHS = np.array([7, 1, 4])
+TOKENS = np.random.default_rng(0).integers(11, size=(3, 7))
+
+
+def graphs_of(reference: Reference) -> Run:
+    """Graphs that answer by the oracle, in float32 as graphs do."""
+
+    def run(role: Role, feeds: Tensors) -> Tensors:
+        return {name: value.astype(np.float32) for name, value in answer(role, feeds).items()}
+
+    def answer(role: Role, feeds: Tensors) -> Tensors:
+        if role == "head":
+            return {"logits": reference.logits(feeds["hidden"])}
+        tokens = feeds["tokens"]
+        state = {name: feeds.get(name, value) for name, value in reference.zero_state(len(tokens)).items()}
+        if role == "step":
+            logits, hidden, state = reference.step(tokens, state)
+            return {"logits": logits, "hidden": hidden} | {f"next.{name}": value for name, value in state.items()}
+        last: dict[str, np.ndarray] = {}
+        logprobs = np.zeros(tokens.shape)
+        for t in range(tokens.shape[1]):
+            logits, hidden, state = reference.step(tokens[:, t], state)
+            inside = t < feeds["lengths"]
+            outputs = {"logits": logits, "hidden": hidden} | {f"next.{name}": value for name, value in state.items()}
+            last = {name: np.where(inside[:, None], new, last.get(name, new)) for name, new in outputs.items()}
+            if role == "scan":
+                chosen = np.take_along_axis(log_softmax(logits), feeds["targets"][:, t, None], axis=1)[:, 0]
+                logprobs[:, t] = np.where(inside, chosen, 0)
+        return last | {"logprobs": logprobs}
+
+    return run
+
+
+def check(run: Run, reference: Reference) -> float:
+    generator = np.random.default_rng(1)
+    zeros = reference.zero_state(len(TOKENS))
+    start = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}
+    return check_graphs(reference, run, TOKENS, LENGTHS, start)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_graphs_that_are_right_pass(cell: str, block: str) -> None:
+    model = architecture(cell, block, layers=2)
+    reference = Reference(model, random_weights(model, seed=0, recurrent=0.5))
+    assert 0 < check(graphs_of(reference), reference) < 1e-5
+
+
+Fault = Callable[[Role, Tensors, Tensors], Tensors]
+
+
+def _forgets_a_state(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
+    return {name: value for name, value in outputs.items() if name != "next.layers.1.c"}
+
+
+def _swaps_states(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
+    if role != "advance":
+        return outputs
+    return outputs | {"next.layers.0.h": outputs["next.layers.0.c"], "next.layers.0.c": outputs["next.layers.0.h"]}
+
+
+def _counts_the_padding(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
+    return outputs | {"logprobs": outputs["logprobs"] - 1} if role == "scan" else outputs
+
+
+def _transposes(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
+    return outputs | {"logits": outputs["logits"].T} if role == "head" else outputs
+
+
+def _is_not_a_number(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
+    return outputs | {"hidden": outputs["hidden"] * np.nan} if role == "step" else outputs
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_forgets_a_state, r"window, a batch: the graph has no output next\.layers\.1\.c"),
+        (_swaps_states, r"advance, a batch: next\.layers\.0\.h differs from the oracle by .*, tolerance 0\.0001"),
+        (_counts_the_padding, "scan, a batch: logprobs differs from the oracle by 1, tolerance"),
+        (_transposes, r"head, a batch: logits has shape \(11, 3\), expected \(3, 11\)"),
+        (_is_not_a_number, "step, token 0 of a stream: hidden differs from the oracle by nan"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_graph_that_is_wrong_is_named(fault: Fault, message: str) -> None:
+    model = architecture("lstm", layers=2)
+    reference = Reference(model, random_weights(model, seed=0))
+    right = graphs_of(reference)
+    with pytest.raises(ParityError, match=message):
+        check(lambda role, feeds: fault(role, feeds, right(role, feeds)), reference)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (1, 0, 2, 3), (0, 2, 1, 3)], ids=["ifog", "figo", "igfo"])
+def test_a_wrong_gate_order_does_not_pass(order: tuple[int, ...]) -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0)
+    wrong = {
+        name: tensor.reshape(4, model.hidden, -1)[list(order)].reshape(tensor.shape) if ".cell." in name else tensor
+        for name, tensor in weights.items()
+    }
+    with pytest.raises(ParityError, match="window"):
+        check(graphs_of(Reference(model, wrong)), Reference(model, weights))
