@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,6 +26,19 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
         slab = bench.engine._slab
         slab.check_integrity()
         assert slab.used_bytes == len(slab) * slab.slot_bytes, "a request kept its state"
+
+
+@pytest.fixture
+async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the event loop's clock forward by so many seconds, at once."""
+    loop = asyncio.get_running_loop()
+    real, moved_s = loop.time, [0.0]
+
+    def forward(seconds: float) -> None:
+        moved_s[0] += seconds
+
+    monkeypatch.setattr(loop, "time", lambda: real() + moved_s[0])
+    return forward
 
 
 @pytest.fixture

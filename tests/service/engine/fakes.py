@@ -141,6 +141,7 @@ class FakeRunner:
                 state = {name: np.where(alive, stepped[name], state[name]) for name in state}
                 if role == "scan":
                     logits = self._logits(state["layers.0.h"]).astype(np.float64)
+                    logits -= logits.max(1, keepdims=True)
                     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
                     wanted = logits[np.arange(len(tokens)), feeds["targets"][:, time]]
                     logprobs[:, time] = np.where(alive[:, 0], wanted, 0)
@@ -175,12 +176,14 @@ class Bench:
     """An engine on the fake runner, warmed up, with everything around it in reach."""
 
     def __init__(self, vocabulary: Vocabulary | None = None, store: Store | None = None, **changes: Any) -> None:
-        """`changes` of the manifest's fields, and of the settings'."""
+        """`changes` of the manifest's fields (window, max_window, contractive) and of the settings'; a prefix
+        `settings_` tells the one max_window from the other."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
-        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, **changes})
+        of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
+        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, **of_settings})
         self.manifest = make_manifest(self.vocabulary, **of_manifest)
         self.runner = FakeRunner(self.vocabulary.size)
         self.store = store or MemoryStore(

@@ -190,8 +190,8 @@ async def test_a_long_and_a_short_sequence_are_not_padded_to_one_another(rig: Ri
 
 @pytest.mark.parametrize("role", ["window", "advance", "scan"])
 def test_padding_is_at_most_half_of_a_batch(role: str) -> None:
-    assert fits(role, longest=40, total=41, items=2)  # type: ignore[arg-type]
-    assert not fits(role, longest=40, total=42, items=3)  # type: ignore[arg-type]
+    assert fits(role, longest=40, total=41, items=2)
+    assert not fits(role, longest=40, total=42, items=3)
 
 
 def test_a_batch_of_many_positions_is_full_before_max_batch() -> None:

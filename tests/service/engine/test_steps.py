@@ -361,17 +361,21 @@ async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(bench: Bench)
     assert (await bench.engine.get_session(session)).position == 1
 
 
-async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_commits(bench: Bench) -> None:
+async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_commits(
+    bench: Bench, travel: Callable[[float], None]
+) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
     bench.runner.gate.clear()
-    soon = asyncio.get_running_loop().time() + 0.05
-    late = asyncio.create_task(bench.engine.step(StepRequest(session, (6,), expected_position=1, deadline=soon)))
+    step = StepRequest(session, (6,), expected_position=1)
+    deadline = asyncio.get_running_loop().time() + 3600
+    late = asyncio.create_task(bench.engine.step(replace(step, deadline=deadline)))
     await bench.runner.until_busy()
+    travel(3600)
     with pytest.raises(DeadlineExceeded):
         await late
     bench.runner.gate.set()
-    again = await bench.engine.step(StepRequest(session, (6,), expected_position=1))
+    again = await bench.engine.step(step)
     assert (again.replayed, again.position) == (True, 2)
 
 

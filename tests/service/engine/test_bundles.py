@@ -1,0 +1,134 @@
+"""What must hold of every bundle that is served, through the whole engine and onnxruntime."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.engine.catalog import Catalog
+from service.engine.engine import Engine
+from service.engine.types import (
+    Answer,
+    GeneratedToken,
+    GenerateRequest,
+    Mode,
+    Origin,
+    PredictRequest,
+    ScoreRequest,
+    StepRequest,
+)
+from service.metrics import Metrics
+from service.settings import Settings
+from tests.service.shipped import PATHS
+
+STREAMED = 1000
+
+
+@pytest.fixture(params=PATHS, ids=[path.name for path in PATHS])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    """One shipped model, loaded and warmed up."""
+    path: Path = request.param
+    catalog = Catalog(Settings(bundles=path, device="cpu"), Metrics())
+    await catalog.load()
+    yield catalog.get()
+    await catalog.close()
+
+
+def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(1).integers(engine.vocabulary.size, size=count).tolist())
+
+
+async def own_tokens(engine: Engine, count: int) -> tuple[int, ...]:
+    """Tokens that the model itself draws: what it is used on, and mostly among its first hundred."""
+    request = GenerateRequest(some_tokens(engine, 10), max_tokens=count, seed=1)
+    tokens: list[int] = []
+    async for item in await engine.generate(request):
+        if isinstance(item, GeneratedToken):
+            tokens.append(item.token_id)
+    return tuple(tokens)
+
+
+def logprobs(answer: Answer) -> dict[int, float]:
+    return {one.token_id: one.logprob for one in answer.predictions}
+
+
+async def test_a_thousand_tokens_streamed_are_a_thousand_tokens_scored(engine: Engine) -> None:
+    tokens = await own_tokens(engine, STREAMED)
+    score = await engine.score(ScoreRequest(tokens))
+    session = (await engine.create_session()).session
+    answer = await engine.predict(PredictRequest(session=session, top_k=100))
+    compared = 0
+    for token, scored in zip(tokens, score.logprobs, strict=True):
+        seen = logprobs(answer)
+        if token in seen:
+            assert seen[token] == pytest.approx(scored, abs=1e-4)
+            compared += 1
+        answer = await engine.step(StepRequest(session, (token,), top_k=100))
+    assert compared > STREAMED // 2
+    assert answer.position == STREAMED
+    assert answer.error_bound == 0.0
+    whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
+    assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
+
+
+async def test_a_window_of_at_least_the_position_is_recurrent_bit_for_bit(engine: Engine) -> None:
+    tokens = some_tokens(engine, engine.manifest.window - 1)
+    recurrent = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    for k in (len(tokens), engine.manifest.max_window):
+        window = await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=k))
+        assert window.predictions == recurrent.predictions
+
+
+async def test_a_window_that_covers_a_session_agrees_with_its_steps_to_rounding(engine: Engine) -> None:
+    session = (await engine.create_session()).session
+    for token in some_tokens(engine, engine.manifest.window - 1):
+        answer = await engine.step(StepRequest(session, (token,), mode=Mode.BOTH))
+        assert answer.agreement is not None
+        assert answer.agreement.error_bound == 0.0
+        # Gated runs a window by a parallel scan, the others in other batches: float32 rounding, no more.
+        assert answer.agreement.total_variation < 1e-5
+    report = await engine.report()
+    assert isinstance(report["agreement"], dict)
+    assert report["agreement"]["bound_violations"] == 0
+
+
+async def test_batched_and_padded_equals_single(engine: Engine) -> None:
+    tokens = some_tokens(engine, 60)
+    requests = [PredictRequest(tokens[:n], mode=Mode.RECURRENT, top_k=50) for n in (60, 41, 59, 33, 60)]
+    together = await engine.predict_many(requests)
+    for request, answer in zip(requests, together, strict=True):
+        alone = await engine.predict(request)
+        assert isinstance(answer, Answer)
+        assert logprobs(answer) == pytest.approx(logprobs(alone), abs=1e-4)
+
+
+async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engine: Engine) -> None:
+    tokens = some_tokens(engine, 40)
+    session = (await engine.create_session()).session
+    await engine.step(StepRequest(session, tokens))
+    stayed = await engine.predict(PredictRequest(session=session, top_k=50))
+    engine._slab.drop(session)
+    rebuilt = await engine.predict(PredictRequest(session=session, top_k=50))
+    assert (stayed.state, rebuilt.state) == (Origin.RESIDENT, Origin.REBUILT)
+    assert rebuilt.error_bound == 0.0
+    assert logprobs(rebuilt) == pytest.approx(logprobs(stayed), abs=1e-4)
+
+
+async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
+    texts = [some_tokens(engine, 30 + index) for index in range(8)]
+    sessions = [(await engine.create_session()).session for _ in texts]
+
+    async def stream(session: str, tokens: tuple[int, ...]) -> Answer:
+        for token in tokens[:-1]:
+            await engine.step(StepRequest(session, (token,)))
+        return await engine.step(StepRequest(session, tokens[-1:], top_k=50))
+
+    answers = await asyncio.gather(*map(stream, sessions, texts))
+    for answer, tokens in zip(answers, texts, strict=True):
+        whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=50))
+        assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
+    engine._slab.check_integrity()

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from models.bundle import BundleError
+from service.engine.catalog import Catalog, CatalogError
+from service.engine.types import PredictRequest, StepRequest
+from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession
+from service.metrics import Metrics
+from service.settings import Settings
+from tests.service.shipped import PATHS, each_bundle
+
+SOME = pytest.mark.skipif(not PATHS, reason="no bundle is here")
+
+
+def make(path: Path, **settings: object) -> Catalog:
+    return Catalog(Settings(bundles=path, device="cpu", **settings), Metrics())
+
+
+@pytest.fixture
+async def catalog(tmp_path: Path) -> AsyncIterator[Catalog]:
+    """Two bundles, loaded."""
+    for path in PATHS[:2]:
+        shutil.copytree(path, tmp_path / path.name)
+    catalog = make(tmp_path)
+    await catalog.load()
+    yield catalog
+    await catalog.close()
+
+
+@each_bundle
+async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
+    catalog = make(path)
+    assert (catalog.ready, catalog.status) == (False, "loading")
+    with pytest.raises(Unavailable, match="loading"):
+        catalog.get()
+    await catalog.load()
+    assert (catalog.ready, catalog.status, catalog.device) == (True, "ready", "cpu")
+    answer = await catalog.get().predict(PredictRequest((1, 2, 3)))
+    assert sum(one.probability for one in answer.predictions) <= 1
+    await catalog.close()
+    assert (catalog.ready, catalog.status) == (False, "draining")
+    with pytest.raises(Unavailable, match="stopping"):
+        catalog.get()
+
+
+@SOME
+async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: Catalog) -> None:
+    names = sorted(engine.name for engine in catalog.list())
+    assert catalog.default == ("gated-stable" if "gated-stable" in names else names[0])
+    assert catalog.list()[0] is catalog.get() is catalog.get(catalog.default)
+    with pytest.raises(UnknownModel, match=f"no model 'nobody'; there are {names[0]}"):
+        catalog.get("nobody")
+
+
+@SOME
+async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: Catalog) -> None:
+    engines = catalog.list()
+    session = (await engines[-1].create_session()).session
+    assert await catalog.engine_for(session) is engines[-1]
+    assert await catalog.engine_for(session, engines[-1].name) is engines[-1]
+    if len(engines) > 1:
+        with pytest.raises(InvalidRequest, match=f"is of model '{engines[-1].name}'"):
+            await catalog.engine_for(session, engines[0].name)
+        with pytest.raises(UnknownSession):
+            await engines[0].step(StepRequest(session, (1,)))
+    with pytest.raises(UnknownSession, match="'nobody'"):
+        await catalog.engine_for("nobody")
+
+
+@SOME
+async def test_the_report_lists_every_model(catalog: Catalog) -> None:
+    report = await catalog.report()
+    assert report["device"] == "cpu"
+    assert isinstance(report["models"], list)
+    assert [model["model"] for model in report["models"]] == [engine.name for engine in catalog.list()]
+
+
+@SOME
+async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for() -> None:
+    catalog = make(PATHS[0], tail_tokens=1)
+    await catalog.load()
+    engine = catalog.get()
+    longest = engine.manifest.max_window
+    session = (await engine.create_session()).session
+    await engine.step(StepRequest(session, (1,) * (2 * longest)))
+    record = await engine._sessions.read(session)
+    assert len(record.tail) == longest
+    await catalog.close()
+
+
+@SOME
+async def test_a_default_model_that_was_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="default_model is 'nobody', but the bundles hold"):
+        await make(PATHS[0], default_model="nobody").load()
+
+
+@SOME
+async def test_two_bundles_of_one_name_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(PATHS[0], tmp_path / name)
+    with pytest.raises(CatalogError, match="same name"):
+        await make(tmp_path).load()
+
+
+async def test_a_folder_without_a_bundle_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="holds no bundle"):
+        await make(tmp_path).load()
+    with pytest.raises(CatalogError, match="is no folder"):
+        await make(tmp_path / "nowhere").load()
+
+
+@SOME
+async def test_a_budget_that_holds_no_states_is_refused_with_the_model(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match=r"model .*: state_budget_bytes is 1,"):
+        await make(PATHS[0], state_budget_bytes=1).load()
+
+
+@SOME
+async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> None:
+    broken = shutil.copytree(PATHS[0], tmp_path / "broken")
+    weights = broken / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    catalog = make(tmp_path)
+    with pytest.raises(BundleError, match=r"weights\.safetensors"):
+        await catalog.load()
+    assert not catalog.ready

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+
+from service.engine.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
+from service.errors import DeadlineExceeded, InvalidRequest, WaneError
+from tests.service.engine.fakes import Bench, name_vocabulary
+
+MakeBench = Callable[..., Bench]
+EOS = 0
+PROMPT = tuple(range(10, 20))
+
+
+async def generate(bench: Bench, request: GenerateRequest) -> tuple[list[GeneratedToken], Finish]:
+    async with aclosing(await bench.engine.generate(request)) as stream:
+        items = [item async for item in stream]
+    finish = items.pop()
+    assert isinstance(finish, Finish)
+    tokens = [item for item in items if isinstance(item, GeneratedToken)]
+    assert len(tokens) == len(items)
+    return tokens, finish
+
+
+def greedy(bench: Bench, count: int, k: int | None = None) -> list[int]:
+    fed = [EOS, *PROMPT]
+    for _ in range(count):
+        seen = fed if k is None or k >= len(fed) - 1 else fed[-k:]
+        fed.append(int(bench.runner.logits(seen).argmax()))
+    return fed[1 + len(PROMPT) :]
+
+
+async def test_greedy_follows_the_model_one_step_a_token(bench: Bench) -> None:
+    tokens, finish = await generate(bench, GenerateRequest(PROMPT, max_tokens=6, temperature=0))
+    assert [one.token_id for one in tokens] == greedy(bench, 6) == list(finish.tokens)
+    assert bench.runner.roles() == ["window", *["step"] * 5]
+    assert (finish.reason, finish.mode, finish.state) == (
+        FinishReason.LENGTH,
+        Mode.RECURRENT,
+        Origin.FULL,
+    )
+    assert (finish.error_bound, finish.window) == (0.0, None)
+    assert finish.text == "".join(one.text for one in tokens) == bench.vocabulary.decode(list(finish.tokens))
+
+
+@pytest.mark.parametrize("k", [3, 12])
+async def test_a_window_is_run_anew_for_every_token(bench: Bench, k: int) -> None:
+    request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=Mode.WINDOW, window=k)
+    tokens, finish = await generate(bench, request)
+    assert [one.token_id for one in tokens] == greedy(bench, 6, k)
+    assert set(bench.runner.roles()) == {"window"}
+    assert (finish.mode, finish.state, finish.window) == (Mode.WINDOW, Origin.WINDOW, k)
+    assert finish.error_bound is None
+
+
+async def test_a_window_that_still_covers_everything_at_the_end_is_exact(bench: Bench) -> None:
+    request = GenerateRequest(PROMPT, max_tokens=3, temperature=0, mode=Mode.WINDOW, window=12)
+    _, finish = await generate(bench, request)
+    assert finish.error_bound == 0.0
+
+
+async def test_the_same_seed_gives_the_same_text_and_another_another(bench: Bench) -> None:
+    async def text(seed: int) -> tuple[int, ...]:
+        return (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens
+
+    assert await text(1) == await text(1)
+    assert await text(1) != await text(2)
+
+
+async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(bench: Bench) -> None:
+    whole = (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, temperature=0)))[1].text
+    stop = whole[4:6]
+    bench.runner.calls.clear()
+    request = GenerateRequest(PROMPT, max_tokens=20, temperature=0, stop=(stop,))
+    tokens, finish = await generate(bench, request)
+    assert finish.reason is FinishReason.STOP
+    assert finish.text == whole[: whole.index(stop)] == "".join(one.text for one in tokens)
+    assert len(bench.runner.calls) == len(finish.tokens)
+
+
+async def test_a_sequence_of_events_stops_at_its_end(make_bench: MakeBench) -> None:
+    bench = make_bench(vocabulary=name_vocabulary("events"))
+    _, finish = await generate(bench, GenerateRequest((2, 3), max_tokens=200, seed=3))
+    assert finish.reason is FinishReason.STOP
+    assert finish.tokens[-1] == EOS
+    assert EOS not in finish.tokens[:-1]
+
+
+async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(bench: Bench) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens is 4097, but must be at most 4096"):
+        await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=4097))
+    with pytest.raises(InvalidRequest, match="windows of 1 to 16"):
+        await bench.engine.generate(GenerateRequest(PROMPT, mode=Mode.WINDOW, window=17))
+    with pytest.raises(InvalidRequest, match=r"tokens\[0\] is 999"):
+        await bench.engine.generate(GenerateRequest((999,)))
+    bench.runner.poison = 10
+    with pytest.raises(WaneError, match="failed to run"):
+        await bench.engine.generate(GenerateRequest(PROMPT))
+
+
+async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_state(bench: Bench) -> None:
+    begun = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
+    await anext(begun)
+    never = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
+    assert bench.engine._slab.used_bytes == 2 * bench.engine._slab.slot_bytes
+    await begun.aclose()
+    await never.aclose()
+    assert bench.engine._slab.used_bytes == 0
+    await bench.engine.drain()
+
+
+async def test_a_client_who_leaves_between_two_tokens_stops_the_work(bench: Bench) -> None:
+    stream = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
+    await anext(stream)
+    bench.runner.busy.clear()
+    bench.runner.gate.clear()
+    waiting = asyncio.create_task(anext(stream))
+    await bench.runner.until_busy()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    # The batch in hand still writes to the state's slot, which is therefore not free yet.
+    assert bench.engine._slab.used_bytes == bench.engine._slab.slot_bytes
+    bench.runner.gate.set()
+    await bench.engine.drain()
+
+
+async def test_a_deadline_ends_a_generation_between_its_tokens(bench: Bench, travel: Callable[[float], None]) -> None:
+    deadline = asyncio.get_running_loop().time() + 3600
+    stream = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50, deadline=deadline))
+    await anext(stream)
+    bench.runner.gate.clear()
+    travel(3600)
+    with pytest.raises(DeadlineExceeded):
+        await anext(stream)
+    bench.runner.gate.set()

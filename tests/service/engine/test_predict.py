@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from service.engine.types import Answer, Mode, Origin, PredictRequest
+from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
+from tests.service.engine.fakes import Bench
+
+MakeBench = Callable[..., Bench]
+EOS = 0
+TOKENS = tuple(range(10, 20))
+SIZE = 258
+
+
+def top(bench: Bench, fed: list[int]) -> int:
+    return int(bench.runner.logits(fed).argmax())
+
+
+async def test_recurrent_runs_everything_that_was_sent(bench: Bench) -> None:
+    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
+    assert bench.runner.calls == [("window", [[EOS, *TOKENS]])]
+    assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
+        Mode.RECURRENT,
+        Origin.FULL,
+        None,
+        0.0,
+    )
+    assert answer.predictions[0].token_id == top(bench, [EOS, *TOKENS])
+    assert (answer.session, answer.position, answer.replayed) == (None, None, None)
+
+
+@pytest.mark.parametrize(("window", "k"), [(None, 4), (1, 1), (9, 9)])
+async def test_a_window_runs_the_last_k_tokens_from_zero(bench: Bench, window: int | None, k: int) -> None:
+    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=window))
+    assert bench.runner.calls == [("window", [list(TOKENS[-k:])])]
+    assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
+        Mode.WINDOW,
+        Origin.WINDOW,
+        k,
+        None,
+    )
+
+
+@pytest.mark.parametrize("k", [10, 11, 16])
+async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for_bit(bench: Bench, k: int) -> None:
+    window = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
+    recurrent = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
+    assert window.predictions == recurrent.predictions
+    assert window.error_bound == 0.0
+
+
+async def test_auto_on_a_certified_model_is_its_own_window(make_bench: MakeBench) -> None:
+    bench = make_bench(contractive=True)
+    answer = await bench.engine.predict(PredictRequest(TOKENS))
+    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, Origin.WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("contractive", "request_"),
+    [
+        (False, PredictRequest(TOKENS)),
+        (False, PredictRequest(TOKENS, window=8)),
+        (True, PredictRequest(TOKENS, tolerance=0.5)),
+        (True, PredictRequest(TOKENS, tolerance=0.5, window=8)),
+        (True, PredictRequest(TOKENS, tolerance=0.0)),
+        (True, PredictRequest(TOKENS[:4])),
+    ],
+    ids=["uncertified", "uncertified-k", "tolerance", "tolerance-k", "exact", "short"],
+)
+async def test_auto_runs_everything_where_no_window_is_known_to_do(
+    make_bench: MakeBench, contractive: bool, request_: PredictRequest
+) -> None:
+    bench = make_bench(contractive=contractive)
+    answer = await bench.engine.predict(request_)
+    assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+
+
+async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench: Bench) -> None:
+    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
+    assert answer.modes is not None
+    assert answer.agreement is not None
+    recurrent, window = bench.runner.logits([EOS, *TOKENS]), bench.runner.logits(TOKENS[-2:])
+    assert answer.predictions == answer.modes[Mode.RECURRENT].predictions
+    assert answer.modes[Mode.WINDOW].predictions[0].token_id == window.argmax()
+    assert len(answer.modes[Mode.WINDOW].predictions) == 3
+    p, q = (np.exp(x.astype(float)) / np.exp(x.astype(float)).sum() for x in (recurrent, window))
+    assert answer.agreement.total_variation == pytest.approx(np.abs(p - q).sum() / 2)
+    assert answer.agreement.top1_match == (recurrent.argmax() == window.argmax())
+    assert answer.agreement.top1_proved is False
+    parts = [part.latency for part in answer.modes.values()]
+    assert all(part.compute_ms > 0 and part.total_ms >= part.compute_ms for part in parts)
+    assert answer.latency.compute_ms == pytest.approx(sum(part.compute_ms for part in parts))
+    assert answer.latency.total_ms >= max(part.total_ms for part in parts)
+
+
+async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(bench: Bench) -> None:
+    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
+    assert answer.agreement is not None
+    assert answer.agreement.total_variation == 0.0
+    assert answer.agreement.error_bound == answer.agreement.state_error_bound == 0.0
+    assert answer.agreement.top1_match is answer.agreement.top1_proved is True
+
+
+async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(bench: Bench) -> None:
+    tokens = tuple(10 + index % 97 for index in range(1200))
+    answer = await bench.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    assert bench.runner.roles() == ["advance", "advance", "advance", "head"]
+    assert answer.predictions[0].token_id == top(bench, [EOS, *tokens])
+    assert answer.error_bound == 0.0
+
+
+async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(bench: Bench) -> None:
+    requests = [PredictRequest((token,), mode=Mode.RECURRENT) for token in (10, 11, SIZE, 12)]
+    answers = await bench.engine.predict_many(requests)
+    assert [len(rows) for _, rows in bench.runner.calls] == [3]
+    assert isinstance(answers[2], InvalidRequest)
+    for request, answer in zip(requests, answers, strict=True):
+        if isinstance(answer, Answer):
+            assert answer.predictions[0].token_id == top(bench, [EOS, *request.tokens])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ((5, -1), r"tokens\[1\] is -1, but the vocabulary has 258 tokens \(0..257\)"),
+        ((258, 5), r"tokens\[0\] is 258, but the vocabulary has 258 tokens \(0..257\)"),
+        ((5, 5, 5, 2**80), rf"tokens\[3\] is {2**80}, but"),
+    ],
+)
+async def test_an_id_out_of_range_is_named_with_its_place_and_the_limit(
+    bench: Bench, tokens: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        await bench.engine.predict(PredictRequest(tokens))
+    assert caught.value.field == "tokens"
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.WINDOW, Mode.BOTH])
+async def test_a_window_over_the_models_limit_is_refused_with_the_limit(bench: Bench, mode: Mode) -> None:
+    with pytest.raises(InvalidRequest, match="window is 17, but model fake takes windows of 1 to 16"):
+        await bench.engine.predict(PredictRequest(TOKENS, mode=mode, window=17))
+
+
+async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_bench: MakeBench) -> None:
+    bench = make_bench(window=8, settings_max_window=6)
+    assert (await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))).window == 6
+    with pytest.raises(InvalidRequest, match="1 to 6 tokens"):
+        await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
+
+
+async def test_an_input_over_the_limit_is_too_large(make_bench: MakeBench) -> None:
+    bench = make_bench(max_input_tokens=9)
+    with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are taken"):
+        await bench.engine.predict(PredictRequest(TOKENS))
+    with pytest.raises(TooLarge, match="10 tokens"):
+        await bench.engine.encode("ten tokens")
+
+
+async def test_more_predictions_than_the_server_lists_are_refused(bench: Bench) -> None:
+    with pytest.raises(InvalidRequest, match="top_k is 101, but must be at most 100"):
+        await bench.engine.predict(PredictRequest(TOKENS, top_k=101))
+
+
+async def test_text_is_encoded_by_the_models_vocabulary_however_long(bench: Bench) -> None:
+    text = "The history\nof the " * 500
+    assert await bench.engine.encode(text) == tuple(bench.vocabulary.encode(text))
+
+
+async def test_predictions_are_sorted_and_their_probabilities_are_the_models(bench: Bench) -> None:
+    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
+    logprobs = [one.logprob for one in answer.predictions]
+    assert logprobs == sorted(logprobs, reverse=True)
+    assert len({one.token_id for one in answer.predictions}) == 100
+    assert [one.probability for one in answer.predictions] == pytest.approx(np.exp(logprobs))
+
+
+async def test_bytes_stand_beside_a_token_that_is_no_whole_character(bench: Bench) -> None:
+    answer = await bench.engine.predict(PredictRequest(TOKENS, top_k=100))
+    for one in answer.predictions:
+        raw = bench.vocabulary.token_bytes(one.token_id)
+        assert one.token_bytes == (None if raw.isascii() else raw)
+    assert any(one.token_bytes for one in answer.predictions)
+
+
+async def test_a_full_queue_refuses_a_prediction(make_bench: MakeBench) -> None:
+    bench = make_bench(max_queue=1)
+    bench.runner.gate.clear()
+    first = asyncio.create_task(bench.engine.predict(PredictRequest((5,))))
+    await bench.runner.until_busy()
+    second = asyncio.create_task(bench.engine.predict(PredictRequest((6,))))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await bench.engine.predict(PredictRequest((7,)))
+    assert bench.sample("wane_refused_items_total") == 1
+    bench.runner.gate.set()
+    await asyncio.gather(first, second)
+
+
+async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
+    bench: Bench, travel: Callable[[float], None]
+) -> None:
+    bench.runner.gate.clear()
+    first = asyncio.create_task(bench.engine.predict(PredictRequest((5,))))
+    await bench.runner.until_busy()
+    deadline = asyncio.get_running_loop().time() + 3600
+    late = asyncio.create_task(bench.engine.predict(PredictRequest((6,), deadline=deadline)))
+    await asyncio.sleep(0)
+    travel(3600)
+    with pytest.raises(DeadlineExceeded):
+        await late
+    bench.runner.gate.set()
+    await first
+    assert bench.runner.calls == [("window", [[EOS, 5]])]
+
+
+async def test_a_failed_run_is_told_in_fixed_words(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.runner.poison = 66
+    with pytest.raises(WaneError) as caught:
+        await bench.engine.predict(PredictRequest((66,)))
+    assert (caught.value.message, caught.value.http_status) == ("the model failed to run", 500)
+    assert "poisoned" in caplog.text

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from service.engine.report import BUCKETS_MS, RECENT, Durations, Report
+from service.engine.types import GenerateRequest, Latency, Mode, PredictRequest, ScoreRequest, StepRequest
+from service.metrics import Metrics
+from tests.service.engine.fakes import Bench
+
+TOKENS = tuple(range(10, 20))
+
+
+def test_percentiles_are_exact_over_the_latest_values() -> None:
+    durations = Durations()
+    for value in range(1, 101):
+        durations.add(float(value))
+    document: Any = durations.document()
+    assert (document["p50_ms"], document["p90_ms"], document["p99_ms"]) == (
+        pytest.approx(50.5),
+        pytest.approx(90.1),
+        pytest.approx(99.01),
+    )
+    assert (document["count"], document["sum_ms"]) == (100, 5050.0)
+
+
+def test_percentiles_forget_and_buckets_do_not() -> None:
+    durations = Durations()
+    durations.add(1e6)
+    for _ in range(RECENT):
+        durations.add(1.0)
+    document: Any = durations.document()
+    assert document["p99_ms"] == 1.0
+    assert document["count"] == RECENT + 1
+
+
+def test_buckets_are_cumulative_include_their_bound_and_end_in_one_without() -> None:
+    durations = Durations()
+    for value in (BUCKETS_MS[0], BUCKETS_MS[3], 1e9):
+        durations.add(value)
+    buckets: Any = durations.document()["buckets"]
+    assert [bucket["count"] for bucket in buckets[:5]] == [1, 1, 1, 2, 2]
+    assert buckets[-1] == {"le_ms": None, "count": 3}
+
+
+def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None:
+    report = Report(Metrics(), "m")
+    report.answered("predict", Mode.BOTH)
+    for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH):
+        report.took(mode, Latency(1.0, 2.0, 3.0))
+    modes: Any = report.document()["modes"]
+    assert {mode: part["requests"] for mode, part in modes.items()} == {
+        "recurrent": 0,
+        "window": 0,
+        "both": 1,
+    }
+    assert modes["window"]["latency"]["compute"]["p50_ms"] == 2.0
+
+
+async def test_the_report_of_an_engine_is_what_it_did(bench: Bench) -> None:
+    session = (await bench.engine.create_session()).session
+    parked = (await bench.engine.create_session()).session
+    for _ in range(3):
+        await bench.engine.step(StepRequest(session, (5,)))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    await bench.engine.score(ScoreRequest(TOKENS))
+    async for _ in await bench.engine.generate(GenerateRequest(TOKENS, max_tokens=2)):
+        pass
+    report: Any = await bench.engine.report()
+    assert (report["model"], report["model_version"], report["device"]) == ("fake", "1", "cpu")
+    assert report["operations"] == {"step": 3, "predict": 2, "score": 1, "generate": 1}
+    assert {mode: part["requests"] for mode, part in report["modes"].items()} == {
+        "recurrent": 3,
+        "window": 1,
+        "both": 1,
+    }
+    assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 4  # three steps, and half of both
+    assert report["agreement"]["compared"] == 1
+    assert report["sessions"] == {"resident": 1, "parked": 1, "rebuilt": 0}
+    assert parked != session
+
+
+async def test_prometheus_sees_the_same_and_no_session_id(bench: Bench) -> None:
+    session = (await bench.engine.create_session("a-session-by-name")).session
+    await bench.engine.step(StepRequest(session, (5,)))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    assert bench.sample("wane_answers_total", operation="step", mode="recurrent") == 1
+    assert bench.sample("wane_answer_seconds_count", mode="window", phase="compute") == 1
+    assert bench.sample("wane_sessions_resident") == 1
+    assert bench.sample("wane_state_bytes") == bench.engine._slab.slot_bytes
+    assert bench.sample("wane_batch_items_count", role="step") == 1
+    text = bench.metrics.render().decode()
+    assert "a-session-by-name" not in text
+    assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text

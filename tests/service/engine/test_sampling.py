@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.engine.distribution import log_softmax, predictions
+from service.engine.sampling import Sampler
+from service.errors import WaneError
+from tests.service.engine.fakes import name_vocabulary
+
+LOGITS = np.log(np.array([0.1, 0.5, 0.25, 0.15], np.float32))
+DRAWS = 4000
+
+
+def drawn(sampler: Sampler, logits: np.ndarray[tuple[int], np.dtype[np.float32]] = LOGITS) -> set[int]:
+    return {sampler.draw(logits)[0] for _ in range(DRAWS)}
+
+
+def test_temperature_0_is_the_most_probable_token_with_its_true_log_probability() -> None:
+    token, logprob = Sampler(0.0, None, None, None).draw(LOGITS)
+    assert token == 1
+    assert logprob == pytest.approx(np.log(0.5), abs=1e-6)
+
+
+def test_draws_follow_the_distribution() -> None:
+    sampler = Sampler(1.0, None, None, seed=1)
+    counts = np.bincount([sampler.draw(LOGITS)[0] for _ in range(DRAWS)], minlength=4) / DRAWS
+    # Five standard deviations of a share: 5 * sqrt(p (1 - p) / n) <= 0.04.
+    assert counts == pytest.approx(np.exp(LOGITS), abs=0.04)
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    def share(temperature: float) -> float:
+        sampler = Sampler(temperature, None, None, seed=1)
+        return sum(sampler.draw(LOGITS)[0] == 1 for _ in range(DRAWS)) / DRAWS
+
+    assert share(0.5) == pytest.approx(0.25 / 0.345, abs=0.04)
+    assert share(100.0) == pytest.approx(0.25, abs=0.04)
+
+
+def test_top_k_leaves_the_k_most_probable() -> None:
+    assert drawn(Sampler(1.0, 2, None, seed=1)) == {1, 2}
+    assert drawn(Sampler(1.0, 100, None, seed=1)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.01, {1}), (0.49, {1}), (0.51, {1, 2}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]
+)
+def test_top_p_leaves_the_fewest_tokens_that_make_up_the_share(top_p: float, kept: set[int]) -> None:
+    assert drawn(Sampler(1.0, None, top_p, seed=1)) == kept
+
+
+def test_top_k_comes_before_top_p() -> None:
+    # Of {1: 0.5, 2: 0.25} token 1 has two thirds: enough for 0.6, where it would not be of all four.
+    assert drawn(Sampler(1.0, 2, 0.6, seed=1)) == {1}
+    assert drawn(Sampler(1.0, None, 0.6, seed=1)) == {1, 2}
+
+
+def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
+    def run(seed: int) -> list[int]:
+        sampler = Sampler(1.0, None, None, seed)
+        return [sampler.draw(LOGITS)[0] for _ in range(50)]
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e300])
+def test_the_most_extreme_temperatures_draw_a_token(temperature: float) -> None:
+    tokens = drawn(Sampler(temperature, None, 0.9, seed=1))
+    assert tokens == ({1} if temperature < 1 else {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_an_error_and_never_an_answer(bad: float) -> None:
+    logits = LOGITS.copy()
+    logits[2] = bad
+    with pytest.raises(WaneError, match="not finite"):
+        Sampler(1.0, None, None, None).draw(logits)
+
+
+def test_log_probabilities_are_exact_where_float32_would_overflow() -> None:
+    logprobs = log_softmax(np.array([1000.0, 999.0, -1000.0], np.float32))
+    assert np.exp(logprobs).sum() == pytest.approx(1.0)
+    assert logprobs[0] - logprobs[1] == pytest.approx(1.0)
+
+
+def test_among_equals_the_smaller_id_comes_first_and_no_more_are_listed_than_there_are() -> None:
+    vocabulary = name_vocabulary()
+    logits = np.array([0, 1, 0, 1, 0], np.float32)
+    assert [one.token_id for one in predictions(logits, 100, vocabulary)] == [1, 3, 0, 2, 4]
+    assert [one.token for one in predictions(logits, 2, vocabulary)] == ["<unk>", "read"]

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.engine.distribution import log_softmax
+from service.engine.types import ScoreMethod, ScoreRequest
+from service.errors import InvalidRequest, WaneError
+from tests.service.engine.fakes import Bench
+
+EOS = 0
+
+
+def expected(bench: Bench, tokens: tuple[int, ...]) -> list[float]:
+    fed = [EOS, *tokens]
+    return [float(log_softmax(bench.runner.logits(fed[: index + 1]))[token]) for index, token in enumerate(tokens)]
+
+
+async def test_every_given_token_has_its_log_probability_given_those_before_it(bench: Bench) -> None:
+    tokens = (10, 11, 12, 10)
+    score = await bench.engine.score(ScoreRequest(tokens))
+    assert score.logprobs == pytest.approx(expected(bench, tokens), abs=1e-5)
+    assert score.perplexity == pytest.approx(np.exp(-np.mean(score.logprobs)))
+    assert (score.error_bound, score.max_residual) == (0.0, 0.0)
+
+
+async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Bench) -> None:
+    tokens = tuple(10 + index % 97 for index in range(600))
+    score = await bench.engine.score(ScoreRequest(tokens))
+    assert [len(rows[0]) for _, rows in bench.runner.calls] == [256, 256, 88]
+    assert len(score.logprobs) == 600
+    assert score.logprobs[-1] == pytest.approx(
+        float(log_softmax(bench.runner.logits([EOS, *tokens[:-1]]))[tokens[-1]]), abs=1e-5
+    )
+
+
+async def test_a_method_that_is_not_available_is_refused_with_the_one_that_is(bench: Bench) -> None:
+    with pytest.raises(InvalidRequest, match=r"parallel.*not available yet.*sequential") as caught:
+        await bench.engine.score(ScoreRequest((5,), method=ScoreMethod.PARALLEL))
+    assert caught.value.field == "method"
+
+
+async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.runner, "_head", bench.runner._head * np.float32(1e4))
+    score = await bench.engine.score(ScoreRequest((10, 11, 12)))
+    assert np.isfinite(score.perplexity)
+
+
+async def test_a_score_that_is_no_number_is_an_error_and_never_an_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned = bench.runner._head.copy()
+    poisoned[3] = np.nan
+    monkeypatch.setattr(bench.runner, "_head", poisoned)
+    with pytest.raises(WaneError, match="not finite"):
+        await bench.engine.score(ScoreRequest((10, 11, 12)))

@@ -1,0 +1,16 @@
+"""The bundles that ship, for tests that want a real model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / Settings.read(os.environ).bundles
+PATHS = sorted(path.parent for path in FOLDER.glob("*/manifest.json"))
+
+each_bundle = pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])

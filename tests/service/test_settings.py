@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from service.settings import Settings, SettingsError
+
+
+def read(*arguments: str, **environment: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    Settings.add_arguments(parser)
+    return Settings.read(environment, parser.parse_args(arguments))
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    settings = read()
+    assert settings == Settings()
+    assert (settings.host, settings.port, settings.device) == ("127.0.0.1", 8000, "auto")
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_defaults() -> None:
+    settings = read("--port", "9000", WANE_PORT="7000", WANE_HOST="0.0.0.0", PATH="/bin")
+    assert (settings.port, settings.host) == (9000, "0.0.0.0")
+
+
+def test_every_field_can_be_given_both_ways() -> None:
+    given = {
+        "bundles": "/b",
+        "device": "cpu",
+        "log_level": "debug",
+        "host": "h",
+        "default_model": "m",
+        "session_ttl_s": "1.5",
+        "max_body_bytes": "4096",
+    }
+    values = {name: given.get(name, "7") for name in Settings.model_fields}
+    variables = {f"WANE_{name.upper()}": value for name, value in values.items()}
+    arguments = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert read(**variables) == read(*arguments)
+    assert read(*arguments).bundles == Path("/b")
+    assert read(*arguments).max_window == 7
+
+
+@pytest.mark.parametrize("variable", ["WANE_PROT", "WANE_port", "WANE_", "WANE_MAX_BATCH_MS"])
+def test_a_variable_that_is_no_setting_is_fatal_and_named(variable: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{variable} is not a setting"):
+        read(**{variable: "1"})
+
+
+def test_the_tests_own_variable_is_left_alone() -> None:
+    assert read(WANE_DATA="/somewhere") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("WANE_PORT", "http", "WANE_PORT is 'http': .*integer"),
+        ("WANE_PORT", "65536", "WANE_PORT is '65536': .*65535"),
+        ("WANE_DEVICE", "tpu", "WANE_DEVICE is 'tpu': .*'auto', 'cpu' or 'cuda'"),
+        ("WANE_SESSION_TTL_S", "nan", "WANE_SESSION_TTL_S is 'nan'"),
+        ("WANE_SESSION_TTL_S", "0", "WANE_SESSION_TTL_S is '0': .*greater than 0"),
+        ("WANE_MAX_QUEUE", "", "WANE_MAX_QUEUE is ''"),
+    ],
+)
+def test_a_value_out_of_range_names_the_variable_and_the_limit(variable: str, value: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        read(**{variable: value})
+
+
+def test_a_bad_option_is_named_as_it_was_written() -> None:
+    with pytest.raises(SettingsError, match="--max-batch is '0'"):
+        read("--max-batch", "0")
+
+
+def test_help_shows_every_setting_with_its_unit_default_and_variable() -> None:
+    parser = argparse.ArgumentParser()
+    Settings.add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for name, field in Settings.model_fields.items():
+        default = "none" if field.default is None else field.default
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"default {default}; WANE_{name.upper()})" in text.replace("- ", "-")
+    assert "(milliseconds; default 30000; WANE_REQUEST_TIMEOUT_MS)" in text
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().port = 1  # type: ignore[misc]
+
+
+def test_a_default_model_that_somebody_named_is_told_from_the_default() -> None:
+    assert not read().default_model_is_chosen
+    assert read(WANE_DEFAULT_MODEL="gated-stable").default_model_is_chosen
