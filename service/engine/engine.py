@@ -259,7 +259,15 @@ class Engine:
         try:
             async with until(request.deadline):
                 answer = await asyncio.shield(task)
-        except (asyncio.CancelledError, DeadlineExceeded):
+        except DeadlineExceeded as error:
+            if ticket.entered:
+                raise DeadlineExceeded(
+                    "the deadline passed while the step ran; it still commits: repeat it, with its position or its "
+                    "key, for the answer"
+                ) from error
+            task.cancel()
+            raise
+        except asyncio.CancelledError:
             if not ticket.entered:
                 task.cancel()
             raise

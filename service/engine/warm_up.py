@@ -28,7 +28,8 @@ def warm_up(runner: Runner, slab: Slab, eos_id: int, *, window: int, max_batch: 
         Work("scan", some, some, read=START),
         Work("head", read=START),
     ):
-        for size in (1, max_batch):
+        sizes = [size for size in (1, max_batch) if batch.fits(work.role, work.length, work.length * size, size)]
+        for size in sizes:
             _run([work] * size, slab, runner)
 
 

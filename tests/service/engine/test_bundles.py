@@ -45,11 +45,8 @@ def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
 async def own_tokens(engine: Engine, count: int) -> tuple[int, ...]:
     """Tokens that the model itself draws: what it is used on, and mostly among its first hundred."""
     request = GenerateRequest(some_tokens(engine, 10), max_tokens=count, seed=1)
-    tokens: list[int] = []
-    async for item in await engine.generate(request):
-        if isinstance(item, GeneratedToken):
-            tokens.append(item.token_id)
-    return tuple(tokens)
+    items = [item async for item in await engine.generate(request)]
+    return tuple(item.token_id for item in items if isinstance(item, GeneratedToken))
 
 
 def logprobs(answer: Answer) -> dict[int, float]:
