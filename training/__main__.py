@@ -11,6 +11,7 @@ from rich.console import Console
 
 from training.config import Experiment
 from training.errors import TrainingError
+from training.evaluate import POSITIONS
 from training.run import evaluate_run, export_run, train
 
 
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("run", type=Path, help="run folder")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
-        "--positions", type=int, default=16_384, help="window positions a split (default: %(default)s)"
+        "--positions", type=int, default=POSITIONS, help="window positions a split (default: %(default)s)"
     )
 
     command = commands.add_parser("export", help="write a bundle that the service can load")

@@ -21,7 +21,8 @@ from models.manifest import Perplexity, Quality, WindowPerplexity
 from models.networks import Network
 from training.data import Corpus
 
-WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+POSITIONS = 8192
 PIECE = 1024
 ROWS = 256
 TOLERATED_LOSS = 1.005
@@ -95,7 +96,7 @@ def evaluate_split(
     corpus: Corpus,
     split: str,
     windows: Sequence[int] = WINDOWS,
-    count: int = 16_384,
+    count: int = POSITIONS,
     advance: Advance | None = None,
 ) -> SplitLosses:
     """Both ways over one split. Windows longer than the split are left out."""

@@ -31,7 +31,7 @@ from models.networks import Network
 from training.config import Experiment
 from training.data import Corpus, load_corpus
 from training.errors import RunError
-from training.evaluate import WINDOWS, evaluate_split, evaluation_steps, quality
+from training.evaluate import POSITIONS, WINDOWS, evaluate_split, evaluation_steps, quality
 from training.loop import Trainer, load_best
 from training.plots import plot_log, plot_quality
 
@@ -96,6 +96,8 @@ def _open_run(folder: Path, data: Path | None) -> tuple[Experiment, Corpus, Netw
     except OSError as error:
         raise RunError(f"{folder} is no run folder: {error.filename}: {error.strerror}") from error
     experiment = _with_data(Experiment.model_validate_json(record), data)
+    if experiment.training.threads is not None:
+        torch.set_num_threads(experiment.training.threads)
     corpus = load_corpus(experiment.data, tokenizer_json)
     network = Network(experiment.model.architecture(corpus.vocabulary.size))
     network.load_state_dict(load_best(folder), strict=not network.architecture.tied)
@@ -162,7 +164,7 @@ def export_run(folder: Path, bundles: Path, data: Path | None, bundle_version: s
     if recorded.exists() and recorded.stat().st_mtime >= (folder / "best.pt").stat().st_mtime:
         found = Quality.model_validate_json(recorded.read_text())
     else:
-        found = _evaluate(experiment, corpus, network, folder, 16_384, console)
+        found = _evaluate(experiment, corpus, network, folder, POSITIONS, console)
     target = bundles / experiment.name
     try:
         manifest = export_bundle(
