@@ -1,4 +1,4 @@
-"""Our ONNX graphs beside torch's own export of the same network: size, nodes, latency in ONNX Runtime on one CPU thread.
+"""Our ONNX graphs beside torch's own export of the same network: size, nodes, latency on one CPU thread.
 
     python -m benchmarks.export [--repeat N]
 
@@ -124,7 +124,7 @@ def export_torch(folder: Path, architecture: Architecture, network: Network, rol
         module: nn.Module = TorchStep(network)
         state = [torch.zeros(2, architecture.hidden) for _ in architecture.state_tensors()]
         arguments: tuple[Tensor, ...] = (torch.zeros(2, dtype=torch.int64), *state)
-        attempts = [({0: batch}, tuple({0: batch} for _ in state))]
+        attempts: list[tuple[object, ...]] = [({0: batch}, tuple({0: batch} for _ in state))]
     else:
         module = TorchWindow(network)
         arguments = (torch.zeros(2, WINDOW, dtype=torch.int64), torch.full((2,), WINDOW))
@@ -180,10 +180,10 @@ def main() -> None:
     repeat = parser.parse_args().repeat
     logging.disable(logging.WARNING)
     table = Table(title=f"ours and torch.onnx, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
-    for heading in ("network", "graph", "made by", "time axis", "graph, bytes", "weights, bytes", "nodes"):
-        table.add_column(
-            heading, justify="left" if heading in ("network", "graph", "made by", "time axis") else "right"
-        )
+    for heading in ("network", "graph", "made by", "time axis"):
+        table.add_column(heading)
+    for heading in ("graph, bytes", "weights, bytes", "nodes"):
+        table.add_column(heading, justify="right")
     for batch in BATCHES:
         table.add_column(f"batch {batch}: median (p10 to p90), ms", justify="right")
     with tempfile.TemporaryDirectory() as temporary:

@@ -18,6 +18,8 @@ from models.reference import Reference
 REAL_ROWS = 4
 """Rows that the caller's tokens are laid out in, the last of them only half as long."""
 
+RANDOM_TIME = 32
+
 
 class ExportError(Exception):
     """The network, the oracle and the graphs do not agree; the message names who, where, by how much."""
@@ -39,9 +41,9 @@ def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | No
         worst = verify_graphs(bundle, run)
         worst = max(worst, check_graphs(reference, run, tokens, lengths, reference.zero_state(rows)))
         if network is not None:
-            worst = max(worst, check_network(reference, network, tokens))
-            random = np.random.default_rng(1).integers(bundle.vocabulary.size, size=tokens.shape, dtype=np.int64)
-            worst = max(worst, check_network(reference, network, random))
+            generator = np.random.default_rng(1)
+            random = generator.integers(bundle.vocabulary.size, size=(rows, RANDOM_TIME), dtype=np.int64)
+            worst = max(worst, *(check_network(reference, network, each) for each in (tokens, random)))
     except (ParityError, BundleError) as error:
         raise ExportError(str(error)) from error
     return worst
