@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
         elif self.draining is None:
             self.loop.call_soon_threadsafe(self._start_draining)
         elif sig == signal.SIGINT:
-            super().handle_exit(sig, frame)
+            self.should_exit = self.force_exit = True
 
     def _start_draining(self) -> None:
         if self.draining is None:

@@ -57,8 +57,13 @@ class SocketServer(Server):
     """The server over the fake engine, in the test's own event loop."""
 
     def __init__(self, app: FastAPI, catalog: FakeCatalog) -> None:
-        super().__init__(uvicorn.Config(app, port=0, ws="none", log_config=None), cast(Catalog, catalog))
+        config = uvicorn.Config(app, port=0, ws="none", log_config=None)
+        super().__init__(config, cast(Catalog, catalog))
         self.listening = asyncio.Event()
+
+    async def draining_is_over(self) -> None:
+        assert self.draining is not None
+        await self.draining
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

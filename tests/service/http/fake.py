@@ -28,7 +28,7 @@ from service.engine.types import (
     SessionView,
     StepRequest,
 )
-from service.errors import UnknownModel, UnknownSession, WaneError
+from service.errors import Unavailable, UnknownModel, UnknownSession, WaneError
 
 LATENCY = Latency(0.25, 0.5, 1.0)
 PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
@@ -205,6 +205,7 @@ class FakeCatalog:
     def __init__(self) -> None:
         self.engine = FakeEngine()
         self.failure: Exception | None = None
+        self.draining = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -216,6 +217,8 @@ class FakeCatalog:
     def get(self, name: str | None = None) -> FakeEngine:
         if self.failure is not None:
             raise self.failure
+        if not self.ready:
+            raise Unavailable(f"the server is {self.status}")
         if name not in (None, self.engine.name):
             raise UnknownModel(f"there is no model {name!r}")
         return self.engine
@@ -233,4 +236,8 @@ class FakeCatalog:
         return {"device": "cpu", "models": []}
 
     async def close(self) -> None:
+        """Waits for what the engine waits for: as the real one, for what was admitted."""
         self.status = "draining"
+        self.draining.set()
+        if self.engine.wait is not None:
+            await self.engine.wait.wait()

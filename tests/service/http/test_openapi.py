@@ -1,0 +1,123 @@
+"""The OpenAPI page: every example in it runs, and every answer is what it promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from service import documents
+from service.engine.types import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
+from service.schemas import Body, CompareBody, GenerateBody, PredictBody, ScoreBody, StepBody
+
+Example = tuple[str, str, object, dict[str, Any]]
+"""Method, path with its example parameters, body, and the schema of the answer."""
+
+
+@pytest.fixture(scope="module")
+def openapi(http: httpx.Client) -> dict[str, Any]:
+    document: dict[str, Any] = http.get("/openapi.json").json()
+    return document
+
+
+def examples(openapi: dict[str, Any]) -> Iterator[Example]:
+    """Every request that the page shows, in its order; what reads or ends a session comes after it was started."""
+    late: list[Example] = []
+    for template, operations in openapi["paths"].items():
+        for method, operation in operations.items():
+            path = template
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path" and "examples" in parameter["schema"]:
+                    path = path.replace(f"{{{parameter['name']}}}", parameter["schema"]["examples"][0])
+            answer = next(iter(operation["responses"].values()))
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            for example in content.get("examples", {}).values():
+                yield method.upper(), path, example["value"], answer
+            if not content:
+                late.append((method.upper(), path, None, answer))
+    yield from sorted(late, key=lambda example: example[0] == "DELETE")
+
+
+def assert_as_promised(name: str, document: object) -> None:
+    """The document holds what the page says of it, and nothing else: it survives reading and writing unchanged."""
+    adapter: TypeAdapter[object] = TypeAdapter(getattr(documents, name))
+    assert adapter.dump_python(adapter.validate_python(document), mode="json") == document
+
+
+def names_in(schema: dict[str, Any]) -> list[str]:
+    return [one["$ref"].rsplit("/", 1)[-1] for one in schema.get("anyOf", [schema]) if "$ref" in one]
+
+
+def test_every_example_runs_and_is_answered_as_promised(http: httpx.Client, openapi: dict[str, Any]) -> None:
+    promised = 0
+    for method, path, body, answer in examples(openapi):
+        name = http.get("/v1/models").json()["data"][0]["id"]
+        response = http.request(method, path.replace("{name}", name), json=body)
+        assert response.is_success, (method, path, body, response.text)
+        kind = response.headers.get("content-type", "")
+        schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
+        if kind == "application/json" and (names := names_in(schema)):
+            batch = "results" in response.json()
+            assert_as_promised("BatchDocument" if batch else names[0], response.json())
+            promised += 1
+        if kind.startswith("text/event-stream"):
+            *tokens, (last, finish) = events(response.text)
+            assert last == "finish" and {event for event, _ in tokens} == {"token"}
+            assert_as_promised("FinishDocument", finish)
+            for _, token in tokens:
+                assert_as_promised("GeneratedTokenDocument", token)
+    assert promised >= 15
+    assert http.get("/v1/sessions/demo").status_code == 404  # the last example ended it
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    parts = [event.split("\n") for event in text.strip().split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
+
+
+def test_every_route_with_a_body_has_an_example(openapi: dict[str, Any]) -> None:
+    with_example = {path for _, path, body, _ in examples(openapi) if body is not None}
+    assert with_example == {
+        path.replace("{session}", "demo") for path, operations in openapi["paths"].items() if "post" in operations
+    }
+
+
+def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
+    for path, operations in app.openapi()["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            assert list(responses["default"]["content"]) == ["application/problem+json"], path
+            assert "422" not in responses  # the framework's own shape, which is never sent
+
+
+def test_every_reference_of_the_page_leads_somewhere(app: FastAPI) -> None:
+    document = app.openapi()
+    text = json.dumps(document)
+    assert "$defs" not in text
+    for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
+        assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("body", "request_type"),
+    [
+        (PredictBody, PredictRequest),
+        (CompareBody, CompareRequest),
+        (ScoreBody, ScoreRequest),
+        (GenerateBody, GenerateRequest),
+        (StepBody, StepRequest),
+    ],
+)
+def test_the_wire_s_defaults_are_the_engine_s(body: type[Body], request_type: Any) -> None:
+    defaults = {field.name: field.default for field in fields(request_type) if field.default is not MISSING}
+    shared = body.model_fields.keys() & defaults.keys() - {"tokens"}
+    assert shared
+    for name in shared:
+        default = body.model_fields[name].default
+        assert (tuple(default) if isinstance(default, list) else default) == defaults[name], name
