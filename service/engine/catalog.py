@@ -60,20 +60,22 @@ class Catalog:
 
     async def load(self) -> None:
         """Reads, verifies and warms up every bundle. Raises CatalogError, BundleError, DeviceError."""
-        loaded = await asyncio.to_thread(lambda: [self._open(path) for path in self._paths()])
-        bundles = {bundle.manifest.name: bundle for bundle, _ in loaded}
-        if len(bundles) < len(loaded):
-            raise CatalogError("two bundles hold models of the same name: " + ", ".join(sorted(bundles)))
-        self._default = self._choose_default(sorted(bundles))
-        longest = max(bundle.manifest.max_window for bundle in bundles.values())
+        bundles = await asyncio.to_thread(lambda: [Bundle.read(path) for path in self._paths()])
+        bundles.sort(key=lambda bundle: bundle.manifest.name)
+        names = [bundle.manifest.name for bundle in bundles]
+        if len(set(names)) < len(names):
+            raise CatalogError(f"two bundles hold models of the same name: {', '.join(names)}")
+        self._default = self._choose_default(names)
+        runners = await asyncio.gather(*(asyncio.to_thread(self._open, bundle) for bundle in bundles))
         # Every session can then be asked for every window that its model takes.
+        longest = max(bundle.manifest.max_window for bundle in bundles)
         store = MemoryStore(
             tail_tokens=max(self._settings.tail_tokens, longest),
             ttl_s=self._settings.session_ttl_s,
             max_sessions=self._settings.max_sessions,
         )
         engines: dict[str, Engine] = {}
-        for bundle, runner in sorted(loaded, key=lambda pair: pair[0].manifest.name):
+        for bundle, runner in zip(bundles, runners, strict=True):
             manifest = bundle.manifest
             try:
                 engine = Engine(manifest, bundle.vocabulary, runner, store, self._settings, self._metrics)
@@ -153,9 +155,8 @@ class Catalog:
             raise CatalogError(f"bundles is {root}, which holds no bundle (a folder with a {MANIFEST})")
         return paths
 
-    def _open(self, path: Path) -> tuple[Bundle, Runner]:
-        """A bundle that is what it says, and a runner whose every graph computes what its weights say."""
-        bundle = Bundle.read(path)
+    def _open(self, bundle: Bundle) -> Runner:
+        """A runner whose every graph computes what the bundle's weights say."""
         runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
         verify_graphs(bundle, runner.run)
-        return bundle, runner
+        return runner

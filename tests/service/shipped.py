@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from models.bundle import Bundle
+from service.runners.onnx import OnnxRunner
 from service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -14,3 +17,10 @@ FOLDER = ROOT / Settings.read(os.environ).bundles
 PATHS = sorted(path.parent for path in FOLDER.glob("*/manifest.json"))
 
 each_bundle = pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
+
+
+@cache
+def opened(path: Path) -> tuple[Bundle, OnnxRunner]:
+    """A bundle and its runner on the CPU, read once for all tests."""
+    bundle = Bundle.read(path)
+    return bundle, OnnxRunner(bundle, "cpu", threads=1)

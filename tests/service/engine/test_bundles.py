@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from service.engine.catalog import Catalog
 from service.engine.engine import Engine
 from service.engine.types import (
     Answer,
@@ -23,19 +21,22 @@ from service.engine.types import (
 )
 from service.metrics import Metrics
 from service.settings import Settings
-from tests.service.shipped import PATHS
+from service.stores.memory import MemoryStore
+from tests.service.shipped import PATHS, opened
 
 STREAMED = 1000
 
 
 @pytest.fixture(params=PATHS, ids=[path.name for path in PATHS])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    """One shipped model, loaded and warmed up."""
-    path: Path = request.param
-    catalog = Catalog(Settings(bundles=path, device="cpu"), Metrics())
-    await catalog.load()
-    yield catalog.get()
-    await catalog.close()
+    """One shipped model, warmed up."""
+    bundle, runner = opened(request.param)
+    settings = Settings(max_batch=8)
+    store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.max_sessions)
+    engine = Engine(bundle.manifest, bundle.vocabulary, runner, store, settings, Metrics())
+    await asyncio.to_thread(engine.warm_up)
+    yield engine
+    await engine.close()
 
 
 def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
