@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (n)."""
+    """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T); all finite."""
 
     logits: NDArray[np.float32] | None = None
     hidden: NDArray[np.float32] | None = None
@@ -65,14 +65,14 @@ def fits(role: Role, longest: int, total: int, items: int) -> bool:
 def run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Exception]:
     """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail."""
     try:
-        return list(_run(works, slab, runner))
+        return _run(works, slab, runner)
     except Exception as error:  # whatever a runner raises belongs to the items, not to the server
         if len(works) == 1:
             return [error]
         return [row for work in works for row in run([work], slab, runner)]
 
 
-def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row]:
+def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Exception]:
     role = works[0].role
     reads = [work.read for work in works]
     feeds: dict[str, Array]
@@ -85,14 +85,13 @@ def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row]:
     outputs = runner.run(role, feeds)
     if role != "head":
         slab.scatter([work.write for work in works], outputs)
-    logits, hidden, logprobs = (outputs.get(name) for name in ("logits", HIDDEN, "logprobs"))
+    answers = {name: outputs[name] for name in ("logits", HIDDEN, "logprobs") if name in outputs}
+    finite = np.all([np.isfinite(answer).all(axis=1) for answer in answers.values()], axis=0)
     return [
-        Row(
-            logits=None if logits is None else logits[row],
-            hidden=None if hidden is None else hidden[row],
-            logprobs=None if logprobs is None else logprobs[row, : work.length],
-        )
-        for row, work in enumerate(works)
+        Row(**{name: answer[row] for name, answer in answers.items()})
+        if finite[row]
+        else FloatingPointError("the model's output is not finite")
+        for row in range(len(works))
     ]
 
 

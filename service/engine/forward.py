@@ -77,7 +77,8 @@ class Forward:
                 piece = slice(start, start + SCAN_PIECE_TOKENS)
                 read = slot if start else ZERO
                 work = Work("scan", tokens[piece], targets[piece], read=read, write=slot)
-                logprobs[piece] = _there((await self._batcher.submit(work, ticket)).logprobs)
+                row = await self._batcher.submit(work, ticket)
+                logprobs[piece] = _there(row.logprobs)[: work.length]
         return logprobs
 
 

@@ -76,7 +76,7 @@ class FakeRunner:
     """c' = 0.9 c + E[x], h' = tanh(c'), logits = W h': every row by itself, so batches change nothing, bit for bit.
 
     `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
-    one has begun. A run that meets `poison` among its tokens raises.
+    one has begun. A run that meets `poison` among its tokens raises; one that meets `hot` ends in NaN there.
     """
 
     device = "cpu"
@@ -90,6 +90,7 @@ class FakeRunner:
         self.gate.set()
         self.busy = threading.Event()
         self.poison: int | None = None
+        self.hot: int | None = None
 
     async def until_busy(self) -> None:
         """Waits until a run has begun that had not when this was last asked."""
@@ -155,6 +156,7 @@ class FakeRunner:
 
     def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
         cell = np.float32(0.9) * state["layers.0.c"] + self._embedding[tokens]
+        cell[tokens == self.hot] = np.nan
         return {"layers.0.h": np.tanh(cell), "layers.0.c": cell}
 
     def _logits(self, hidden: Array) -> NDArray[np.float32]:

@@ -166,6 +166,13 @@ async def test_one_bad_item_fails_alone(rig: Rig, caplog: pytest.LogCaptureFixtu
     assert "a poisoned token" in caplog.text
 
 
+async def test_an_output_that_is_no_number_fails_alone(rig: Rig) -> None:
+    rig.runner.hot = 3
+    rows = await asyncio.gather(*(rig.ask(token) for token in (2, 3, 4)), return_exceptions=True)
+    assert rig.sizes() == [3]
+    assert [isinstance(row, Row) for row in rows] == [True, False, True]
+
+
 async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None:
     first = await rig.hold()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.engine.sessions import token_hash
-from service.engine.types import Mode, Origin, PredictRequest, StepRequest
+from service.engine.types import Mode, Origin, PredictRequest, ScoreRequest, StepRequest
 from service.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -266,6 +266,19 @@ async def test_a_failed_run_commits_nothing_and_the_state_stays(bench: Bench) ->
     assert (view.position, view.state) == (1, Origin.RESIDENT)
     answer = await bench.engine.step(StepRequest(session, (7,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7])
+
+
+async def test_an_output_that_is_no_number_is_a_failed_run(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    session = await start(bench, 5)
+    bench.runner.hot = 6
+    for tokens in ((6,), (6, 7)):
+        with pytest.raises(WaneError, match="failed to run"):
+            await bench.engine.step(StepRequest(session, tokens))
+    with pytest.raises(WaneError, match="failed to run"):
+        await bench.engine.score(ScoreRequest((6, 7)))
+    assert "not finite" in caplog.text
+    view = await bench.engine.get_session(session)
+    assert (view.position, view.state) == (1, Origin.RESIDENT)
 
 
 async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_bench: MakeBench) -> None:
