@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from models.bundle import BundleError
-from service import comparison, server
+from service import comparison, plot, server
 from service.client import Client, ClientError
 from service.console import agreement_table, latency_table, report_tables
 from service.engine.catalog import CatalogError
@@ -69,8 +69,6 @@ def compare(arguments: Sequence[str]) -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(compared.document(), indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:
-        from service import plot  # matplotlib takes a second to import, and only a plot needs it
-
         plot.save(compared, options.plot)
 
 

@@ -1,13 +1,17 @@
-"""The plot of a comparison: latency by mode, and agreement by window size. Imported only where one is asked for."""
+"""The plot of a comparison: latency by mode, and agreement by window size.
+
+matplotlib takes a second to import, and is imported only where a plot is drawn.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from service.comparison import PHASES, Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # Okabe and Ito's: told apart by everybody
 FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn here
@@ -15,6 +19,8 @@ FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn he
 
 def save(compared: Comparison, path: Path) -> None:
     """Writes the plot to `path`, in the format of its suffix. Raises OSError, ValueError for a format unknown."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 4), layout="constrained")
     latency, distance, top1 = figure.subplots(1, 3)
     figure.suptitle(f"{compared.model} {compared.model_version} on {compared.device}: recurrent against window")

@@ -1,0 +1,197 @@
+"""Documentation that is run: the commands of a Markdown file, and what they print, compared with what stands there.
+
+A fenced block whose first word is `console` is run, line by line, from the root of the checkout:
+
+    ```console
+    $ curl -s localhost:8000/readyz
+    {"ready":true,...}
+    ```
+
+Lines after `$ ` are what the command prints, on both streams. `...` stands for anything in a line, and, alone in a
+line, for any lines. Decimal numbers need only agree to a thousandth, and milliseconds (`..._ms` in JSON, `... ms` in
+text) not at all. A line that ends in a backslash goes on in the next one.
+
+A block of `console background` is started and kept running until the end of the file, once it has printed what stands
+there: a server. Blocks with any other first word, such as `bash`, are for people only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+TIMEOUT_S = 300
+TOLERANCE = 1e-3
+
+FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+MILLISECONDS = r'(?:(?<=_ms":)|(?<=_ms": ))\d+(?:\.\d+)?(?:e[-+]?\d+)?|\d+(?:\.\d+)?(?= ms\b)'
+DECIMAL = r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+e[-+]?\d+"
+NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+SPECIAL = re.compile(
+    rf"(?P<lines>^\.\.\.\n)|(?P<dots>\.\.\.)|(?P<milliseconds>{MILLISECONDS})|(?P<decimal>{DECIMAL})", re.MULTILINE
+)
+
+
+class TranscriptError(AssertionError):
+    """A command did not print what the document says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of a document: where it stands, what is run, and what the document says that it prints."""
+
+    line: int
+    text: str
+    expected: str
+    background: bool = False
+
+
+def parse(markdown: str) -> list[Command]:
+    """The commands of a document's `console` blocks, in order."""
+    commands: list[Command] = []
+    for block in FENCE.finditer(markdown):
+        words = block["info"].split()
+        if not words or words[0] != "console":
+            continue
+        first = markdown.count("\n", 0, block.start("body")) + 1
+        commands += _commands(block["body"], first, background="background" in words)
+    return commands
+
+
+def _commands(body: str, first: int, *, background: bool) -> Iterator[Command]:
+    lines = body.splitlines(keepends=True)
+    starts = [index for index, line in enumerate(lines) if line.startswith("$ ")]
+    if not starts or starts[0] != 0:
+        raise TranscriptError(f"line {first}: a console block starts with a command, as `$ command`")
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        after = start + 1
+        while lines[after - 1].endswith("\\\n"):
+            after += 1
+        text = "".join(lines[start:after]).removeprefix("$ ").rstrip("\n")
+        yield Command(first + start, text, "".join(lines[after:end]), background)
+
+
+def compare(command: Command, printed: str) -> None:
+    """Raises TranscriptError unless `printed` is what the document says."""
+    found = re.fullmatch(_pattern(command.expected), _tidy(printed))
+    if found is None:
+        raise TranscriptError(
+            f"line {command.line}: $ {command.text}\n--- the document says\n{command.expected}--- it printed\n{printed}"
+        )
+    _compare_decimals(command, found)
+
+
+def _compare_decimals(command: Command, found: re.Match[str]) -> None:
+    written = [one["decimal"] for one in SPECIAL.finditer(_tidy(command.expected)) if one["decimal"]]
+    for says, is_now in zip(written, found.groups(), strict=True):
+        if not math.isclose(float(says), float(is_now), rel_tol=TOLERANCE):
+            raise TranscriptError(
+                f"line {command.line}: $ {command.text}\nthe document says {says}, it printed {is_now}"
+            )
+
+
+def _tidy(text: str) -> str:
+    """Without blanks at the ends of lines, and with a line break at the end of the last."""
+    return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
+
+
+def _pattern(expected: str) -> str:
+    """A regular expression for what is expected, with a group for each decimal number."""
+    text = _tidy(expected)
+    parts: list[str] = []
+    end = 0
+    for special in SPECIAL.finditer(text):
+        parts.append(re.escape(text[end : special.start()]))
+        end = special.end()
+        if special["lines"]:
+            parts.append(r"(?:[^\n]*\n)*?")
+        elif special["dots"]:
+            parts.append(r"[^\n]*?")
+        elif special["milliseconds"]:
+            parts.append(NUMBER)
+        else:
+            parts.append(f"({NUMBER})")
+    return "".join([*parts, re.escape(text[end:])])
+
+
+def run(
+    commands: Sequence[Command],
+    directory: Path,
+    environment: Mapping[str, str],
+    spell: Callable[[str], str] = lambda text: text,
+) -> None:
+    """Runs the commands in their order, and compares. Raises TranscriptError at the first that differs.
+
+    `spell` is applied to commands and to what is expected of them, for an address that must differ here.
+    """
+    with ExitStack() as running:
+        for written in commands:
+            command = Command(written.line, spell(written.text), spell(written.expected), written.background)
+            if command.background:
+                running.enter_context(_background(command, directory, environment))
+            else:
+                ended = subprocess.run(
+                    ["bash", "-c", command.text],
+                    cwd=directory,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    timeout=TIMEOUT_S,
+                    check=False,
+                )
+                compare(command, ended.stdout)
+
+
+@contextmanager
+def _background(command: Command, directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """Starts a command, waits until it has printed what is expected, and ends it with the block."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {command.text}"],
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines: Queue[str | None] = Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line)
+        lines.put(None)
+
+    reader = Thread(target=read)
+    reader.start()
+    try:
+        _await(command, lines)
+        yield
+        process.terminate()
+        process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+
+
+def _await(command: Command, lines: Queue[str | None]) -> None:
+    pattern = re.compile(_pattern(command.expected) if command.expected else "")
+    printed = ""
+    while (found := pattern.match(_tidy(printed))) is None:
+        line = lines.get(timeout=TIMEOUT_S)
+        if line is None:
+            compare(command, printed)
+            return
+        printed += line
+    _compare_decimals(command, found)
