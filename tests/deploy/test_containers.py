@@ -1,0 +1,138 @@
+"""The container files agree with the settings, the command line and the tree: no engine is needed to see that."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.server import CLOSE_S
+from service.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = Settings()
+WORKDIR = "/app"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions and their arguments, continued lines joined."""
+    text = (ROOT / "service" / "Dockerfile").read_text()
+    lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    joined = lines.replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def arguments(instruction: str) -> list[str]:
+    return [argument for name, argument in instructions() if name == instruction]
+
+
+def image_environment() -> dict[str, str]:
+    return dict(pair.split("=", 1) for line in arguments("ENV") for pair in shlex.split(line))
+
+
+def services() -> Iterator[tuple[str, dict[str, Any]]]:
+    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    yield from document["services"].items()
+
+
+each_service = pytest.mark.parametrize("service", [pytest.param(body, id=name) for name, body in services()])
+
+
+def as_settings(environment: dict[str, str]) -> Settings:
+    """Reads WANE_... variables as the server does: an unknown or impossible one is an error."""
+    return Settings.read({name: str(value) for name, value in environment.items()})
+
+
+def test_the_image_s_variables_are_settings() -> None:
+    settings = as_settings(image_environment())
+    assert settings.host == "0.0.0.0"
+    assert arguments("EXPOSE") == [str(settings.port)]
+
+
+def test_the_image_holds_what_the_server_needs_and_what_is_copied_exists() -> None:
+    copied = [source for line in arguments("COPY") for source in line.split()[:-1]]
+    for source in copied:
+        assert (ROOT / source).exists(), source
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == set(copied)
+    assert {"service", "models", "pyproject.toml"} <= set(copied)
+
+
+def test_the_image_runs_the_server_as_nobody_in_particular_and_from_the_folder_that_holds_the_bundles() -> None:
+    assert json.loads(arguments("ENTRYPOINT")[-1]) == ["python", "-m", "service"]
+    assert arguments("USER") == ["wane"]
+    assert arguments("WORKDIR") == [WORKDIR]
+    assert not DEFAULTS.bundles.is_absolute()
+
+
+def test_the_health_check_is_a_program_that_asks_for_readiness() -> None:
+    (check,) = arguments("HEALTHCHECK")
+    command = json.loads(check[check.index("[") :])
+    assert command[:2] == ["python", "-c"]
+    compile(command[2], "the health check", "exec")
+    assert "/readyz" in command[2] and "WANE_PORT" in command[2]
+
+
+def test_there_is_a_stage_for_every_variant() -> None:
+    stages = {match[1] for line in arguments("FROM") if (match := re.search(r" AS (\w+)$", line))}
+    default = arguments("ARG")[0].removeprefix("VARIANT=")
+    assert arguments("FROM")[-1] == "${VARIANT}"
+    assert stages == {"base", "cuda"} and default == "base"
+
+
+def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_extra() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    wanted = re.search(r'"onnxruntime-gpu(\[[a-z,]+\])?(?P<range>[^"]+)"', pyproject)
+    installed = re.search(r'"onnxruntime-gpu(\[[a-z,]+\])?(?P<range>[^"]+)"', " ".join(arguments("RUN")))
+    assert wanted and installed
+    assert wanted["range"] == installed["range"]
+
+
+@each_service
+def test_a_service_s_variables_are_settings(service: dict[str, Any]) -> None:
+    settings = as_settings({**image_environment(), **service["environment"]})
+    assert settings.device in ("cpu", "cuda")
+
+
+@each_service
+def test_a_service_is_built_from_this_tree_for_the_device_that_it_names(service: dict[str, Any]) -> None:
+    build = service["build"]
+    assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "service" / "Dockerfile")
+    cuda = build.get("args", {}).get("VARIANT") == "cuda"
+    assert cuda == (service["environment"]["WANE_DEVICE"] == "cuda") == (service.get("profiles") == ["gpu"])
+    assert service["image"] == ("wane:cuda" if cuda else "wane")
+    if cuda:
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+
+
+@each_service
+def test_a_service_publishes_the_port_that_the_server_listens_on(service: dict[str, Any]) -> None:
+    port = as_settings({**image_environment(), **service["environment"]}).port
+    assert [published.rsplit(":", 1)[1] for published in service["ports"]] == [str(port)]
+
+
+@each_service
+def test_a_service_mounts_the_bundles_where_the_server_looks_for_them(service: dict[str, Any]) -> None:
+    (mount,) = service["volumes"]
+    source, target, access = mount.split(":")
+    assert (ROOT / source) == ROOT / DEFAULTS.bundles
+    assert target == f"{WORKDIR}/{DEFAULTS.bundles.as_posix()}"
+    assert access == "ro"
+
+
+@each_service
+def test_a_service_is_given_the_time_that_draining_takes(service: dict[str, Any]) -> None:
+    seconds = int(service["stop_grace_period"].removesuffix("s"))
+    assert seconds * 1000 > DEFAULTS.drain_timeout_ms + CLOSE_S * 1000
+
+
+def test_published_ports_differ() -> None:
+    hosts = [published.rsplit(":", 1)[0] for _, service in services() for published in service["ports"]]
+    assert len(hosts) == len(set(hosts))
