@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
-from service.engine import agreement
+from service.engine import agreement, routing
 from service.engine.batcher import Ticket
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last
 from service.engine.report import Report
-from service.engine.routing import error_bound
 from service.engine.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin
 
 
@@ -99,7 +98,7 @@ class Answering:
         """The bound of one part."""
         known = course.known if recurrent else course.window
         assert known is not None, "a window's part without a k: this is a bug"
-        return error_bound(self._manifest, known, course.position)
+        return routing.error_bound(self._manifest, known, course.position)
 
     def _agreement(self, course: Course, recurrent: Outcome, window: Outcome) -> Agreement:
         """How far the parts are apart: at most as far as both are from the uninterrupted model, together."""

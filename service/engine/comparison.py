@@ -8,11 +8,11 @@ import numpy as np
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
+from service.engine import routing
 from service.engine.agreement import compare as agreement_of
 from service.engine.batcher import Ticket
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last, sequence
-from service.engine.routing import error_bound
 from service.engine.slab import Slab
 from service.engine.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Origin, Percentiles
 
@@ -54,7 +54,7 @@ async def compare(
 
     def line(index: int, window: int | None) -> ComparedMode:
         outcome = outcomes[index]
-        bound = 0.0 if window is None else error_bound(manifest, window, position)
+        bound = 0.0 if window is None else routing.error_bound(manifest, window, position)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,

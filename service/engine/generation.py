@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
+from service.engine import routing
 from service.engine.batcher import Ticket
 from service.engine.deadline import until
 from service.engine.distribution import partial_bytes
 from service.engine.forward import Forward, Outcome, last
-from service.engine.routing import error_bound
 from service.engine.sampling import Sampler
 from service.engine.text_stream import TextStream
 from service.engine.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
@@ -150,7 +150,7 @@ class Generation:
             tokens=tuple(stream.tokens),
             mode=self.mode,
             state=Origin.FULL if window is None else Origin.WINDOW,
-            error_bound=error_bound(self._manifest, position if window is None else window, position),
+            error_bound=routing.error_bound(self._manifest, position if window is None else window, position),
             window=window,
             latency=self._ticket.latency(),
         )

@@ -24,15 +24,17 @@ def choose(
 
     `window` is the k that was asked for, `own` the model's, `largest` the most that may be used.
     With a tolerance: the k asked for if its bound meets it, or else the smallest that does. Without: the k asked
-    for or the model's own, if the model is certified to forget. A k that covers everything is no window.
+    for or the model's own, if anything is known of how far that is off. A k that covers everything is no window.
     """
-    k: int | None = None
-    if tolerance is not None:
-        candidates = range(1, min(largest, position) + 1) if window is None else (window,)
+    k: int | None = own if window is None else window
+    if tolerance is None:
+        tolerance = 1.0
+    elif window is None:
+        candidates = range(1, min(largest, position) + 1)
         k = next((k for k in candidates if _meets(error_bound(manifest, k, position), tolerance)), None)
-    elif manifest.certificate.contractive:
-        k = own if window is None else window
-    return None if k is None or k >= position else k
+    if k is None or k >= position or not _meets(error_bound(manifest, k, position), tolerance):
+        return None
+    return k
 
 
 def _meets(bound: float | None, tolerance: float) -> bool:

@@ -53,10 +53,13 @@ async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for
     assert window.error_bound == 0.0
 
 
-async def test_auto_on_a_certified_model_is_its_own_window(make_bench: MakeBench) -> None:
-    bench = make_bench(contractive=True)
+async def test_auto_is_the_models_own_window_where_its_error_is_bounded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.engine.routing.error_bound", lambda _, k, position: 0.0 if k >= position else 0.25)
     answer = await bench.engine.predict(PredictRequest(TOKENS))
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, Origin.WINDOW)
+    assert answer.error_bound == 0.25
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,13 @@ async def test_auto_on_a_certified_model_is_its_own_window(make_bench: MakeBench
     [
         (False, PredictRequest(TOKENS)),
         (False, PredictRequest(TOKENS, window=8)),
+        (True, PredictRequest(TOKENS)),
         (True, PredictRequest(TOKENS, tolerance=0.5)),
         (True, PredictRequest(TOKENS, tolerance=0.5, window=8)),
         (True, PredictRequest(TOKENS, tolerance=0.0)),
         (True, PredictRequest(TOKENS[:4])),
     ],
-    ids=["uncertified", "uncertified-k", "tolerance", "tolerance-k", "exact", "short"],
+    ids=["uncertified", "uncertified-k", "contractive", "tolerance", "tolerance-k", "exact", "short"],
 )
 async def test_auto_runs_everything_where_no_window_is_known_to_do(
     make_bench: MakeBench, contractive: bool, request_: PredictRequest

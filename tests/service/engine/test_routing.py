@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from models.manifest import Manifest
+from service.engine import routing
 from service.engine.routing import choose, error_bound, of_session
 from service.engine.types import Mode
 from tests.service.engine.fakes import byte_vocabulary, make_manifest
@@ -16,23 +18,34 @@ def test_only_an_answer_that_knows_every_token_has_a_bound(k: int, position: int
 
 
 @pytest.mark.parametrize(
-    ("certified", "position", "window", "tolerance", "k"),
+    ("position", "window", "tolerance", "k"),
     [
-        (True, 100, None, None, 4),
-        (True, 100, 9, None, 9),
-        (True, 4, None, None, None),
-        (True, 9, 9, None, None),
-        (True, 100, None, 1.0, None),
-        (True, 10, None, 0.0, None),
-        (False, 100, None, None, None),
-        (False, 100, 9, None, None),
+        (100, None, None, 4),
+        (100, 9, None, 9),
+        (4, None, None, None),
+        (9, 9, None, None),
+        (100, None, 1.0, 1),
+        (100, None, 0.125, 3),
+        (100, 9, 0.125, 9),
+        (100, 2, 0.125, None),
+        (100, None, 1e-9, None),
+        (10, None, 0.0, None),
     ],
 )
-def test_auto_takes_a_window_only_where_it_is_known_to_do(
-    certified: bool, position: int, window: int | None, tolerance: float | None, k: int | None
+def test_auto_takes_the_cheapest_window_whose_bound_will_do(
+    position: int, window: int | None, tolerance: float | None, k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = CERTIFIED if certified else UNCERTIFIED
-    assert choose(manifest, position, window=window, own=4, largest=16, tolerance=tolerance) == k
+    monkeypatch.setattr(routing, "error_bound", lambda _, k, position: 0.0 if k >= position else 0.5**k)
+    assert choose(CERTIFIED, position, window=window, own=4, largest=16, tolerance=tolerance) == k
+
+
+@pytest.mark.parametrize("manifest", [CERTIFIED, UNCERTIFIED], ids=["contractive", "not contractive"])
+@pytest.mark.parametrize("tolerance", [None, 1.0, 0.0])
+@pytest.mark.parametrize("window", [None, 9])
+def test_auto_runs_everything_where_nothing_is_known_of_a_window(
+    manifest: Manifest, window: int | None, tolerance: float | None
+) -> None:
+    assert choose(manifest, 100, window=window, own=4, largest=16, tolerance=tolerance) is None
 
 
 @pytest.mark.parametrize(
