@@ -25,6 +25,7 @@ from service.engine.catalog import CatalogError
 from service.runners.runner import DeviceError
 from service.settings import Settings, SettingsError
 
+CHARACTERS_OF_A_TOKEN = 32  # at most, on the average of a text: no more of it is sent to be tokenised
 SAMPLE = Path(__file__).with_name("sample.txt")
 
 
@@ -52,17 +53,20 @@ def compare(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf")
     options = parser.parse_args(arguments)
-    if options.tokens < 1:
-        raise CommandError(f"--tokens is {options.tokens}, but must be at least 1")
-    text = options.file.read_text(encoding="utf-8")
+    for name in ("tokens", "window"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise CommandError(f"--{name} is {value}, but must be at least 1")
+    if options.plot is not None and options.plot.suffix not in plot.FORMATS:
+        raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(plot.FORMATS)}")
+    text = options.file.read_text(encoding="utf-8")[: options.tokens * CHARACTERS_OF_A_TOKEN]
 
     with Client(options.url) as client, Progress(console=Console(stderr=True), transient=True) as progress:
         card = comparison.choose(client, options.model)
+        k = card["k"] if options.window is None else options.window
         tokens = client.score(card["id"], text)["tokens"][: options.tokens]
         task = progress.add_task(f"Comparing the modes of {card['id']}", total=comparison.requests_needed(len(tokens)))
-        compared = comparison.measure(
-            client, options.url, card, options.window or card["k"], tokens, advance=lambda: progress.advance(task)
-        )
+        compared = comparison.measure(client, options.url, card, k, tokens, advance=lambda: progress.advance(task))
 
     console = Console()
     console.print(latency_table(compared), agreement_table(compared))

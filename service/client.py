@@ -21,6 +21,7 @@ class Client:
     """One connection to one server. Every method raises ClientError."""
 
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
+        self._url = url
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, transport=transport)
 
     def __enter__(self) -> Self:
@@ -73,7 +74,7 @@ class Client:
         try:
             response = self._http.request(method, path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ClientError(f"{self._http.base_url} does not answer: {error}") from error
+            raise ClientError(f"{self._url} does not answer: {error}") from error
         if response.is_success:
             document: Document = response.json() if response.content else {}
             return document

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from service.client import Document
@@ -10,11 +12,8 @@ from service.comparison import PHASES, AgreementSummary, Comparison
 
 def latency_table(compared: Comparison) -> Table:
     """Milliseconds by mode and phase."""
-    table = Table(title=f"Latency of one next token, ms ({compared.steps} tokens, {compared.device})")
-    table.add_column("mode")
-    table.add_column("phase")
-    for name in ("p50", "p90", "p99"):
-        table.add_column(name, justify="right")
+    title = f"Latency of one next token, ms ({compared.steps} tokens, {compared.device})"
+    table = _table(title, ("mode", "phase"), ("p50", "p90", "p99"))
     for mode, phases in compared.latency.items():
         label = mode if mode == "recurrent" else f"window of {compared.k}"
         for phase in PHASES:
@@ -27,12 +26,9 @@ def latency_table(compared: Comparison) -> Table:
 
 def agreement_table(compared: Comparison) -> Table:
     """How far windows are from recurrent: the model's k over all tokens, then every size at a few positions."""
-    table = Table(
-        title="Agreement of window and recurrent (TV: total variation)",
-        caption="ms: compute, median over positions",
-    )
-    for name in ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms"):
-        table.add_column(name, justify="right")
+    columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
+    table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
+    table.caption = "ms: compute, median over positions"
 
     def add(label: str, agreement: AgreementSummary, compute: str, last: bool = False) -> None:
         table.add_row(
@@ -54,31 +50,38 @@ def agreement_table(compared: Comparison) -> Table:
 
 
 def report_tables(report: Document) -> list[Table]:
-    """What a server has measured so far: latency by model and mode, then agreement and sessions by model."""
-    latency = Table(title=f"Latency, ms ({report['device']})")
-    for name in ("model", "mode", "requests", "phase", "p50", "p90", "p99"):
-        latency.add_column(name, justify="left" if name in ("model", "mode", "phase") else "right")
-    agreement = Table(title="Agreement (TV: total variation) and sessions")
-    agreement.add_column("model")
-    for name in ("pairs", "top-1", "TV mean", "TV max", "over bound", "resident", "parked"):
-        agreement.add_column(name, justify="right")
+    """What a server has measured so far: latency by model and mode, agreement by model, sessions by model."""
+    latency = _table(f"Latency, ms ({report['device']})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
+    agreement = _table(
+        "Agreement (TV: total variation)", ("model",), ("pairs", "top-1", "TV mean", "TV max", "over bound")
+    )
+    sessions = _table("Sessions", ("model",), ("resident", "parked", "rebuilt"))
     for model in report["models"]:
+        name = model["model"]
         for mode, measured in model["modes"].items():
             for phase, durations in measured["latency"].items():
-                values = [_number(durations[name], ".3f") for name in ("p50_ms", "p90_ms", "p99_ms")]
-                latency.add_row(model["model"], mode, str(measured["requests"]), phase, *values)
-        found, sessions = model["agreement"], model["sessions"]
+                quantiles = [_number(durations[f"{quantile}_ms"], ".3f") for quantile in ("p50", "p90", "p99")]
+                latency.add_row(name, mode, phase, str(measured["requests"]), *quantiles)
+        found = model["agreement"]
         agreement.add_row(
-            model["model"],
+            name,
             str(found["compared"]),
             _number(found["top1_match_rate"], ".1%"),
             _number(found["total_variation"]["mean"], ".2e"),
             _number(found["total_variation"]["max"], ".2e"),
             str(found["bound_violations"]),
-            str(sessions["resident"]),
-            str(sessions["parked"]),
         )
-    return [latency, agreement]
+        sessions.add_row(name, *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt")))
+    return [latency, agreement, sessions]
+
+
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name)
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    return table
 
 
 def _number(value: float | None, form: str) -> str:

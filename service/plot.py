@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # Okabe and Ito's: told apart by everybody
+FORMATS = (".png", ".svg", ".pdf")
 FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn here
 
 
 def save(compared: Comparison, path: Path) -> None:
-    """Writes the plot to `path`, in the format of its suffix. Raises OSError, ValueError for a format unknown."""
+    """Writes the plot to `path`, in the format of its suffix, one of FORMATS. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

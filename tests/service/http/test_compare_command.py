@@ -1,0 +1,158 @@
+"""`python -m service compare` and `report`, against a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.__main__ import SAMPLE, main
+from service.client import Client, ClientError
+from service.comparison import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, requests_needed
+from tests.service.http.live import LiveServer
+
+PNG = b"\x89PNG\r\n\x1a\n"
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def compared(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The JSON of one comparison over a few tokens of the sample; its plot stands beside it."""
+    folder = tmp_path_factory.mktemp("compared")
+    files = ["--json", str(folder / "compared.json"), "--plot", str(folder / "compared.png")]
+    assert main(["compare", live.url, "--tokens", str(STEPS), *files]) == 0
+    document: dict[str, Any] = json.loads((folder / "compared.json").read_text())
+    assert (folder / "compared.png").read_bytes().startswith(PNG)
+    return document
+
+
+def test_both_modes_are_timed_in_every_phase(compared: dict[str, Any]) -> None:
+    assert set(compared["latency"]) == {"recurrent", "window"}
+    for phases in compared["latency"].values():
+        assert set(phases) == set(PHASES)
+        for quantiles in phases.values():
+            assert 0 <= quantiles["p50"] <= quantiles["p90"] <= quantiles["p99"]
+        assert phases["compute"]["p50"] < phases["total"]["p50"] < phases["round_trip"]["p50"]
+
+
+def test_agreement_is_counted_over_every_token(compared: dict[str, Any]) -> None:
+    agreement = compared["agreement"]
+    assert agreement["compared"] == compared["steps"] == STEPS
+    assert 0 <= agreement["top1_proved_rate"] <= agreement["top1_match_rate"] <= 1
+    assert 0 <= agreement["total_variation_mean"] <= agreement["total_variation_max"] <= 1
+
+
+def test_agreement_is_shown_by_window_size(compared: dict[str, Any]) -> None:
+    sizes = [line["window"] for line in compared["windows"]]
+    assert sizes == sorted(set(sizes)) and compared["k"] in sizes and 1 in sizes
+    assert {line["agreement"]["compared"] for line in compared["windows"]} == {COMPARED_POSITIONS}
+    # A window that reaches back to the start is the recurrent model.
+    for line in compared["windows"]:
+        if line["window"] >= STEPS:
+            assert line["agreement"]["total_variation_max"] < 1e-5
+            assert line["agreement"]["top1_match_rate"] == 1
+
+
+def test_the_sessions_that_a_comparison_used_are_ended(compared: dict[str, Any], http: httpx.Client) -> None:
+    (report,) = [one for one in http.get("/v1/report").json()["models"] if one["model"] == compared["model"]]
+    assert report["agreement"]["compared"] >= STEPS
+    assert report["modes"]["recurrent"]["requests"] >= STEPS
+
+
+def test_the_tables_show_both_modes_and_every_window(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("one two three", encoding="utf-8")
+    assert main(["compare", live.url, "--file", str(text), "--window", "2"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("recurrent", "window of 2", "queue", "compute", "total", "round trip", "p50", "p90", "p99", "bound"):
+        assert word in shown
+
+
+def test_the_report_is_shown_as_tables(
+    compared: dict[str, Any], live: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", live.url]) == 0
+    shown = capsys.readouterr().out
+    for word in ("recurrent", "window", "both", "queue", "compute", "total", "resident"):
+        assert word in shown
+
+
+def test_the_sample_is_long_enough_for_the_default(http: httpx.Client) -> None:
+    tokens = http.post("/v1/score", json={"input": SAMPLE.read_text(encoding="utf-8")}).json()["tokens"]
+    assert len(tokens) >= 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "gpt"], "'gpt'"),
+        (["--window", "0"], "window"),
+        (["--window", "100000"], "100000"),
+        (["--tokens", "0"], "--tokens"),
+        (["--plot", "plot.jpeg2"], "plot.jpeg2"),
+        (["--file", "/nowhere"], "/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_comparison_that_cannot_be_made_says_why(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert main(["compare", live.url, "--tokens", "4", *arguments]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ") and named in message
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe"], ids=["empty", "not UTF-8"])
+def test_a_text_that_is_none_is_refused(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(content)
+    assert main(["compare", live.url, "--file", str(text)]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
+def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str], command: str, url: str) -> None:
+    assert main([command, url]) == 2
+    assert f"error: {url} does not answer" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("response", "told"),
+    [
+        (httpx.Response(404, json={"detail": "there is no session 's'"}), "404: there is no session 's'"),
+        (httpx.Response(502, text="<html>bad gateway"), "502: <html>bad gateway"),
+        (httpx.Response(500, json=["not a problem"]), '500: ["not a problem"]'),
+    ],
+    ids=["a problem", "a proxy's page", "other JSON"],
+)
+def test_a_refusal_is_told_in_the_server_s_words(response: httpx.Response, told: str) -> None:
+    with (
+        Client("http://wane", httpx.MockTransport(lambda request: response)) as client,
+        pytest.raises(ClientError, match="DELETE /v1/sessions/s") as raised,
+    ):
+        client.delete_session("s")
+    assert str(raised.value).endswith(told)
+
+
+def test_progress_counts_every_request() -> None:
+    assert requests_needed(100) == 300 + COMPARED_POSITIONS
+    assert requests_needed(3) == 9 + 3
+
+
+def test_quantiles_are_interpolated() -> None:
+    assert Quantiles.of([1.0, 2.0, 3.0]) == Quantiles(2.0, 2.8, 2.98)
+
+
+def test_a_bound_that_one_pair_lacks_is_no_bound_of_all() -> None:
+    pair = {"top1_match": True, "top1_proved": False, "total_variation": 0.1, "max_logit_difference": 1.0}
+    bounded = AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": 0.3}])
+    assert bounded.error_bound == 0.3
+    assert AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": None}]).error_bound is None
