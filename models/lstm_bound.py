@@ -38,9 +38,9 @@ ITERATIONS = 100
 SETTLED = 1e-13
 
 SATURATED = 1e-9
-"""A forget gate that may come this close to 1 proves nothing: the factor is then at least 1."""
+"""A forget gate that may come this close to 1 leaves c without a bound worth the name: the factor is then >= 1."""
 
-POSITIVE = 1e-12
+POSITIVE = 1e-9
 """Added to the comparison matrix, so that its Perron vector is positive and weighs a norm."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from models.bundle import Bundle, write_bundle
 from models.certificate import contraction
 from models.export.graph import OPSET
@@ -46,7 +48,7 @@ def export_bundle(
     """Writes the bundle `directory`, once its graphs, the oracle and `torch_network` agree.
 
     `weights` are float32 by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
-    Raises ExportError: weights that do not fit, token ids out of range, or a disagreement; then nothing is written.
+    Raises ExportError: what is given does not fit together, or who should agree does not; then nothing is written.
     """
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
     try:
@@ -57,27 +59,30 @@ def export_bundle(
     weights_data = encode_weights(weights)
     graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data))
     graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
-    manifest = Manifest(
-        schema_version=1,
-        name=name,
-        version=version,
-        description=description,
-        architecture=architecture,
-        vocabulary=VocabularyInfo(
-            kind=vocabulary_kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
-        ),
-        state=architecture.state_tensors(),
-        window=window,
-        max_window=max_window,
-        opset=OPSET,
-        graphs=graph_names,
-        weights=WEIGHTS,
-        tokenizer=TOKENIZER,
-        files={},
-        certificate=contraction(architecture, weights),
-        quality=quality,
-        provenance=provenance,
-    )
+    try:
+        manifest = Manifest(
+            schema_version=1,
+            name=name,
+            version=version,
+            description=description,
+            architecture=architecture,
+            vocabulary=VocabularyInfo(
+                kind=vocabulary_kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
+            ),
+            state=architecture.state_tensors(),
+            window=window,
+            max_window=max_window,
+            opset=OPSET,
+            graphs=graph_names,
+            weights=WEIGHTS,
+            tokenizer=TOKENIZER,
+            files={},
+            certificate=contraction(architecture, weights),
+            quality=quality,
+            provenance=provenance,
+        )
+    except ValidationError as error:
+        raise ExportError(f"the manifest would not be valid: {error}") from error
     files = {graph_names[role]: data for role, data in graphs.items()}
     files |= {WEIGHTS: weights_data, TOKENIZER: tokenizer_json.encode()}
 

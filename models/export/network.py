@@ -9,11 +9,10 @@ from onnx import TensorProto
 from models.export.cells import CellWriter
 from models.export.graph import GraphWriter
 from models.manifest import STATE_NAMES, Architecture
+from models.reference import LAYER_NORM_EPSILON
 
 TABLE_ELEMENTS = 1 << 22
 """The largest per-token table folded at load, in floats (16 MiB): beyond it the projection is computed per request."""
-
-LAYER_NORM_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True)

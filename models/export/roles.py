@@ -21,7 +21,6 @@ from models.export.graph import GraphWriter
 from models.export.network import NetworkWriter
 from models.manifest import Architecture, Role
 
-
 ROWS_AT_ONCE = 256
 """Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""
 

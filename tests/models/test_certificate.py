@@ -116,6 +116,44 @@ def test_no_pair_of_states_parts_faster_than_the_factor(
     assert worst_ratio(layer, generator) <= layer.bound.factor + ROUNDING
 
 
+def one_unit(cell: Cell, driven: list[float], recurrent: list[float], bias: list[float]) -> TopLayer:
+    """A layer of one unit by gates, whose tokens are the inputs -1 and 1."""
+    model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
+    weights = random_weights(model, seed=0)
+    weights["embedding.weight"][:, 0] = (-1, 1)
+    for name, values in (("weight_ih", driven), ("weight_hh", recurrent), ("bias_ih", bias)):
+        tensor = weights[f"layers.0.cell.{name}_l0"]
+        tensor[:] = np.array(values, dtype=np.float32).reshape(tensor.shape)
+    weights["layers.0.cell.bias_hh_l0"][:] = 0
+    return TopLayer(model, weights, np.random.default_rng(0))
+
+
+def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
+    """The worst token's ratio for one pair of states of one unit."""
+    tokens = np.arange(PAIRS) % 2
+    states = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
+    return float(layer.ratio(*states, tokens).max())
+
+
+def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
+    """The others hardly see h, so |dh'| = tanh(c') W_o / 4 |dh| about h = 0, with c at the box's edge."""
+    layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
+    edge = float(layer.bound.reach[1][0])
+    assert edge == pytest.approx(2, rel=1e-3)  # i g / (1 - f) with i = g = 1, f = 1/2
+    ratio = largest_ratio(layer, [0.001, edge], [-0.001, edge])
+    assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
+
+
+@pytest.mark.parametrize("recalled", [0.5, 3.0], ids=["the candidate contracts", "the candidate expands"])
+def test_the_update_gate_s_worse_end_attains_a_gru_s_factor(recalled: float) -> None:
+    """h' = (1 - z) tanh(r W_n h) + z h about h = 0, r = 1: the slope (1 - z) W_n + z is worst at one end of z."""
+    layer = one_unit("gru", [0, 1, 0], [0, 0, recalled], [40, 0, 0])
+    ratio = largest_ratio(layer, [0.001], [-0.001])
+    ends = (1 / (1 + np.exp(-token)) for token in (-1.0, 1.0))
+    assert ratio == pytest.approx(max((1 - z) * recalled + z for z in ends), rel=1e-4)
+    assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_state_never_leaves_its_box(cell: Cell) -> None:
     model = architecture(cell, "plain", layers=2)

@@ -192,3 +192,9 @@ def test_sample_tokens_that_are_none_are_refused(export: Export, tokens: list[in
     model = architecture("gated")
     with pytest.raises(ExportError, match=message):
         export(model, random_weights(model, seed=0), sample_tokens=tokens)
+
+
+def test_a_vocabulary_of_another_size_is_refused(export: Export) -> None:
+    model = architecture("gated", vocabulary_size=12)
+    with pytest.raises(ExportError, match=r"vocabulary\.size 11 is not architecture\.vocabulary_size 12"):
+        export(model, random_weights(model, seed=0))
