@@ -4,7 +4,7 @@
 
 Both compute `step` and `window` of the same random weights; answers are compared before anything is timed, and timed
 runs alternate between the two. torch's window takes the state after the last position, ours after each row's own
-length. Needs the train extra and onnxscript.
+length. Needs the extras train and bench.
 """
 
 from __future__ import annotations

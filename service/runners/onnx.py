@@ -79,5 +79,6 @@ def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.I
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     # Warnings of graph surgery are for exporters; errors are raised anyway.
     options.log_severity_level = 3
-    providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE}), CPU] if cuda else [CPU]
+    # TensorFloat-32 keeps ten bits of a product's factors: too few for what is said of agreement and of bounds.
+    providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE, "use_tf32": "0"}), CPU] if cuda else [CPU]
     return onnxruntime.InferenceSession(bundle.graph_path(role), options, providers=providers)

@@ -54,6 +54,6 @@ def test_cuda_that_does_not_start_is_said_and_auto_goes_on_without_it(
     monkeypatch.setattr(onnxruntime, "InferenceSession", NoSession)
     with pytest.raises(DeviceError, match="did not start"):
         OnnxRunner(opened(path)[0], "cuda", threads=1)
-    assert NoSession.asked == [(CUDA, {"device_id": 0}), CPU]
+    assert NoSession.asked == [(CUDA, {"device_id": 0, "use_tf32": "0"}), CPU]
     assert OnnxRunner(opened(path)[0], "auto", threads=1).device == "cpu"
     assert "did not start" in caplog.text

@@ -1,0 +1,85 @@
+"""The tables of figures that documents show, made from the manifests of the shipped bundles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.bundle_checks import read_manifest
+from models.manifest import Manifest, Quality
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ("gated-stable", "gated-stable-truncated", "rnn-stable", "lstm", "lstm-stable")
+
+
+def manifests() -> list[Manifest]:
+    """The shipped bundles' manifests, in the order of the tables."""
+    return [read_manifest(ROOT / "models" / "bundles" / name) for name in SHIPPED]
+
+
+def quality(manifest: Manifest) -> Quality:
+    assert manifest.quality is not None
+    return manifest.quality
+
+
+def size_mb(manifest: Manifest) -> float:
+    """All files of the bundle, in units of 10^6 bytes."""
+    folder = ROOT / "models" / "bundles" / manifest.name
+    return sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+
+
+def results_table() -> list[str]:
+    """What the models reach: perplexity per BPE token and per word, both ways, and how fast they forget."""
+    lines = [
+        "| model | MB | test perplexity, recurrent: per token (per word) | as a window of 64 "
+        "| window within 0.5 % from k | contraction by layer |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for manifest in manifests():
+        found = quality(manifest)
+        recurrent, window = found.recurrent["test"], found.window["test"]
+        change = 100 * (window.by_k[64].per_token / window.recurrent.per_token - 1)
+        k = found.window_within_half_percent
+        factors = ", ".join(f"{layer.factor:.3g}" for layer in manifest.certificate.layers)
+        lines.append(
+            f"| `{manifest.name}` | {size_mb(manifest):.1f} | {recurrent.per_token:.2f} ({recurrent.per_word:.1f}) "
+            f"| {change:+.2f} % | {'over 256' if k is None else k} "
+            f"| {factors if manifest.certificate.contractive else 'none'} |"
+        )
+    return lines
+
+
+def window_table() -> list[str]:
+    """Validation perplexity per token by window, beside recurrent at the same positions."""
+    windows = sorted(quality(manifests()[0]).window["valid"].by_k)
+    lines = [
+        "| model | " + " | ".join(f"k = {k}" for k in windows) + " | recurrent |",
+        "| --- |" + " --- |" * (len(windows) + 1),
+    ]
+    for manifest in manifests():
+        found = quality(manifest).window["valid"]
+        cells = [f"{found.by_k[k].per_token:.2f}" for k in windows]
+        lines.append(f"| `{manifest.name}` | " + " | ".join(cells) + f" | {found.recurrent.per_token:.2f} |")
+    return lines
+
+
+def training_table() -> list[str]:
+    """How each was trained."""
+    lines = [
+        "| model | what | weights | steps | epochs | wall time | validation, per token (per word) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for manifest in manifests():
+        provenance, valid = manifest.provenance, quality(manifest).recurrent["valid"]
+        training = provenance.config["training"]
+        assert isinstance(training, dict)
+        epochs = provenance.steps * training["batch"] * training["chunk"] / TRAINING_TOKENS
+        weights = (ROOT / "models" / "bundles" / manifest.name / manifest.weights).stat().st_size / 4
+        lines.append(
+            f"| `{manifest.name}` | {manifest.description} | {weights / 1e6:.2f} M | {provenance.steps:,} "
+            f"| {epochs:.1f} | {provenance.train_wall_s / 60:.0f} min | {valid.per_token:.2f} ({valid.per_word:.1f}) |"
+        )
+    return lines
+
+
+TRAINING_TOKENS = 3_482_766
+"""Of WikiText-2's training split, over the shared vocabulary."""

@@ -1,0 +1,53 @@
+"""Documents show the figures of the bundles that ship with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs import figures
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("document", "table"),
+    [
+        ("README.md", figures.results_table),
+        ("models/bundles/README.md", figures.results_table),
+        ("models/bundles/README.md", figures.window_table),
+        ("models/bundles/README.md", figures.training_table),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_table_is_what_the_manifests_say(document: str, table: object) -> None:
+    assert callable(table)
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert "\n".join(table()) in text
+
+
+def test_every_shipped_bundle_is_at_most_6_mb_and_shares_one_vocabulary() -> None:
+    manifests = figures.manifests()
+    assert sorted(path.name for path in (ROOT / "models" / "bundles").iterdir() if path.is_dir()) == sorted(
+        figures.SHIPPED
+    )
+    assert all(figures.size_mb(manifest) <= 6 for manifest in manifests)
+    assert len({manifest.vocabulary.sha256 for manifest in manifests}) == 1
+
+
+def test_the_stable_bundles_are_contractive() -> None:
+    for manifest in figures.manifests():
+        assert manifest.certificate.contractive == ("stable" in manifest.name)
+
+
+def test_the_twins_were_trained_alike_but_for_the_regime() -> None:
+    first, second = (m.provenance for m in figures.manifests()[:2])
+    assert (first.seed, first.steps, first.data) == (second.seed, second.steps, second.data)
+    one, two = dict(first.config), dict(second.config)
+    assert one.pop("name") != two.pop("name")
+    assert isinstance(one["training"], dict)
+    assert isinstance(two["training"], dict)
+    assert (one["training"].pop("regime"), two["training"].pop("regime")) == ("recurrent", "truncated")
+    del one["export"], two["export"]
+    assert one == two
