@@ -7,23 +7,32 @@ from pathlib import Path
 
 import pytest
 
-TRAIN_FILES = ("test_constraints.py", "test_parallel_scan.py", "test_export.py")
-
+HERE = Path(__file__).parent
+TRAIN_FILES = [
+    HERE / name
+    for name in (
+        "models/test_constraints.py",
+        "models/test_export.py",
+        "models/test_parallel_scan.py",
+        "training/test_end_to_end.py",
+        "training/test_evaluate.py",
+        "training/test_loop.py",
+    )
+]
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]
 
-collect_ignore = list(TRAIN_FILES) if MISSING else []
+collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what needs the extra `train`."""
-    here = Path(__file__).parent
     for item in items:
-        if item.path.parent == here and item.path.name in TRAIN_FILES:
+        if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Names the files that were left out."""
     if MISSING:
-        files = ", ".join(TRAIN_FILES)
-        terminalreporter.write_line(f"tests/models: left out without {' and '.join(MISSING)} (extra 'train'): {files}")
+        files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
+        terminalreporter.write_line(f"left out without {' and '.join(MISSING)} (extra `train`): {files}")
