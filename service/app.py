@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -71,7 +70,7 @@ def create_app(
             envelope=problem,
             metrics=metrics,
         ),
-        exception_handlers={HTTPException: answer_problem, RequestValidationError: answer_problem},
+        exception_handlers={HTTPException: answer_problem},
         responses={"default": PROBLEM},
         redirect_slashes=False,
     )

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -72,8 +71,6 @@ def invalid_request(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 
 def describe(error: Exception) -> Failure:
     """What may be said about `error`: everything for our own, the method or path for the router's, else nothing."""
-    if isinstance(error, RequestValidationError):
-        error = invalid_request([{**found, "loc": found["loc"][1:]} for found in error.errors()])
     if isinstance(error, WaneError):
         headers: dict[str, str] = {}
         if isinstance(error, Overloaded | Unavailable):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path
+from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,16 +14,16 @@ from service.engine.types import StepRequest
 from service.errors import InvalidRequest
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model
-from service.routes.decode import decode, json_body, tokens_of
+from service.routes.decode import decode, headers, json_body, tokens_of
 from service.routes.hangup import until_hangup
 from service.schemas import RewindBody, SessionBody, StepBody
 
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id")]
-Position = Annotated[int | None, Header(description="as `expected_position`")]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(description="a step sent again with the key of the last one is answered again, not appended"),
-]
+POSITION = "x-wane-position"
+IDEMPOTENCY_KEY = "idempotency-key"
+STEP_HEADERS = headers(
+    {POSITION: "as `expected_position`", IDEMPOTENCY_KEY: "a step sent again with the last one's key is not appended"}
+)
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -55,21 +56,11 @@ async def delete(request: Request, session: SessionId) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody))
-async def append(
-    request: Request,
-    session: SessionId,
-    x_wane_position: Position = None,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+@router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
+async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
     body = await decode(request, StepBody)
-    position = x_wane_position if body.expected_position is None else body.expected_position
-    if x_wane_position is not None and position != x_wane_position:
-        raise InvalidRequest(
-            f"expected_position is {position}, but the header x-wane-position says {x_wane_position}",
-            "expected_position",
-        )
+    position = _position(request, body)
     engine = await catalog(request).engine_for(session)
     note_model(request, engine)
     async with until_hangup(request):
@@ -78,13 +69,28 @@ async def append(
             tokens=await tokens_of(engine, body.sequence),
             mode=body.mode,
             expected_position=position,
-            idempotency_key=idempotency_key,
+            idempotency_key=request.headers.get(IDEMPOTENCY_KEY),
             top_k=body.top_k,
             deadline=deadline(request),
         )
         given = await engine.step(step)
     note_answer(request, given)
     return answers.reply(answers.answer(engine, given))
+
+
+def _position(request: Request, body: StepBody) -> int | None:
+    """Where the step says that it starts, in its body or in a header. Raises InvalidRequest if the two differ."""
+    header = request.headers.get(POSITION)
+    if header is None:
+        return body.expected_position
+    if not re.fullmatch("[0-9]{1,15}", header):
+        raise InvalidRequest(f"{POSITION} must be a whole number, not {header[:40]!r}", POSITION)
+    if body.expected_position not in (None, int(header)):
+        raise InvalidRequest(
+            f"expected_position is {body.expected_position}, but the header {POSITION} says {header}",
+            "expected_position",
+        )
+    return int(header)
 
 
 @router.post("/{session}/rewind", response_model=SessionDocument, openapi_extra=json_body(RewindBody))

@@ -143,11 +143,11 @@ async def test_a_method_that_a_path_does_not_take_has_the_shape(client: httpx.As
 
 
 @pytest.mark.parametrize(
-    ("header", "value"), [("x-wane-position", "first"), ("x-wane-position", "1.5")], ids=["word", "fraction"]
+    "value", ["first", "1.5", "-1", "", "9" * 5000], ids=["word", "fraction", "negative", "empty", "huge"]
 )
-async def test_a_header_of_the_wrong_type_has_the_shape(client: httpx.AsyncClient, header: str, value: str) -> None:
-    response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]}, headers={header: value})
-    assert assert_problem(response, 422, "invalid_request")["field"] == header
+async def test_a_position_header_that_is_no_position_has_the_shape(client: httpx.AsyncClient, value: str) -> None:
+    response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]}, headers={"x-wane-position": value})
+    assert assert_problem(response, 422, "invalid_request")["field"] == "x-wane-position"
 
 
 async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
