@@ -87,6 +87,7 @@ def report(arguments: Sequence[str]) -> None:
 
 HELP = argparse.RawDescriptionHelpFormatter
 COMMANDS = {"serve": serve, "compare": compare, "report": report}
+INTERRUPTED = 130  # as shells have it: 128 and the signal's number
 FAILURES = (SettingsError, CommandError, CatalogError, BundleError, DeviceError, ClientError, OSError, UnicodeError)
 
 
@@ -100,6 +101,8 @@ def main(arguments: Sequence[str]) -> int:
     except FAILURES as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201  (a command's last word)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

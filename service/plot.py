@@ -61,7 +61,7 @@ def _draw_distance(axes: Axes, compared: Comparison) -> None:
         axes.plot(*zip(*bounds, strict=True), ":", color="black", label="bound")
     axes.set_yscale("log")
     axes.set_title("Total variation from recurrent")
-    axes.set_ylabel(f"total variation (under {FLOOR:g} drawn there)")
+    axes.set_ylabel("total variation" + (f" (under {FLOOR:g} drawn there)" if FLOOR in mean else ""))
     _finish_window_axis(axes, compared)
 
 
