@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from starlette.requests import Request
 
+from service.engine.catalog import Catalog
 from service.engine.engine import Engine
 from service.engine.types import Answer, Finish
 from service.middleware import context
 from service.settings import Settings
-
-if TYPE_CHECKING:
-    from service.engine.catalog import Catalog
 
 
 def catalog(request: Request) -> Catalog:
