@@ -3,6 +3,8 @@
 Strict means that nothing is converted: "5" and 5.0 are no integers, true is no number, and NaN and Infinity,
 which are not JSON but which some encoders write all the same, are refused by name. Whether a value is in range is
 not judged here: `service.engine.types` and the engine do that, for every protocol alike.
+
+Every list fails at its first wrong item: one failure is told, and a body may hold a million wrong ones.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ HISTORY = "The history of the"
 
 Model = Annotated[str | None, Field(description="a name from /v1/models; default: the first there")]
 Text = Annotated[str, Field(description="text, tokenised as the model's vocabulary does it")]
-Tokens = Annotated[list[int], Field(description="token ids")]
+Tokens = Annotated[list[int], Field(fail_fast=True, description="token ids")]
 TopK = Annotated[int, Field(description="how many predictions to answer, most probable first")]
 Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
 Window = Annotated[int, Field(description="k, the tokens that window mode runs; default: the model's own")]
@@ -76,7 +78,10 @@ class PredictBody(SequenceBody):
 
     model: Model = None
     inputs: list[Text | Tokens] | None = Field(
-        default=None, min_length=1, description="a batch: each text or token ids, each answered on its own"
+        default=None,
+        min_length=1,
+        fail_fast=True,
+        description="a batch: each text or token ids, each answered on its own",
     )
     session: str | None = Field(default=None, description="predict from this session, appending nothing")
     mode: WireMode = Mode.AUTO
@@ -96,8 +101,10 @@ class CompareBody(SequenceBody):
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
 
     model: Model = None
-    models: list[str] | None = Field(default=None, min_length=1, max_length=8, description="instead of `model`")
-    windows: list[Window] = Field(default=[8, 16, 32, 64], description="every k to compare")
+    models: list[str] | None = Field(
+        default=None, min_length=1, max_length=8, fail_fast=True, description="instead of `model`"
+    )
+    windows: list[Window] = Field(default=[8, 16, 32, 64], fail_fast=True, description="every k to compare")
     repeat: int = Field(default=20, description="runs of each, for the latency's percentiles")
 
     @model_validator(mode="after")
@@ -140,7 +147,9 @@ class GenerateBody(SequenceBody):
     top_k: int | None = Field(default=None, description="sample among the k most probable only")
     top_p: float | None = Field(default=None, description="sample among the most probable that make up this share")
     seed: int | None = Field(default=None, description="the same seed gives the same text")
-    stop: str | list[str] = Field(default=[], description="the text ends before the first of these")
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(
+        default=[], description="the text ends before the first of these"
+    )
     mode: WireMode = Mode.AUTO
     window: Window | None = None
     stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from service.engine.engine import Engine
@@ -25,12 +26,19 @@ async def decode(request: Request, model: type[B]) -> B:
     except TimeoutError as error:
         raise DeadlineExceeded("the deadline passed while the body was still coming in") from error
     try:
-        return model.model_validate_json(raw)
+        document = from_json(raw)
+    except ValueError as error:
+        raise NotJson(f"the body is not JSON: {error}") from error
+    if isinstance(document, dict):
+        # Not left to the model: it would build an error for each of them, and tell first of a field that is missing
+        # where it is one misspelt.
+        unknown = next((name for name in document if name not in model.model_fields), None)
+        if unknown is not None:
+            raise InvalidRequest(f"{unknown}: there is no such field", unknown)
+    try:
+        return model.model_validate(document)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-        if found[0]["type"] == "json_invalid":
-            raise NotJson(f"the body is not JSON: {found[0]['ctx']['error']}") from error
-        raise invalid_request(found) from error
+        raise invalid_request(error.errors(include_url=False, include_input=False)) from error
 
 
 async def tokens_of(engine: Engine, given: str | list[int]) -> tuple[int, ...]:

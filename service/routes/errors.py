@@ -55,17 +55,14 @@ class Failure:
 
 
 def invalid_request(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """pydantic's findings in a request as one failure of ours, which names one field: an unknown one rather than
-    one that is missing, for it may be that one misspelt."""
-    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
-    same_field = [one for one in found if one["loc"][:1] == first["loc"][:1]]
+    """pydantic's findings in a request as one failure of ours, which names the first field at fault."""
+    same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     deepest = max(same_field, key=lambda one: len(one["loc"]))  # of a union's branches, the one that got furthest
     name, *rest = map(str, deepest["loc"] or [""])
     field = ".".join([name, *filter(str.isdecimal, rest)])  # beside indices, pydantic adds the names of branches
-    message = {
-        "extra_forbidden": "there is no such field",
-        "model_type": "the body must be a JSON object",
-    }.get(deepest["type"], str(deepest["msg"]).removeprefix("Value error, "))
+    message = str(deepest["msg"]).removeprefix("Value error, ")
+    if deepest["type"] == "model_type":
+        message = "the body must be a JSON object"
     return InvalidRequest(f"{field}: {message}" if field else message, field or None)
 
 
