@@ -45,7 +45,7 @@ def create_app(
             await catalog.load()
         except Exception as error:
             on_load_failure(error)
-        else:
+        if catalog.ready:  # and not draining already
             names = [engine.name for engine in catalog.list()]
             SERVICE.info("ready", extra={"fields": {"device": catalog.device, "models": names}})
 

@@ -100,6 +100,8 @@ def choose(client: Client, name: str | None) -> Document:
     for card in cards:
         if name in (None, card["id"]):
             return card
+    if not cards:
+        raise ClientError("the server has no models")
     raise ClientError(f"there is no model {name!r}; there are {', '.join(card['id'] for card in cards)}")
 
 

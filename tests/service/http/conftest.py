@@ -53,6 +53,15 @@ async def client(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[httpx.Asyn
         yield client
 
 
+@pytest.fixture
+async def loading() -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application whose real catalog has not begun to load."""
+    settings, metrics = Settings(), Metrics()
+    app = create_app(settings, Catalog(settings, metrics), metrics, on_load_failure=never)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
+        yield client
+
+
 class SocketServer(Server):
     """The server over the fake engine, in the test's own event loop."""
 

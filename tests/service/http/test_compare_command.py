@@ -11,7 +11,7 @@ import pytest
 
 from service.__main__ import SAMPLE, main
 from service.client import Client, ClientError
-from service.comparison import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, requests_needed
+from service.comparison import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, choose, requests_needed
 from tests.service.http.live import LiveServer
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -145,6 +145,12 @@ def test_a_refusal_is_told_in_the_server_s_words(response: httpx.Response, told:
 def test_progress_counts_every_request() -> None:
     assert requests_needed(100) == 300 + COMPARED_POSITIONS
     assert requests_needed(3) == 9 + 3
+
+
+def test_a_server_without_models_is_told_as_that() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
+    with Client("http://wane", transport) as client, pytest.raises(ClientError, match="the server has no models"):
+        choose(client, None)
 
 
 def test_quantiles_are_interpolated() -> None:

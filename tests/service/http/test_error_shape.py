@@ -162,6 +162,20 @@ async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient
     assert response.headers["retry-after"] == "3"
 
 
+@pytest.mark.parametrize("case", CATALOG_ROUTES, ids=named)
+async def test_while_the_models_are_loaded_nothing_is_said_of_them(
+    loading: httpx.AsyncClient, case: tuple[str, str, object]
+) -> None:
+    method, path, body = case
+    document = assert_problem(await loading.request(method, path, json=body), 503, "unavailable")
+    assert "loading" in document["detail"]
+
+
+async def test_while_the_models_are_loaded_the_device_is_not_known(loading: httpx.AsyncClient) -> None:
+    response = await loading.get("/readyz")
+    assert (response.status_code, response.json()) == (503, {"ready": False, "status": "loading", "device": None})
+
+
 async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id(
     client: httpx.AsyncClient, catalog: FakeCatalog, caplog: pytest.LogCaptureFixture
 ) -> None:
