@@ -23,17 +23,23 @@ the <a href="v1/models">models</a> and the <a href="v1/report">report</a>.</p>
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz")
 async def healthz() -> Response:
     """Whether the process lives."""
     return answers.reply({"live": True})
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses={503: {"description": "loading or draining"}})
 async def readyz(request: Request) -> Response:
-    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains."""
+    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains.
+
+    The device is null until models run on one.
+    """
     models = catalog(request)
-    document = {"ready": models.ready, "status": models.status, "device": models.device}
+    device = None if models.status == "loading" or models.device == "auto" else models.device
+    document = {"ready": models.ready, "status": models.status, "device": device}
     return answers.reply(document, 200 if models.ready else 503)
 
 

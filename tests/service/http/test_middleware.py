@@ -149,8 +149,16 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog:
         catalog.status = status
         response = await client.get("/readyz")
         assert response.status_code == code
-        assert response.json() == {"ready": code == 200, "status": status, "device": "cpu"}
+        device = None if status == "loading" else "cpu"
+        assert response.json() == {"ready": code == 200, "status": status, "device": device}
         assert (await client.get("/healthz")).json() == {"live": True}
+
+
+async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    for status, code in (("loading", 503), ("ready", 200)):
+        catalog.status = status
+        assert (await client.head("/readyz")).status_code == code
+        assert (await client.head("/healthz")).status_code == 200
 
 
 async def test_a_websocket_to_a_path_without_one_is_closed_and_not_an_error(app: FastAPI) -> None:
