@@ -19,6 +19,8 @@ from models.manifest import VocabularyKind
 EOS = "<eos>"
 UNK = "<unk>"
 
+LINES_AT_ONCE = 1024  # of one text: between such batches other threads have their turn
+
 
 def _bytes_of_characters() -> dict[str, int]:
     """The byte that each character of a byte-level BPE token stands for (GPT-2's table)."""
@@ -31,6 +33,14 @@ def _bytes_of_characters() -> dict[str, int]:
     others = (byte for byte in range(256) if byte not in printable)
     table.update({chr(256 + index): byte for index, byte in enumerate(others)})
     return table
+
+
+def _check_characters(text: str) -> None:
+    """Raises ValueError for half of a surrogate pair: JSON can write one, UTF-8 and `tokenizers` cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} of the text is half of a surrogate pair") from error
 
 
 class Vocabulary:
@@ -57,6 +67,8 @@ class Vocabulary:
             for name in names
         ]
         self._text = [piece.decode(errors="replace") for piece in self._bytes]
+        self._ids = {name: index for index, name in enumerate(names)}
+        self._longest_bytes = max(map(len, self._bytes))
 
     @classmethod
     def read(cls, kind: VocabularyKind, path: Path) -> Vocabulary:
@@ -70,18 +82,32 @@ class Vocabulary:
             raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. A line break is `<eos>` (for events it only separates two names)."""
+        """Token ids of `text`. A line break is `<eos>` (for events it only separates two names).
+
+        The interpreter is left to other threads while lines are encoded. Raises ValueError for half of a surrogate
+        pair, which is no character.
+        """
+        _check_characters(text)
         lines = text.split("\n")
         if self.kind == "events":
-            names = [name for line in lines if (name := line.strip())]
-            return self.encode_events(names)
+            return self.encode_events([name for line in lines if (name := line.strip())])
         ids: list[int] = []
-        for index, line in enumerate(lines):
-            if index:
+        for start in range(0, len(lines), LINES_AT_ONCE):
+            for line in self.encode_lines(lines[start : start + LINES_AT_ONCE]):
+                ids += line
                 ids.append(self.eos_id)
-            if line:
-                ids.extend(self._tokenizer.encode(line, add_special_tokens=False).ids)
+        ids.pop()  # behind the last line is no break
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """At least how many tokens `text` is, for much less than encoding it costs. Raises ValueError as `encode`."""
+        _check_characters(text)
+        if self.kind == "events":
+            return 0  # what stands between two line breaks may be nothing
+        breaks = text.count("\n")
+        if self.kind == "words":
+            return breaks
+        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the quotient rounded up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
         """Token ids of many lines without a break in them, in parallel; no `<eos>` is added."""
@@ -89,11 +115,10 @@ class Vocabulary:
 
     def encode_events(self, names: list[str]) -> list[int]:
         """Token ids of event names; a name that is not known becomes `<unk>`."""
-        unknown = self._tokenizer.token_to_id(UNK)
+        unknown = self._ids.get(UNK)
         if unknown is None:
             raise ValueError(f"the vocabulary has no {UNK} token")
-        ids = (self._tokenizer.token_to_id(name) for name in names)
-        return [unknown if index is None else index for index in ids]
+        return [self._ids.get(name, unknown) for name in names]
 
     def decode(self, ids: list[int]) -> str:
         """Text of the tokens as a person would read it; a token that is part of a character may show as U+FFFD."""

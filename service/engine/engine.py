@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 from models.manifest import Manifest
@@ -42,7 +43,7 @@ from service.engine.types import (
     StepRequest,
 )
 from service.engine.warm_up import warm_up
-from service.errors import DeadlineExceeded, Unavailable, WaneError
+from service.errors import DeadlineExceeded, InvalidRequest, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Runner
 from service.settings import Settings
@@ -107,6 +108,7 @@ class Engine:
             self._answering,
             metrics,
         )
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -133,12 +135,21 @@ class Engine:
 
     # Questions
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text`; long texts are encoded off the event loop. Raises TooLarge over the limit."""
-        if len(text) <= ENCODED_AT_ONCE:
-            tokens = self.vocabulary.encode(text)
-        else:
-            tokens = await asyncio.to_thread(self.vocabulary.encode, text)
+    async def encode(self, text: str, deadline: float | None = None) -> tuple[int, ...]:
+        """Token ids of `text`. Long texts are encoded off the event loop, and those that cannot but be over the
+        limit not at all. Raises TooLarge over the limit, InvalidRequest for what is no text.
+        """
+        try:
+            self._limits.length(self.vocabulary.fewest_tokens(text), "at least ")
+            with self._admitted():
+                async with until(deadline):
+                    if len(text) <= ENCODED_AT_ONCE:
+                        tokens = self.vocabulary.encode(text)
+                    else:
+                        loop = asyncio.get_running_loop()
+                        tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text)
+        except ValueError as error:
+            raise InvalidRequest(f"the input is no text: {error}", "input") from error
         self._limits.length(len(tokens))
         return tuple(tokens)
 
@@ -310,6 +321,7 @@ class Engine:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Takes no new requests, fails what is still queued, and ends the runner's thread."""
+        """Takes no new requests, fails what is still queued, and ends the engine's threads."""
         self._draining = True
+        self._encoder.shutdown(wait=False, cancel_futures=True)
         await self._batcher.close()

@@ -30,11 +30,11 @@ class Limits:
             f"{field}[{index}] is {token}, but the vocabulary has {size} tokens (0..{size - 1})", field
         )
 
-    def length(self, count: int) -> None:
-        """Raises TooLarge for more tokens than an input may have."""
+    def length(self, count: int, how: str = "") -> None:
+        """Raises TooLarge for more tokens than an input may have; `how` sure the count is, the message says too."""
         most = self._settings.max_input_tokens
         if count > most:
-            raise TooLarge(f"the input has {count} tokens, but at most {most} are taken")
+            raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
 
     def top_k(self, top_k: int) -> None:
         """Raises InvalidRequest for more predictions than an answer may list."""

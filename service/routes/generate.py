@@ -38,7 +38,7 @@ async def generate(request: Request) -> Response:
     note_model(request, engine)
     async with until_hangup(request):
         wanted = GenerateRequest(
-            tokens=await tokens_of(engine, body.sequence),
+            tokens=await tokens_of(engine, body.sequence, deadline(request)),
             max_tokens=body.max_tokens,
             temperature=body.temperature,
             top_k=body.top_k,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter
@@ -50,7 +51,7 @@ async def _predict_request(
     request: Request, engine: Engine, body: PredictBody, given: str | list[int]
 ) -> PredictRequest:
     return PredictRequest(
-        tokens=await tokens_of(engine, given),
+        tokens=await tokens_of(engine, given, deadline(request)),
         mode=body.mode,
         window=body.window,
         tolerance=body.tolerance,
@@ -70,6 +71,7 @@ async def _predict_many(
     asked: list[PredictRequest] = []
     refused: dict[int, WaneError] = {}
     for index, given in enumerate(inputs):
+        await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
         try:
             asked.append(await _predict_request(request, engine, body, given))
         except WaneError as error:
@@ -95,7 +97,7 @@ async def compare(request: Request) -> Response:
     async with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
-            tokens = await tokens_of(engine, body.sequence)
+            tokens = await tokens_of(engine, body.sequence, deadline(request))
             wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
             compared.append(answers.comparison(engine, len(tokens), await engine.compare(wanted)))
     return answers.reply({"device": catalog(request).device, "models": compared})
@@ -108,6 +110,6 @@ async def score(request: Request) -> Response:
     engine = catalog(request).get(body.model)
     note_model(request, engine)
     async with until_hangup(request):
-        tokens = await tokens_of(engine, body.sequence)
+        tokens = await tokens_of(engine, body.sequence, deadline(request))
         given = await engine.score(ScoreRequest(tokens, body.method, body.tolerance, deadline(request)))
     return answers.reply(answers.score(engine, tokens, given))

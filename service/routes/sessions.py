@@ -66,7 +66,7 @@ async def append(request: Request, session: SessionId) -> Response:
     async with until_hangup(request):
         step = StepRequest(
             session=session,
-            tokens=await tokens_of(engine, body.sequence),
+            tokens=await tokens_of(engine, body.sequence, deadline(request)),
             mode=body.mode,
             expected_position=position,
             idempotency_key=request.headers.get(IDEMPOTENCY_KEY),

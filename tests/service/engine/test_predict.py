@@ -169,11 +169,6 @@ async def test_more_predictions_than_the_server_lists_are_refused(bench: Bench) 
         await bench.engine.predict(PredictRequest(TOKENS, top_k=101))
 
 
-async def test_text_is_encoded_by_the_models_vocabulary_however_long(bench: Bench) -> None:
-    text = "The history\nof the " * 500
-    assert await bench.engine.encode(text) == tuple(bench.vocabulary.encode(text))
-
-
 async def test_predictions_are_sorted_and_their_probabilities_are_the_models(bench: Bench) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
     logprobs = [one.logprob for one in answer.predictions]

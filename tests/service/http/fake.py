@@ -102,7 +102,7 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str, deadline: float | None = None) -> tuple[int, ...]:
         return tuple(text.strip().encode())
 
     async def predict(self, request: PredictRequest) -> Answer:

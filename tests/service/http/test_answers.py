@@ -66,6 +66,29 @@ async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncCl
     assert (asked.session, asked.tokens) == ("s", ())
 
 
+async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_them(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+    seen: list[int] = []
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def encode(text: str, deadline: float | None = None) -> tuple[int, ...]:
+        seen.append(turns)
+        return (1,)
+
+    monkeypatch.setattr(engine, "encode", encode)
+    working = asyncio.create_task(others())
+    await client.post("/v1/predict", json={"inputs": ["a"] * 5})
+    working.cancel()
+    assert len(set(seen)) == 5
+
+
 async def test_a_batch_has_an_answer_for_each_input_in_order(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = (await client.post("/v1/predict", json={"inputs": ["a", " ", [2], []]})).json()
     assert {name: answer[name] for name in WHO} == WHO

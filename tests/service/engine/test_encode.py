@@ -1,0 +1,108 @@
+"""Text on its way to tokens: bounded before it is encoded, and off the event loop where it is long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
+from tests.service.engine.fakes import PATIENCE_S, Bench, name_vocabulary
+
+MakeBench = Callable[..., Bench]
+LONG = "The history\nof the " * 500
+
+
+class Encoding:
+    """Takes the place of a vocabulary's `encode`: lists the texts that came, and waits for the gate."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._encode = bench.vocabulary.encode
+        self.texts: list[str] = []
+        self.gate = threading.Event()
+        self.busy = threading.Event()
+        monkeypatch.setattr(bench.vocabulary, "encode", self)
+
+    def __call__(self, text: str) -> list[int]:
+        self.texts.append(text)
+        self.busy.set()
+        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        return self._encode(text)
+
+
+@pytest.fixture
+def encoding(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Encoding:
+    return Encoding(bench, monkeypatch)
+
+
+async def test_text_is_encoded_by_the_models_vocabulary_however_long(bench: Bench) -> None:
+    assert await bench.engine.encode(LONG) == tuple(bench.vocabulary.encode(LONG))
+
+
+@pytest.mark.parametrize("text", ["x" * 5 * 65_537, "\n" * 65_537, "é\n" * 47_000], ids=len)
+async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_without_encoding_it(
+    bench: Bench, encoding: Encoding, text: str
+) -> None:
+    # No token of this vocabulary stands for more than five bytes, and a line break is a token.
+    with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
+        await bench.engine.encode(text)
+    assert encoding.texts == []
+
+
+async def test_words_and_events_of_any_length_are_one_token_each(make_bench: MakeBench) -> None:
+    for kind in ("words", "events"):
+        bench = make_bench(vocabulary=name_vocabulary(kind), max_input_tokens=2)
+        assert await bench.engine.encode("x" * 100_000) == (1,)
+        with pytest.raises(TooLarge):
+            await bench.engine.encode("x\nx\nx\n")
+    assert await bench.engine.encode("\n" * 100_000) == ()  # of events, nothing is between line breaks
+
+
+async def test_the_deadline_holds_while_a_text_is_encoded(
+    bench: Bench, encoding: Encoding, travel: Callable[[float], None]
+) -> None:
+    deadline = asyncio.get_running_loop().time() + 3600
+    late = asyncio.create_task(bench.engine.encode(LONG, deadline))
+    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    waiting = asyncio.create_task(bench.engine.encode(LONG * 2, deadline))
+    await asyncio.sleep(0)
+    travel(3600)
+    for task in (late, waiting):
+        with pytest.raises(DeadlineExceeded):
+            await task
+    encoding.gate.set()
+    assert await bench.engine.encode(LONG) == tuple(bench.vocabulary.encode(LONG))
+    assert LONG * 2 not in encoding.texts, "what nobody waits for is not encoded"
+
+
+async def test_long_texts_leave_the_event_loops_own_threads_alone(bench: Bench, encoding: Encoding) -> None:
+    tasks = [asyncio.create_task(bench.engine.encode(LONG)) for _ in range(64)]
+    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), PATIENCE_S) == "free"
+    encoding.gate.set()
+    assert len(set(await asyncio.gather(*tasks))) == 1
+
+
+async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more(
+    bench: Bench, encoding: Encoding
+) -> None:
+    admitted = asyncio.create_task(bench.engine.encode(LONG))
+    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    draining = asyncio.create_task(bench.engine.drain())
+    await asyncio.sleep(0)
+    assert not draining.done()
+    for text in ("short", LONG):
+        with pytest.raises(Unavailable, match="stopping"):
+            await bench.engine.encode(text)
+    encoding.gate.set()
+    assert await admitted
+    await draining
+
+
+@pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "x" * 5000], ids=len)
+async def test_half_of_a_surrogate_pair_is_refused_with_its_place(bench: Bench, text: str) -> None:
+    with pytest.raises(InvalidRequest, match="character 2 of the text is half of a surrogate pair") as caught:
+        await bench.engine.encode(text)
+    assert caught.value.field == "input"
