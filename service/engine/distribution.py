@@ -20,8 +20,9 @@ def predictions(logits: NDArray[np.float32], count: int, vocabulary: Vocabulary)
     """The `count` most probable tokens, most probable first, the smaller id first among equals."""
     logprobs = log_softmax(logits)
     count = min(count, len(logprobs))
-    candidates = np.argpartition(-logprobs, count - 1)[:count]
-    order = candidates[np.lexsort((candidates, -logprobs[candidates]))]
+    least = np.partition(logprobs, -count)[-count]
+    candidates = np.flatnonzero(logprobs >= least)  # with all that tie for the last places
+    order = candidates[np.argsort(-logprobs[candidates], kind="stable")][:count]
     return tuple(_prediction(int(token), float(logprobs[token]), vocabulary) for token in order)
 
 

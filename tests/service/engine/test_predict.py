@@ -6,9 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from service.engine.distribution import predictions
 from service.engine.types import Answer, Mode, Origin, PredictRequest
 from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
-from tests.service.engine.fakes import Bench
+from tests.service.engine.fakes import Bench, name_vocabulary
 
 MakeBench = Callable[..., Bench]
 EOS = 0
@@ -169,6 +170,13 @@ async def test_more_predictions_than_the_server_lists_are_refused(bench: Bench) 
         await bench.engine.predict(PredictRequest(TOKENS, top_k=101))
 
 
+@pytest.mark.parametrize("count", [1, 3, 5, 8])
+def test_of_equally_probable_tokens_the_smaller_ids_are_listed(count: int) -> None:
+    logits = np.array([0, 1, 2, 1, 2, 1, 1, 0], np.float32)
+    found = predictions(logits, count, name_vocabulary(names=tuple("abcdef")))
+    assert [one.token_id for one in found] == [2, 4, 1, 3, 5, 6, 0, 7][:count]
+
+
 async def test_predictions_are_sorted_and_their_probabilities_are_the_models(bench: Bench) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
     logprobs = [one.logprob for one in answer.predictions]
@@ -214,6 +222,8 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
     bench.runner.gate.set()
     await first
     assert bench.runner.calls == [("window", [[EOS, 5]])]
+    assert bench.sample("wane_skipped_items_total", reason="deadline") == 1
+    assert bench.sample("wane_skipped_items_total", reason="abandoned") == 0
 
 
 async def test_a_failed_run_is_told_in_fixed_words(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
