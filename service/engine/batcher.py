@@ -145,12 +145,13 @@ class Batcher:
         longest = total = 0
         while self._queue and len(taken) < self._max_batch:
             item = self._queue.popleft()
-            if item.future.cancelled():
-                self._abandoned.inc()
+            deadline = item.ticket.deadline
+            late = deadline is not None and deadline <= now
+            if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
+                (self._late if late else self._abandoned).inc()
                 self._settle(item, None)
                 continue
-            deadline = item.ticket.deadline
-            if deadline is not None and deadline <= now and not item.ticket.entered:
+            if late and not item.ticket.entered:
                 self._late.inc()
                 self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
                 continue
