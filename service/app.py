@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from itertools import chain
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from service import middleware
 from service.documents import ProblemDocument
@@ -84,4 +87,13 @@ def create_app(
 
 async def answer_problem(request: Request, error: Exception) -> Response:
     """What the framework refuses by itself has the same shape as what we refuse."""
+    if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
     return problem(request.scope, error)
+
+
+def methods_at(request: Request) -> set[str]:
+    """The methods of every route at the request's path; the framework itself tells of the first route's only."""
+    routes = chain(request.app.routes, *(router.routes for router in ROUTERS))
+    here = (one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in here for method in route.methods or ()}

@@ -143,6 +143,22 @@ async def test_a_method_that_a_path_does_not_take_has_the_shape(client: httpx.As
 
 
 @pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/sessions/s", "DELETE, GET"),
+        ("/v1/sessions", "POST"),
+        ("/readyz", "GET, HEAD"),
+        ("/v1/models/m", "GET"),
+        ("/openapi.json", "GET, HEAD"),
+    ],
+)
+async def test_a_method_that_a_path_does_not_take_is_answered_with_all_those_it_takes(
+    client: httpx.AsyncClient, path: str, allowed: str
+) -> None:
+    assert (await client.put(path)).headers["allow"] == allowed
+
+
+@pytest.mark.parametrize(
     "value", ["first", "1.5", "-1", "", "9" * 5000], ids=["word", "fraction", "negative", "empty", "huge"]
 )
 async def test_a_position_header_that_is_no_position_has_the_shape(client: httpx.AsyncClient, value: str) -> None:
