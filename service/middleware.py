@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import InvalidRequest, TooLarge
+from service.errors import InvalidRequest, TooLarge, Unavailable
 from service.logs import ACCESS
 from service.metrics import Metrics
 
@@ -143,7 +143,8 @@ class AccessLog:
 
 
 class Failures:
-    """Answers for whatever was raised below, through the envelope of the path's protocol.
+    """Answers for whatever was raised below, through the envelope of the path's protocol; a request that is cancelled
+    is answered too, with 503.
 
     After the first byte no answer is possible: the exception goes on, and the server cuts the connection.
     """
@@ -165,9 +166,11 @@ class Failures:
 
         try:
             await self.app(scope, receive, watched_send)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if started:
                 raise
+            if isinstance(error, asyncio.CancelledError):  # by the server, which waits for nobody any more
+                error = Unavailable("the server is stopping")
             await self.envelope(scope, error)(scope, receive, send)
 
 

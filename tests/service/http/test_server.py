@@ -62,6 +62,24 @@ async def test_a_second_interrupt_does_not_wait(server: SocketServer, engine: Fa
     await server.draining_is_over()
 
 
+async def test_a_request_that_outlasts_the_server_is_answered_503_and_logged_as_that(
+    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.config.timeout_graceful_shutdown = 0
+    engine.wait = asyncio.Event()
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        asking = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
+        await engine.waiting.wait()
+        server.should_exit = True
+        document = assert_problem(await asking, 503, "unavailable")
+    engine.wait.set()
+    assert "stopping" in document["detail"]
+    (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
+    assert (fields["status"], fields["error"]) == (503, "unavailable")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_server_that_is_told_to_stop_ends_well() -> None:
     with live_server() as server:
         assert httpx.get(f"{server.url}/readyz").json()["ready"] is True
