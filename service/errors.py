@@ -21,6 +21,14 @@ No framework is imported here: each protocol maps this tree to its own envelope,
 
 from __future__ import annotations
 
+SHOWN_CHARACTERS = 64
+
+
+def shown(value: object) -> str:
+    """What a client sent, as a message may repeat it: cut, for it may be as long as a body."""
+    text = repr(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= SHOWN_CHARACTERS + 2 else f"{text[:SHOWN_CHARACTERS]}..."
+
 
 class WaneError(Exception):
     """A failure with a stable code; its message is for the client to read."""

@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import InvalidRequest, TooLarge, Unavailable
+from service.errors import InvalidRequest, TooLarge, Unavailable, shown
 from service.logs import ACCESS
 from service.metrics import Metrics
 
@@ -34,6 +34,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 TIMEOUT_HEADER = "x-request-timeout-ms"
+LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 
 
 @dataclass(slots=True)
@@ -132,8 +133,8 @@ class AccessLog:
             "request_id": here.request_id,
             "trace_id": here.trace_id,
             "client": client[0] if client else None,
-            "method": scope["method"],
-            "path": scope["path"],
+            "method": scope["method"][:LOGGED_CHARACTERS],
+            "path": scope["path"][:LOGGED_CHARACTERS],
             "status": status,
             "bytes": sent_bytes,
             "duration_ms": round(seconds * 1000, 3),
@@ -192,7 +193,7 @@ class Deadline:
     def parse(text: str) -> float:
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
             raise InvalidRequest(
-                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {text[:40]!r}",
+                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(text)}",
                 TIMEOUT_HEADER,
             )
         return float(text)

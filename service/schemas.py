@@ -17,12 +17,14 @@ from service.engine.types import Mode, ScoreMethod
 
 HISTORY = "The history of the"
 
-Model = Annotated[str | None, Field(description="a name from /v1/models; default: the first there")]
+Name = Annotated[str, Field(max_length=64)]
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # of a number without end, the message would have none either
+Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first there")]
 Text = Annotated[str, Field(description="text, tokenised as the model's vocabulary does it")]
 Tokens = Annotated[list[int], Field(fail_fast=True, description="token ids")]
-TopK = Annotated[int, Field(description="how many predictions to answer, most probable first")]
+TopK = Annotated[Integer, Field(description="how many predictions to answer, most probable first")]
 Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
-Window = Annotated[int, Field(description="k, the tokens that window mode runs; default: the model's own")]
+Window = Annotated[Integer, Field(description="k, the tokens that window mode runs; default: the model's own")]
 WireMode = Annotated[
     Mode, Field(strict=False), WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})
 ]
@@ -101,11 +103,11 @@ class CompareBody(SequenceBody):
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
 
     model: Model = None
-    models: list[str] | None = Field(
+    models: list[Name] | None = Field(
         default=None, min_length=1, max_length=8, fail_fast=True, description="instead of `model`"
     )
     windows: list[Window] = Field(default=[8, 16, 32, 64], fail_fast=True, description="every k to compare")
-    repeat: int = Field(default=20, description="runs of each, for the latency's percentiles")
+    repeat: Integer = Field(default=20, description="runs of each, for the latency's percentiles")
 
     @model_validator(mode="after")
     def _model_or_models(self) -> Self:
@@ -142,11 +144,11 @@ class GenerateBody(SequenceBody):
     )
 
     model: Model = None
-    max_tokens: int = Field(default=16, description="most tokens to generate")
+    max_tokens: Integer = Field(default=16, description="most tokens to generate")
     temperature: float = Field(default=1.0, description="0 takes the most probable token")
-    top_k: int | None = Field(default=None, description="sample among the k most probable only")
+    top_k: Integer | None = Field(default=None, description="sample among the k most probable only")
     top_p: float | None = Field(default=None, description="sample among the most probable that make up this share")
-    seed: int | None = Field(default=None, description="the same seed gives the same text")
+    seed: Integer | None = Field(default=None, description="the same seed gives the same text")
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(
         default=[], description="the text ends before the first of these"
     )
@@ -170,7 +172,7 @@ class StepBody(SequenceBody):
 
     examples = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
 
-    expected_position: int | None = Field(
+    expected_position: Integer | None = Field(
         default=None, description="where the step must start, or 409; also as the header x-wane-position"
     )
     top_k: TopK = 5
@@ -182,4 +184,4 @@ class RewindBody(Body):
 
     examples = ({"position": 1},)
 
-    position: int = Field(description="how many tokens to keep; those after it must still be in the tail")
+    position: Integer = Field(description="how many tokens to keep; those after it must still be in the tail")

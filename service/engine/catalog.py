@@ -9,7 +9,8 @@ from pathlib import Path
 
 from models.bundle import Bundle, verify_graphs
 from service.engine.engine import Engine
-from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession
+from service.engine.types import check_session_id
+from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, shown
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.runners.runner import Runner
@@ -95,18 +96,22 @@ class Catalog:
         self._check_ready()
         engine = self._engines.get(self._default if name is None else name)
         if engine is None:
-            raise UnknownModel(f"there is no model {name!r}; there are {', '.join(sorted(self._engines))}")
+            raise UnknownModel(f"there is no model {shown(name)}; there are {', '.join(sorted(self._engines))}")
         return engine
 
     async def engine_for(self, session: str, model: str | None = None) -> Engine:
-        """The engine that a session lives on. Raises UnknownSession; InvalidRequest if `model` is another."""
+        """The engine that a session lives on.
+
+        Raises UnknownSession; InvalidRequest for what is no session id, and if `model` is another.
+        """
         self._check_ready()
+        check_session_id(session)
         assert self._store is not None, "ready without a store: this is a bug"
         record = await self._store.get(session)
         if record is None or record.model not in self._engines:
             raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
         if model is not None and model != record.model:
-            raise InvalidRequest(f"session {session!r} is of model {record.model!r}, not of {model!r}", "model")
+            raise InvalidRequest(f"session {session!r} is of model {record.model!r}, not of {shown(model)}", "model")
         return self._engines[record.model]
 
     def list(self) -> list[Engine]:

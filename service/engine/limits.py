@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models.manifest import Manifest
-from service.errors import InvalidRequest, TooLarge
+from service.errors import InvalidRequest, TooLarge, shown
 from service.settings import Settings
 
 
@@ -27,7 +27,7 @@ class Limits:
             return
         index, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < size)
         raise InvalidRequest(
-            f"{field}[{index}] is {token}, but the vocabulary has {size} tokens (0..{size - 1})", field
+            f"{field}[{index}] is {shown(token)}, but the vocabulary has {size} tokens (0..{size - 1})", field
         )
 
     def length(self, count: int, how: str = "") -> None:

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from service.engine.engine import Engine
-from service.errors import DeadlineExceeded, InvalidRequest, NotJson
+from service.errors import SHOWN_CHARACTERS, DeadlineExceeded, InvalidRequest, NotJson
 from service.middleware import context
 from service.routes.errors import invalid_request
 from service.schemas import Body
@@ -34,7 +34,8 @@ async def decode(request: Request, model: type[B]) -> B:
         # where it is one misspelt.
         unknown = next((name for name in document if name not in model.model_fields), None)
         if unknown is not None:
-            raise InvalidRequest(f"{unknown}: there is no such field", unknown)
+            name = unknown[:SHOWN_CHARACTERS]
+            raise InvalidRequest(f"{name}: there is no such field", name)
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from service.documents import AnswerDocument, SessionDocument
 from service.engine.types import StepRequest
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, shown
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model
 from service.routes.decode import decode, headers, json_body, tokens_of
@@ -84,7 +84,7 @@ def _position(request: Request, body: StepBody) -> int | None:
     if header is None:
         return body.expected_position
     if not re.fullmatch("[0-9]{1,15}", header):
-        raise InvalidRequest(f"{POSITION} must be a whole number, not {header[:40]!r}", POSITION)
+        raise InvalidRequest(f"{POSITION} must be a whole number, not {shown(header)}", POSITION)
     if body.expected_position not in (None, int(header)):
         raise InvalidRequest(
             f"expected_position is {body.expected_position}, but the header {POSITION} says {header}",

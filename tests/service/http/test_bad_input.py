@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.service.http.live import LiveServer
 from tests.service.http.problems import assert_problem
 
 SEQUENCE_ROUTES = ["/v1/predict", "/v1/compare", "/v1/score", "/v1/generate", "/v1/sessions/{session}/tokens"]
@@ -286,3 +287,51 @@ def test_a_rewind_out_of_the_tail_is_refused_with_the_range(http: httpx.Client, 
     document = assert_problem(response, 422, "invalid_request")
     assert document["field"] == "position"
     assert str(position) in document["detail"] and "2" in document["detail"]
+
+
+LONG = "x" * 60_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/predict", {"tokens": [1], "model": LONG}),
+        ("POST", "/v1/predict", {"tokens": [1], "mode": LONG}),
+        ("POST", "/v1/predict", {"tokens": [1], LONG: 1}),
+        ("POST", "/v1/predict", {"tokens": [10**4000]}),
+        ("POST", "/v1/predict", {"tokens": [1], "mode": "window", "window": 10**4000}),
+        ("POST", "/v1/predict", {"tokens": [1], "top_k": -(10**4000)}),
+        ("POST", "/v1/predict", {"session": LONG}),
+        ("POST", "/v1/compare", {"tokens": [1], "models": [LONG]}),
+        ("POST", "/v1/compare", {"tokens": [1], "windows": [10**4000]}),
+        ("POST", "/v1/sessions", {"session": LONG}),
+        ("POST", "/v1/sessions/{session}/tokens", {"tokens": [1], "expected_position": 10**4000}),
+        ("POST", "/v1/sessions/{session}/rewind", {"position": 10**4000}),
+        ("GET", f"/v1/sessions/{LONG}", None),
+        ("DELETE", f"/v1/sessions/{LONG}", None),
+        ("GET", f"/v1/models/{LONG}", None),
+        ("GET", f"/{LONG}", None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_refusal_is_short_however_long_what_it_refuses(
+    http: httpx.Client, live: LiveServer, session: str, method: str, path: str, body: object
+) -> None:
+    response = http.request(method, path.format(session=session), json=body, headers={"x-request-id": session})
+    assert response.is_client_error and len(response.content) < 1000, response.text[:1000]
+    assert len(live.read_until("request", request_id=session, status=response.status_code)["path"]) <= 256
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/sessions/a b", None),
+        ("DELETE", "/v1/sessions/a b", None),
+        ("POST", "/v1/sessions/a b/tokens", {"tokens": [1]}),
+        ("POST", "/v1/sessions/a b/rewind", {"position": 0}),
+        ("POST", "/v1/predict", {"session": "a b"}),
+    ],
+)
+def test_what_is_no_session_id_is_not_looked_up(http: httpx.Client, method: str, path: str, body: object) -> None:
+    document = assert_problem(http.request(method, path, json=body), 422, "invalid_request")
+    assert document["field"] == "session"
