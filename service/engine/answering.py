@@ -31,6 +31,21 @@ class Course:
     origin: Origin
     known: int
 
+    @property
+    def state(self) -> Origin:
+        """Where the state behind the answer comes from."""
+        return Origin.WINDOW if self.mode is Mode.WINDOW else self.origin
+
+    def error_bound(self, manifest: Manifest) -> float | None:
+        """The bound of the answer."""
+        return self.bound_of(manifest, self.mode is not Mode.WINDOW)
+
+    def bound_of(self, manifest: Manifest, recurrent: bool) -> float | None:
+        """The bound of the recurrent part, or of the window's."""
+        known = self.known if recurrent else self.window
+        assert known is not None, "a window's part without a k: this is a bug"
+        return routing.error_bound(manifest, known, self.position)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -69,7 +84,6 @@ class Answering:
         answering = recurrent or window
         assert answering is not None, "a course without a run: this is a bug"
         found = predictions(answering.outcome.logits, top_k, self._vocabulary)
-        bound = self._bound(course, recurrent is not None)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
@@ -87,22 +101,16 @@ class Answering:
             mode=course.mode,
             predictions=found,
             latency=latency,
-            state=Origin.WINDOW if recurrent is None else course.origin,
-            error_bound=bound,
+            state=course.state,
+            error_bound=course.error_bound(self._manifest),
             window=course.window,
             modes=modes,
             agreement=pair,
         )
 
-    def _bound(self, course: Course, recurrent: bool) -> float | None:
-        """The bound of one part."""
-        known = course.known if recurrent else course.window
-        assert known is not None, "a window's part without a k: this is a bug"
-        return routing.error_bound(self._manifest, known, course.position)
-
     def _agreement(self, course: Course, recurrent: Outcome, window: Outcome) -> Agreement:
         """How far the parts are apart: at most as far as both are from the uninterrupted model, together."""
-        bounds = (self._bound(course, True), self._bound(course, False))
+        bounds = (course.bound_of(self._manifest, True), course.bound_of(self._manifest, False))
         together = None if None in bounds else min(sum(bound or 0.0 for bound in bounds), 1.0)
         pair = agreement.compare(recurrent.logits, window.logits, recurrent.hidden, window.hidden, together)
         self._report.compared(pair)

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -188,7 +188,7 @@ class Sessions:
         return committed
 
     async def rewind(self, session: str, position: int) -> Record:
-        """Cuts the tail back; the state is rebuilt by the next step.
+        """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
@@ -200,6 +200,9 @@ class Sessions:
                     f"{record.earliest} to {record.position}",
                     "position",
                 )
+            if position == record.position:  # nothing to forget: the state and the last step stay as they are
+                await self._store.touch(session)
+                return replace(record, idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
             if rewound is not None:
                 self._slab.drop(session)

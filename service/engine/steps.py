@@ -75,15 +75,17 @@ class Steps:
     def view(self, record: Record) -> SessionView:
         """A session as its owner may see it."""
         resident = self._sessions.resident(record, use=False)
-        known = record.position - (record.cut if resident is None else resident.cut)
+        cut = record.cut if resident is None else resident.cut
+        mode = routing.of_session(None, record.mode)
+        course = self._course(mode, record.position, None, len(record.tail), resident is None, cut)
         return SessionView(
             session=record.session,
             model=record.model,
             model_version=record.model_version,
             mode=record.mode,
             position=record.position,
-            state=Origin.REBUILT if resident is None else Origin.RESIDENT,
-            error_bound=routing.error_bound(self._manifest, known, record.position),
+            state=course.state,
+            error_bound=course.error_bound(self._manifest),
             idle_s=record.idle_s,
         )
 
@@ -95,10 +97,12 @@ class Steps:
         resident = self._sessions.resident(record)
         cut = record.cut if resident is None else resident.cut
         course = self._course(mode, position, None, len(fed), resident is None, cut)
+        # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
+        keeps = resident is not None and routing.of_session(None, record.mode) is not Mode.WINDOW
         recurrent: Part | None = None
         with ExitStack() as stack:
             slot: int | None = None
-            if mode is not Mode.WINDOW:
+            if mode is not Mode.WINDOW or keeps:
                 if resident is not None:
                     stack.enter_context(self._slab.hold(resident.slot))
                 slot = stack.enter_context(self._slab.lease())
@@ -107,7 +111,8 @@ class Steps:
                 else:
                     outcome = await self._forward.full(fed, ticket, write=slot, binding=True)
                     self._sessions.count_rebuilt()
-                recurrent = Part(outcome, ticket.latency())
+                if mode is not Mode.WINDOW:
+                    recurrent = Part(outcome, ticket.latency())
             window = await self._answering.window(course, fed, ticket, binding=True)
             committed = await self._sessions.commit(record, request, slot, cut)
         if committed is None:

@@ -354,8 +354,8 @@ class Comparison:
 class SessionView:
     """A session as its owner may see it.
 
-    `state` is where the next answer's state would come from: `resident`, or `rebuilt` for a parked session;
-    `error_bound` bounds that answer.
+    `state` is where the state of an answer in the session's own mode would come from now: `resident`, `rebuilt` for
+    a parked session, or `window`; `error_bound` bounds that answer.
     """
 
     session: str

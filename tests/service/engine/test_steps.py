@@ -500,6 +500,17 @@ async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(benc
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [7])
 
 
+async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_the_last_step(bench: Bench) -> None:
+    session = await start(bench, *range(10, 30))
+    step = StepRequest(session, (6,), expected_position=20)
+    await bench.engine.step(step)
+    bench.clock.now_s += 10
+    view = await bench.engine.rewind(session, 21)
+    assert (view.position, view.state, view.error_bound, view.idle_s) == (21, Origin.RESIDENT, 0.0, 0.0)
+    assert await bench.engine.get_session(session) == view
+    assert (await bench.engine.step(step)).replayed is True
+
+
 @pytest.mark.parametrize("position", [-1, 3, 4, 21])
 async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(bench: Bench, position: int) -> None:
     session = await start(bench, *range(10, 30))
@@ -520,6 +531,37 @@ async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(bench: 
     assert answer.error_bound is None
     assert len(bench.engine._slab) == 0
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([17, 18, 19, 6]))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("count", [0, 3, 4, 5, 20])
+async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
+    bench: Bench, mode: Mode, count: int
+) -> None:
+    session = await start(bench, *range(10, 10 + count), mode=mode)
+    view = await bench.engine.get_session(session)
+    answer = await bench.engine.predict(PredictRequest(session=session))
+    assert (view.state, view.error_bound) == (answer.state, answer.error_bound)
+
+
+async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(bench: Bench) -> None:
+    fed = [10 + index for index in range(20)]
+    session = await start(bench, *fed)
+    answer = await bench.engine.step(StepRequest(session, (6,), mode=Mode.WINDOW))
+    assert (answer.mode, answer.state, answer.error_bound) == (Mode.WINDOW, Origin.WINDOW, None)
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([*fed[-3:], 6]))
+    answer = await bench.engine.step(StepRequest(session, (7,)))
+    assert (answer.state, answer.error_bound) == (Origin.RESIDENT, 0.0)
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [*fed, 6, 7])
+
+
+async def test_a_step_that_asks_for_a_window_rebuilds_no_state(bench: Bench) -> None:
+    session = await start(bench, 5, 6)
+    bench.engine._slab.drop(session)
+    bench.runner.calls.clear()
+    await bench.engine.step(StepRequest(session, (7,), mode=Mode.WINDOW))
+    assert bench.runner.roles() == ["window"]
+    assert bench.engine._slab.peek(session) is None
 
 
 async def test_both_answers_recurrently_and_measures_the_window_beside_it(bench: Bench) -> None:
