@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from models.bundle import BundleError
-from service import comparison, plot, server
+from service import plot, server
 from service.client import Client, ClientError
+from service.compare import choose, measure, requests_needed
 from service.console import agreement_table, latency_table, report_tables
 from service.engine.catalog import CatalogError
 from service.runners.runner import DeviceError
@@ -62,11 +63,11 @@ def compare(arguments: Sequence[str]) -> None:
     text = options.file.read_text(encoding="utf-8")[: options.tokens * CHARACTERS_OF_A_TOKEN]
 
     with Client(options.url) as client, Progress(console=Console(stderr=True), transient=True) as progress:
-        card = comparison.choose(client, options.model)
+        card = choose(client, options.model)
         k = card["k"] if options.window is None else options.window
         tokens = client.score(card["id"], text)["tokens"][: options.tokens]
-        task = progress.add_task(f"Comparing the modes of {card['id']}", total=comparison.requests_needed(len(tokens)))
-        compared = comparison.measure(client, options.url, card, k, tokens, advance=lambda: progress.advance(task))
+        task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(len(tokens)))
+        compared = measure(client, options.url, card, k, tokens, advance=lambda: progress.advance(task))
 
     console = Console()
     console.print(latency_table(compared), agreement_table(compared))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from service.client import Document
-from service.comparison import PHASES, AgreementSummary, Comparison
+from service.compare import PHASES, AgreementSummary, Measurements
 
 
-def latency_table(compared: Comparison) -> Table:
+def latency_table(compared: Measurements) -> Table:
     """Milliseconds by mode and phase."""
     title = f"Latency of one next token, ms ({compared.steps} tokens, {compared.device})"
     table = _table(title, ("mode", "phase"), ("p50", "p90", "p99"))
@@ -24,7 +24,7 @@ def latency_table(compared: Comparison) -> Table:
     return table
 
 
-def agreement_table(compared: Comparison) -> Table:
+def agreement_table(compared: Measurements) -> Table:
     """How far windows are from recurrent: the model's k over all tokens, then every size at a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)

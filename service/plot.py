@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.comparison import PHASES, Comparison
+from service.compare import PHASES, Measurements
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ FORMATS = (".png", ".svg", ".pdf")
 FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn here
 
 
-def save(compared: Comparison, path: Path) -> None:
+def save(compared: Measurements, path: Path) -> None:
     """Writes the plot to `path`, in the format of its suffix, one of FORMATS. Raises OSError."""
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def save(compared: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_latency(axes: Axes, compared: Comparison) -> None:
+def _draw_latency(axes: Axes, compared: Measurements) -> None:
     """For each phase and mode a mark at the median, with a line to the 99th percentile."""
     for offset, (mode, phases) in zip((-0.12, 0.12), compared.latency.items(), strict=True):
         places = [index + offset for index in range(len(PHASES))]
@@ -47,7 +47,7 @@ def _draw_latency(axes: Axes, compared: Comparison) -> None:
     axes.legend()
 
 
-def _draw_distance(axes: Axes, compared: Comparison) -> None:
+def _draw_distance(axes: Axes, compared: Measurements) -> None:
     """Total variation by window size: mean and largest measured, and the bound where every answer has one."""
     sizes = [line.window for line in compared.windows]
     for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
@@ -66,7 +66,7 @@ def _draw_distance(axes: Axes, compared: Comparison) -> None:
     _finish_window_axis(axes, compared)
 
 
-def _draw_top1(axes: Axes, compared: Comparison) -> None:
+def _draw_top1(axes: Axes, compared: Measurements) -> None:
     """How often the most probable token is the same, by window size."""
     sizes = [line.window for line in compared.windows]
     shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
@@ -77,7 +77,7 @@ def _draw_top1(axes: Axes, compared: Comparison) -> None:
     _finish_window_axis(axes, compared)
 
 
-def _finish_window_axis(axes: Axes, compared: Comparison) -> None:
+def _finish_window_axis(axes: Axes, compared: Measurements) -> None:
     sizes = [line.window for line in compared.windows]
     axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
     axes.set_xscale("log", base=2)

@@ -22,7 +22,7 @@ PACKAGES = ("service", "models", "training")
 LIGHT_MODELS = ("models.manifest", "models.bundle", "models.vocabulary", "models.reference", "models.certificate")
 TORCH_MODELS = ("models/cells", "models/networks", "models/constraints", "models/parallel_scan", "models/export/")
 HTTP = ("service/app", "service/middleware", "service/routes/", "service/schemas")
-CLIENTS = ("service/client", "service/comparison", "service/console", "service/plot")
+CLIENTS = ("service/client", "service/compare", "service/console", "service/plot")
 
 ONLY_IN = {
     "fastapi": HTTP,

@@ -11,7 +11,7 @@ import pytest
 
 from service.__main__ import SAMPLE, main
 from service.client import Client, ClientError
-from service.comparison import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, choose, requests_needed
+from service.compare import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, choose, requests_needed
 from tests.service.http.live import LiveServer
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -75,7 +75,7 @@ class WindowSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Measurements:
     """What was measured: latency by mode and phase, agreement at the model's k, and by window size."""
 
     url: str
@@ -110,7 +110,7 @@ def requests_needed(steps: int) -> int:
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
-def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Comparison:
+def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
     """Drives both modes over `tokens`, one request a token and mode. Raises ClientError."""
     model = card["id"]
 
@@ -125,7 +125,7 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
     for end in np.linspace(1, len(tokens), min(len(tokens), COMPARED_POSITIONS), dtype=int):
         compared.append(client.compare(model, tokens[max(0, end - COMPARED_HISTORY) : end], sizes, REPEAT))
         advance()
-    return Comparison(
+    return Measurements(
         url=url,
         model=model,
         model_version=card["model_version"],
