@@ -33,7 +33,7 @@ class PredictionDocument(TypedDict):
 
 
 class LatencyDocument(TypedDict):
-    """Where the time went."""
+    """Where the time went once the tokens were there: tokenising text comes before."""
 
     queue_ms: float
     compute_ms: float

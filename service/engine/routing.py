@@ -31,13 +31,14 @@ def choose(
         tolerance = 1.0
     elif window is None:
         candidates = range(1, min(largest, position) + 1)
-        k = next((k for k in candidates if _meets(error_bound(manifest, k, position), tolerance)), None)
-    if k is None or k >= position or not _meets(error_bound(manifest, k, position), tolerance):
+        k = next((k for k in candidates if meets(error_bound(manifest, k, position), tolerance)), None)
+    if k is None or k >= position or not meets(error_bound(manifest, k, position), tolerance):
         return None
     return k
 
 
-def _meets(bound: float | None, tolerance: float) -> bool:
+def meets(bound: float | None, tolerance: float) -> bool:
+    """Whether an answer of this bound is within the tolerance; without a bound it is within none."""
     return bound is not None and bound <= tolerance
 
 

@@ -54,7 +54,11 @@ class Steps:
             record = await self._sessions.read(session)
             await self._sessions.touch(session)
             mode = routing.of_session(request.mode, record.mode)
-            return await self._recall(record, mode, request.window, request.top_k, ticket)
+            if request.window is not None and mode is Mode.RECURRENT:
+                raise InvalidRequest(
+                    "window is given, but the session answers by mode recurrent; it is for window and both", "window"
+                )
+            return await self._recall(record, mode, request.window, request.top_k, ticket, request.tolerance)
 
     async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
         """Appends and answers, or answers again. A comparison lost to another writer is tried again on what that
@@ -120,12 +124,27 @@ class Steps:
         answer = self._answering.answer(course, recurrent, window, request.top_k, ticket)
         return replace(answer, session=record.session, position=committed.position, replayed=False)
 
-    async def _recall(self, record: Record, mode: Mode, window: int | None, top_k: int, ticket: Ticket) -> Answer:
-        """The answer of a session as it stands. A state that had to be rebuilt for it stays resident."""
+    async def _recall(
+        self,
+        record: Record,
+        mode: Mode,
+        window: int | None,
+        top_k: int,
+        ticket: Ticket,
+        tolerance: float | None = None,
+    ) -> Answer:
+        """The answer of a session as it stands. A state that had to be rebuilt for it stays resident.
+
+        Raises InvalidRequest where the answer's bound does not meet the tolerance.
+        """
         fed = record.tail.ids()
         resident = self._sessions.resident(record)
         cut = record.cut if resident is None else resident.cut
         course = self._course(mode, record.position, window, len(fed), resident is None, cut)
+        bound = course.error_bound(self._manifest)
+        if tolerance is not None and not routing.meets(bound, tolerance):
+            has = "no error bound" if bound is None else f"an error bound of {bound:g}"
+            raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")
         recurrent: Part | None = None
         if mode is not Mode.WINDOW:
             if resident is not None:

@@ -72,6 +72,15 @@ def _some_tokens(tokens: tuple[int, ...]) -> None:
         raise InvalidRequest("the input is empty: give at least one token", "tokens")
 
 
+def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
+    """Raises InvalidRequest for no k, and for one that the mode has no use for."""
+    if window is None:
+        return
+    _at_least("window", window, 1)
+    if mode not in takes:
+        raise InvalidRequest(f"window is given, but mode is {mode}; it is for {', '.join(takes)}", "window")
+
+
 def check_session_id(session: str) -> None:
     """Raises InvalidRequest unless `session` is 1 to 128 letters, digits and `.` `_` `~` `:` `-`."""
     if SESSION_ID.fullmatch(session) is None:
@@ -82,7 +91,9 @@ def check_session_id(session: str) -> None:
 class PredictRequest:
     """Predict what follows `tokens`, from nothing before them (or from `session`, appending nothing).
 
-    `window` is the k of modes auto, window and both (default: the model's own); recurrent has no use for it.
+    `window` is the k of modes auto, window and both (default: the model's own), `tolerance` the largest error bound
+    that auto may answer with. From a session, auto is the session's own mode, and an answer whose bound does not
+    meet the tolerance is refused. What a mode has no use for is refused too.
     """
 
     tokens: tuple[int, ...] = ()
@@ -100,10 +111,13 @@ class PredictRequest:
             raise InvalidRequest(
                 "predicting from a session appends nothing: give session or tokens, not both", "session"
             )
-        if self.window is not None:
-            _at_least("window", self.window, 1)
+        _window(self.window, self.mode, Mode.AUTO, Mode.WINDOW, Mode.BOTH)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
+            if self.mode is not Mode.AUTO:
+                raise InvalidRequest(
+                    f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
+                )
         _at_least("top_k", self.top_k, 1)
 
 
@@ -151,7 +165,7 @@ class GenerateRequest:
     """Continue `tokens` by up to `max_tokens` more.
 
     `temperature` 0 is greedy; `top_k` and `top_p` of None keep every token; the same `seed` gives the same
-    text, which ends before the first of the `stop` strings.
+    text, which ends before the first of the `stop` strings. Mode auto is recurrent; `window` is for mode window.
     """
 
     tokens: tuple[int, ...]
@@ -188,8 +202,7 @@ class GenerateRequest:
                 )
         if self.mode is Mode.BOTH:
             raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")
-        if self.window is not None:
-            _at_least("window", self.window, 1)
+        _window(self.window, self.mode, Mode.WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +239,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Where a request's time went: waiting for the runner, running, and all of it."""
+    """Where a request's time went in the engine: waiting for the runner, running, and all of it.
+
+    It begins with the tokens in hand: reading a request, and tokenising its text, come before.
+    """
 
     queue_ms: float
     compute_ms: float

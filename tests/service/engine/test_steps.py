@@ -598,6 +598,28 @@ async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own
     assert answer.window == 2
 
 
+@pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.BOTH])
+async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(bench: Bench, mode: Mode | None) -> None:
+    session = await start(bench, *range(10, 30), mode=mode)
+    exact = await bench.engine.predict(PredictRequest(session=session, tolerance=0.0))
+    assert exact.error_bound == 0.0
+    bench.engine._slab.drop(session)
+    bench.runner.calls.clear()
+    with pytest.raises(InvalidRequest, match=r"tolerance is 0\.5, but .* has no error bound") as caught:
+        await bench.engine.predict(PredictRequest(session=session, tolerance=0.5))
+    assert caught.value.field == "tolerance"
+    assert bench.runner.calls == []
+
+
+async def test_a_window_for_a_session_that_answers_recurrently_is_refused(bench: Bench) -> None:
+    session = await start(bench, *range(10, 20))
+    with pytest.raises(InvalidRequest, match="answers by mode recurrent; it is for window and both") as caught:
+        await bench.engine.predict(PredictRequest(session=session, window=3))
+    assert caught.value.field == "window"
+    own = await start(bench, *range(10, 20), mode=Mode.WINDOW)
+    assert (await bench.engine.predict(PredictRequest(session=own, window=3))).window == 3
+
+
 # Life
 
 

@@ -52,11 +52,11 @@ async def test_both_modes_stand_beside_each_other_with_their_agreement(client: h
 
 
 async def test_what_a_prediction_asks_for_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    body = {"input": "ab", "model": "fake", "mode": "window", "window": 3, "tolerance": 0.5, "top_k": 2}
+    body = {"input": "ab", "model": "fake", "mode": "auto", "window": 3, "tolerance": 0.5, "top_k": 2}
     await client.post("/v1/predict", json=body)
     (asked,) = engine.asked
     assert isinstance(asked, PredictRequest) and asked.deadline is not None
-    assert asked == PredictRequest((97, 98), Mode.WINDOW, 3, 0.5, 2, None, asked.deadline)
+    assert asked == PredictRequest((97, 98), Mode.AUTO, 3, 0.5, 2, None, asked.deadline)
 
 
 async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncClient, engine: FakeEngine) -> None:
