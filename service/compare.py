@@ -1,7 +1,7 @@
 """Both modes of a model driven over one text: how long each takes, and how far apart their answers are.
 
-Three passes over the same positions: recurrent (one session, one token a step), window (no session, the last k tokens
-each time), and both at once, whose answers are compared. Then windows of several sizes are compared at a few
+Three passes over the same positions: recurrent (one session, one token a step), window (no session, the last k + 1
+tokens each time), and both at once, whose answers are compared. Then windows of several sizes are compared at a few
 positions, to see agreement as a function of k.
 """
 
@@ -115,7 +115,8 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
     model = card["id"]
 
     def window(index: int) -> Document:
-        return client.predict(model, tokens[max(0, index + 1 - k) : index + 1], "window", k)
+        # One token more than the window: what fits into it whole is run from its start, which is a token more again.
+        return client.predict(model, tokens[max(0, index - k) : index + 1], "window", k)
 
     recurrent = _drive_session(client, model, tokens, "recurrent", advance)
     windowed = _drive(window, len(tokens), advance)

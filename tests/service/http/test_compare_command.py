@@ -11,7 +11,7 @@ import pytest
 
 from service.__main__ import SAMPLE, main
 from service.client import Client, ClientError
-from service.compare import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, choose, requests_needed
+from service.compare import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, choose, measure, requests_needed
 from tests.service.http.live import LiveServer
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -145,6 +145,30 @@ def test_a_refusal_is_told_in_the_server_s_words(response: httpx.Response, told:
 def test_progress_counts_every_request() -> None:
     assert requests_needed(100) == 300 + COMPARED_POSITIONS
     assert requests_needed(3) == 9 + 3
+
+
+def test_a_window_is_measured_where_it_does_not_reach_back_to_the_start() -> None:
+    agreement = {
+        "top1_match": True,
+        "top1_proved": True,
+        "total_variation": 0.0,
+        "max_logit_difference": 0.0,
+        "error_bound": 0.0,
+    }
+    latency = {"queue_ms": 1.0, "compute_ms": 1.0, "total_ms": 1.0, "compute": {"p50_ms": 1.0}}
+    line = {"latency": latency, "agreement": agreement}
+    answer = {"session": "s", **line, "models": [{"recurrent": line, "windows": [line, line]}]}
+    sent: list[list[int]] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/predict":
+            sent.append(json.loads(request.content)["tokens"])
+        return httpx.Response(200, json=answer)
+
+    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1}
+    with Client("http://wane", httpx.MockTransport(respond)) as client:
+        measure(client, "http://wane", card, 2, [5, 6, 7, 8], advance=lambda: None)
+    assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
 
 
 def test_a_server_without_models_is_told_as_that() -> None:
