@@ -86,21 +86,27 @@ def describe(error: Exception) -> Failure:
 
 
 def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
-    """The problem document of a failure of this request; notes it for the access log, and its trace if unexpected."""
-    failure = describe(error)
-    here = context(scope)
-    here.fields["error"] = failure.code
-    if failure.code == INTERNAL:
-        SERVICE.error("unexpected failure", exc_info=error, extra={"fields": {"request_id": here.request_id}})
-    return failure.body(here.request_id)
+    """The problem document of what failed within an answer, such as one input of a batch."""
+    return _described(scope, error).body(context(scope).request_id)
 
 
 def problem(scope: Scope, error: Exception) -> Response:
-    """The native protocol's answer to a failure."""
-    failure = describe(error)
+    """The native protocol's answer to a failure, which is noted for the access log."""
+    here = context(scope)
+    failure = _described(scope, error)
+    here.fields["error"] = failure.code
     return Response(
-        json.dumps(failure_document(scope, error)),
+        json.dumps(failure.body(here.request_id)),
         status_code=failure.status,
         media_type="application/problem+json",
         headers=failure.headers,
     )
+
+
+def _described(scope: Scope, error: Exception) -> Failure:
+    """As `describe`; logs the trace of what nobody expected."""
+    failure = describe(error)
+    if failure.code == INTERNAL:
+        fields = {"request_id": context(scope).request_id}
+        SERVICE.error("unexpected failure", exc_info=error, extra={"fields": fields})
+    return failure

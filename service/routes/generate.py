@@ -15,6 +15,7 @@ from service.documents import GenerationDocument
 from service.engine.engine import Engine
 from service.engine.generation import Generation
 from service.engine.types import Finish, GenerateRequest
+from service.middleware import context
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model
 from service.routes.decode import decode, json_body, tokens_of
@@ -89,7 +90,9 @@ class EventStream(StreamingResponse):
                 else:
                     yield event("token", answers.generated(item))
         except Exception as error:  # the answer has begun: what fails now can only be told in it
-            yield event("error", failure_document(request.scope, error))
+            document = failure_document(request.scope, error)
+            context(request.scope).fields["error"] = document["code"]
+            yield event("error", document)
 
 
 def event(name: str, document: Mapping[str, object]) -> bytes:

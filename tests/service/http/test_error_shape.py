@@ -21,6 +21,7 @@ from service.errors import (
     UnknownModel,
     UnknownSession,
 )
+from service.routes.errors import Failure, describe
 from tests.service.http.fake import FakeCatalog
 from tests.service.http.problems import assert_problem
 
@@ -202,7 +203,32 @@ async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id
     assert vars(record)["fields"] == {"request_id": "abc"}
 
 
-async def test_after_the_first_byte_a_failure_is_an_event(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_a_failure_is_described_once(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[Exception] = []
+
+    def counted(error: Exception) -> Failure:
+        described.append(error)
+        return describe(error)
+
+    monkeypatch.setattr("service.routes.errors.describe", counted)
+    await client.post("/v1/predict", json={"tokens": []})
+    assert len(described) == 1
+
+
+async def test_what_fails_within_a_batch_is_not_logged_as_the_request_s_failure(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    response = await client.post("/v1/predict", json={"inputs": ["a", [], ""]})
+    assert response.status_code == 200 and "error" in response.json()["results"][2]
+    (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
+    assert "error" not in fields
+
+
+async def test_after_the_first_byte_a_failure_is_an_event(
+    client: httpx.AsyncClient, catalog: FakeCatalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     catalog.engine.failure_after_first_token = Unavailable("going away")
     response = await client.post("/v1/generate", json={"tokens": [1], "stream": True})
     assert response.status_code == 200
@@ -212,3 +238,5 @@ async def test_after_the_first_byte_a_failure_is_an_event(client: httpx.AsyncCli
     assert name == "event: error"
     assert (document["code"], document["status"]) == ("unavailable", 503)
     assert document["request_id"] == response.headers["x-request-id"]
+    (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
+    assert (fields["status"], fields["error"]) == (200, "unavailable")
