@@ -31,7 +31,7 @@ WireMode = Annotated[
 WireScoreMethod = Annotated[
     ScoreMethod,
     Field(strict=False),
-    WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
+    WithJsonSchema({"type": "string", "enum": [ScoreMethod.SEQUENTIAL.value]}),  # the other is always refused
 ]
 
 
