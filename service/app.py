@@ -26,6 +26,11 @@ from service.settings import Settings
 
 VERSION = "0.1.0"
 
+DESCRIPTION = (
+    "Next-token prediction by recurrent models whose memory provably fades: as a stream of steps, or from a window of "
+    "the last k tokens, and how far the two are apart. Every failure is a problem document (RFC 9457)."
+)
+
 ROUTERS = (predict.router, generate.router, sessions.router, models.router, ops.router)
 
 PROBLEM = {
@@ -65,7 +70,7 @@ def create_app(
     app = FastAPI(
         title="Wane",
         version=VERSION,
-        description=__doc__,
+        description=DESCRIPTION,
         lifespan=lifespan,
         middleware=middleware.stack(
             max_body_bytes=settings.max_body_bytes,

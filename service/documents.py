@@ -220,6 +220,95 @@ class ModelListDocument(TypedDict):
     data: list[ModelCardDocument]
 
 
+class BucketDocument(TypedDict):
+    """How many values were at most `le_ms`; null: all of them."""
+
+    le_ms: float | None
+    count: int
+
+
+class DurationsDocument(TypedDict):
+    """One phase: percentiles of the latest values, and cumulative buckets of all, which add up over replicas."""
+
+    p50_ms: float | None
+    p90_ms: float | None
+    p99_ms: float | None
+    count: int
+    sum_ms: float
+    buckets: list[BucketDocument]
+
+
+class DurationsByPhaseDocument(TypedDict):
+    """Where the time went."""
+
+    queue: DurationsDocument
+    compute: DurationsDocument
+    total: DurationsDocument
+
+
+class ModeReportDocument(TypedDict):
+    """Predictions and steps that were answered by one mode."""
+
+    requests: int
+    latency: DurationsByPhaseDocument
+
+
+class TotalVariationDocument(TypedDict):
+    """Over all comparisons; null where there was none."""
+
+    mean: float | None
+    max: float | None
+
+
+class AgreementReportDocument(TypedDict):
+    """How far windows were from recurrent, over all comparisons; null where there was none."""
+
+    compared: int
+    top1_match_rate: float | None
+    top1_proved_rate: float | None
+    total_variation: TotalVariationDocument
+    max_logit_difference: float | None
+    bound_violations: int
+
+
+class SessionsReportDocument(TypedDict):
+    """Sessions with and without a state in memory, and how many states were rebuilt."""
+
+    resident: int
+    parked: int
+    rebuilt: int
+
+
+class ModelReportDocument(ModelDocument):
+    """One model's figures since the start; `operations` counts answers by kind of request."""
+
+    modes: dict[Mode, ModeReportDocument]
+    operations: dict[str, int]
+    agreement: AgreementReportDocument
+    sessions: SessionsReportDocument
+
+
+class ReportDocument(TypedDict):
+    """What was measured while serving."""
+
+    device: str
+    models: list[ModelReportDocument]
+
+
+class LivenessDocument(TypedDict):
+    """The process lives."""
+
+    live: bool
+
+
+class ReadinessDocument(TypedDict):
+    """Whether requests are taken; the device is null until models run on one."""
+
+    ready: bool
+    status: Literal["loading", "ready", "draining"]
+    device: str | None
+
+
 class ProblemDocument(TypedDict):
     """RFC 9457, with a stable `code`, whether trying again may help, and the request's id; some codes add fields."""
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.documents import ModelCardDocument, ModelListDocument
+from service.documents import ModelCardDocument, ModelListDocument, ReportDocument
 from service.routes import answers
 from service.routes.context import catalog
 
@@ -25,7 +25,7 @@ async def model(request: Request, name: str) -> Response:
     return answers.reply(answers.model_card(catalog(request).get(name)))
 
 
-@router.get("/v1/report")
+@router.get("/v1/report", response_model=ReportDocument)
 async def report(request: Request) -> Response:
     """What was measured while serving: latency by mode, agreement over all comparisons, sessions."""
     return answers.reply(await catalog(request).report())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from service.documents import LivenessDocument, ReadinessDocument
 from service.metrics import CONTENT_TYPE
 from service.routes import answers
 from service.routes.context import catalog
@@ -24,26 +25,27 @@ router = APIRouter(tags=["operations"])
 
 
 @router.head("/healthz", include_in_schema=False)
-@router.get("/healthz")
+@router.get("/healthz", response_model=LivenessDocument)
 async def healthz() -> Response:
     """Whether the process lives."""
     return answers.reply({"live": True})
 
 
 @router.head("/readyz", include_in_schema=False)
-@router.get("/readyz", responses={503: {"description": "loading or draining"}})
+@router.get(
+    "/readyz",
+    response_model=ReadinessDocument,
+    responses={503: {"model": ReadinessDocument, "description": "loading or draining"}},
+)
 async def readyz(request: Request) -> Response:
-    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains.
-
-    The device is null until models run on one.
-    """
+    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains."""
     models = catalog(request)
     device = None if models.status == "loading" or models.device == "auto" else models.device
     document = {"ready": models.ready, "status": models.status, "device": device}
     return answers.reply(document, 200 if models.ready else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE)

@@ -88,6 +88,31 @@ def test_every_route_with_a_body_has_an_example(openapi: dict[str, Any]) -> None
     }
 
 
+def test_every_answer_in_json_has_a_schema(app: FastAPI) -> None:
+    for path, operations in app.openapi()["paths"].items():
+        for operation in operations.values():
+            answer = next(iter(operation["responses"].values()))
+            content = answer.get("content", {}).get("application/json")
+            assert content is None or names_in(content["schema"]), path
+
+
+def test_metrics_are_described_as_text(app: FastAPI) -> None:
+    (kind,) = app.openapi()["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert kind == "text/plain"
+
+
+def test_the_page_describes_the_service_and_not_its_source(app: FastAPI) -> None:
+    description = app.openapi()["info"]["description"]
+    assert "recurrent models" in description and "ASGI" not in description
+
+
+def test_the_page_offers_the_score_methods_that_work(http: httpx.Client, openapi: dict[str, Any]) -> None:
+    body = openapi["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for method in ScoreMethod:
+        response = http.post("/v1/score", json={"tokens": [5, 6], "method": method.value})
+        assert response.is_success == (method.value in body["properties"]["method"]["enum"])
+
+
 def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
     for path, operations in app.openapi()["paths"].items():
         for operation in operations.values():
