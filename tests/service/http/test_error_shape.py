@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from service.errors import (
+    SHOWN_CHARACTERS,
     Abandoned,
     DeadlineExceeded,
     InvalidRequest,
@@ -20,6 +21,7 @@ from service.errors import (
     Unavailable,
     UnknownModel,
     UnknownSession,
+    shown,
 )
 from service.routes.errors import Failure, describe
 from tests.service.http.fake import FakeCatalog
@@ -165,6 +167,13 @@ async def test_a_method_that_a_path_does_not_take_is_answered_with_all_those_it_
 async def test_a_position_header_that_is_no_position_has_the_shape(client: httpx.AsyncClient, value: str) -> None:
     response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]}, headers={"x-wane-position": value})
     assert assert_problem(response, 422, "invalid_request")["field"] == "x-wane-position"
+
+
+def test_what_is_shown_of_what_a_client_sent_is_cut() -> None:
+    assert shown("a b") == "'a b'"
+    assert shown("x" * SHOWN_CHARACTERS) == repr("x" * SHOWN_CHARACTERS)
+    assert shown("x" * (SHOWN_CHARACTERS + 1)) == "'" + "x" * (SHOWN_CHARACTERS - 1) + "..."
+    assert shown(10**4000) == "1" + "0" * (SHOWN_CHARACTERS - 1) + "..."
 
 
 async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
