@@ -115,11 +115,12 @@ class Catalog:
         return self._engines[record.model]
 
     def list(self) -> list[Engine]:
-        """Every engine: the default first, the others by name."""
+        """Every engine: the default first, the others by name. Raises Unavailable unless ready."""
+        self._check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
 
     async def report(self) -> dict[str, object]:
-        """The body of /v1/report: `{"device", "models": [engine reports]}`."""
+        """The body of /v1/report: `{"device", "models": [engine reports]}`. Raises Unavailable unless ready."""
         return {"device": self.device, "models": [await engine.report() for engine in self.list()]}
 
     async def close(self) -> None:

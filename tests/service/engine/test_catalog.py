@@ -57,6 +57,16 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         catalog.get()
 
 
+async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_them(tmp_path: Path) -> None:
+    catalog = make(tmp_path)
+    for reason in ("loading", "stopping"):
+        with pytest.raises(Unavailable, match=reason):
+            catalog.list()
+        with pytest.raises(Unavailable, match=reason):
+            await catalog.report()
+        await catalog.close()
+
+
 @SOME
 async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: Catalog) -> None:
     names = sorted(engine.name for engine in catalog.list())
