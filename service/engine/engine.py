@@ -43,7 +43,7 @@ from service.engine.types import (
     StepRequest,
 )
 from service.engine.warm_up import warm_up
-from service.errors import DeadlineExceeded, InvalidRequest, Unavailable, WaneError
+from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from service.metrics import Metrics
 from service.runners.runner import Runner
 from service.settings import Settings
@@ -172,13 +172,13 @@ class Engine:
         self._report.answered("predict", answer.mode)
         return answer
 
-    async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | WaneError]:
+    async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         """Many predictions side by side; each has its own answer or its own error, in order."""
 
-        async def one(request: PredictRequest) -> Answer | WaneError:
+        async def one(request: PredictRequest) -> Answer | Exception:
             try:
                 return await self.predict(request)
-            except WaneError as error:
+            except Exception as error:  # one that nobody expected is no reason to fail the others either
                 return error
 
         return await asyncio.gather(*map(one, requests))
@@ -240,18 +240,18 @@ class Engine:
         """Looks at a session without touching its idle time. Raises UnknownSession."""
         return self._steps.view(await self._sessions.read(session))
 
-    async def delete_session(self, session: str) -> None:
+    async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
-        async with self._sessions.turn(session):
+        async with until(deadline), self._sessions.turn(session):
             await self._sessions.delete(session)
 
-    async def rewind(self, session: str, position: int) -> SessionView:
-        """Cuts the session's tail back to `position`.
+    async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
+        """Cuts the session's tail back to `position`, after the step that it may be in.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
         with self._admitted():
-            async with self._sessions.turn(session):
+            async with until(deadline), self._sessions.turn(session):
                 return self._steps.view(await self._sessions.rewind(session, position))
 
     async def step(self, request: StepRequest) -> Answer:

@@ -19,7 +19,7 @@ from service.documents import (
 )
 from service.engine.engine import Engine
 from service.engine.types import CompareRequest, PredictRequest, ScoreRequest
-from service.errors import InvalidRequest, WaneError
+from service.errors import InvalidRequest
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model, settings
 from service.routes.decode import decode, json_body, tokens_of
@@ -69,18 +69,18 @@ async def _predict_many(
     if len(inputs) > most:
         raise InvalidRequest(f"inputs holds {len(inputs)} inputs, but at most {most} are answered at once", "inputs")
     asked: list[PredictRequest] = []
-    refused: dict[int, WaneError] = {}
+    refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
         await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
         try:
             asked.append(await _predict_request(request, engine, body, given))
-        except WaneError as error:
+        except Exception as error:
             refused[index] = error
     answered = iter(await engine.predict_many(asked))
     results: list[AnswerDocument | FailureDocument] = []
     for index in range(len(inputs)):
         outcome = refused[index] if index in refused else next(answered)
-        if isinstance(outcome, WaneError):
+        if isinstance(outcome, Exception):
             results.append({"error": failure_document(request.scope, outcome)})
         else:
             results.append(answers.answer(engine, outcome))

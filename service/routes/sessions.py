@@ -52,7 +52,8 @@ async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     engine = await catalog(request).engine_for(session)
     note_model(request, engine)
-    await engine.delete_session(session)
+    async with until_hangup(request):
+        await engine.delete_session(session, deadline(request))
     return Response(status_code=204)
 
 
@@ -99,4 +100,6 @@ async def rewind(request: Request, session: SessionId) -> Response:
     body = await decode(request, RewindBody)
     engine = await catalog(request).engine_for(session)
     note_model(request, engine)
-    return answers.reply(answers.session(engine, await engine.rewind(session, body.position)))
+    async with until_hangup(request):
+        view = await engine.rewind(session, body.position, deadline(request))
+    return answers.reply(answers.session(engine, view))

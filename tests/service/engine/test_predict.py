@@ -128,6 +128,27 @@ async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(be
             assert answer.predictions[0].token_id == top(bench, [EOS, *request.tokens])
 
 
+async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = ZeroDivisionError("a bug")
+    token = bench.vocabulary.token
+
+    def broken(index: int) -> str:
+        if index == unlucky:
+            raise fail
+        return token(index)
+
+    requests = [PredictRequest((token,), mode=Mode.RECURRENT, top_k=1) for token in (10, 11, 12)]
+    firsts = [top(bench, [EOS, *request.tokens]) for request in requests]
+    assert len(set(firsts)) == 3
+    unlucky = firsts[1]
+    monkeypatch.setattr(bench.vocabulary, "token", broken)
+    answers = await bench.engine.predict_many(requests)
+    assert [isinstance(answer, Answer) for answer in answers] == [True, False, True]
+    assert answers[1] is fail
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

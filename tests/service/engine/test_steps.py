@@ -392,6 +392,27 @@ async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_comm
     assert (again.replayed, again.position) == (True, 2)
 
 
+async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the_session(
+    bench: Bench, travel: Callable[[float], None]
+) -> None:
+    session = await start(bench, 5)
+    bench.runner.busy.clear()
+    bench.runner.gate.clear()
+    step = asyncio.create_task(bench.engine.step(StepRequest(session, (6,))))
+    await bench.runner.until_busy()
+    deadline = asyncio.get_running_loop().time() + 3600
+    rewind = asyncio.create_task(bench.engine.rewind(session, 0, deadline))
+    end = asyncio.create_task(bench.engine.delete_session(session, deadline))
+    await turn()
+    travel(3600)
+    for late in (rewind, end):
+        with pytest.raises(DeadlineExceeded):
+            await late
+    bench.runner.gate.set()
+    await step
+    assert (await bench.engine.get_session(session)).position == 2
+
+
 async def test_two_steps_of_one_session_are_never_in_one_batch(bench: Bench) -> None:
     one, two = await start(bench), await start(bench)
     steps = [StepRequest(session, (token,)) for token in (6, 7, 8) for session in (one, two)]

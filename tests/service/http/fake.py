@@ -28,7 +28,7 @@ from service.engine.types import (
     SessionView,
     StepRequest,
 )
-from service.errors import Unavailable, UnknownModel, UnknownSession, WaneError
+from service.errors import Unavailable, UnknownModel, UnknownSession
 
 LATENCY = Latency(0.25, 0.5, 1.0)
 PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
@@ -113,12 +113,12 @@ class FakeEngine:
         modes = {Mode.RECURRENT: part, Mode.WINDOW: part}
         return Answer(Mode.BOTH, PREDICTIONS, LATENCY, Origin.FULL, 0.0, 8, modes, AGREEMENT)
 
-    async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | WaneError]:
-        outcomes: list[Answer | WaneError] = []
+    async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
+        outcomes: list[Answer | Exception] = []
         for request in requests:
             try:
                 outcomes.append(await self.predict(request))
-            except WaneError as error:
+            except Exception as error:
                 outcomes.append(error)
         return outcomes
 
@@ -184,10 +184,10 @@ class FakeEngine:
         await self._ask(session)
         return self._view(session)
 
-    async def delete_session(self, session: str) -> None:
+    async def delete_session(self, session: str, deadline: float | None = None) -> None:
         await self._ask(session)
 
-    async def rewind(self, session: str, position: int) -> SessionView:
+    async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
         await self._ask((session, position))
         return self._view(session)
 

@@ -97,6 +97,17 @@ async def test_a_batch_has_an_answer_for_each_input_in_order(client: httpx.Async
     assert answer["results"][1]["error"]["code"] == "invalid_request"
 
 
+async def test_an_input_that_meets_a_bug_is_told_as_internal_in_its_place(
+    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.failure = ZeroDivisionError("secret")
+    response = await client.post("/v1/predict", json={"inputs": ["a", [-1]]})
+    assert response.status_code == 200
+    assert [result["error"]["code"] for result in response.json()["results"]] == ["internal", "internal"]
+    assert "secret" not in response.text
+    assert "secret" in caplog.text
+
+
 async def test_a_step_takes_its_position_and_key_from_headers(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     headers = {"x-wane-position": "4", "idempotency-key": "k"}
     answer = (await client.post("/v1/sessions/s/tokens", json={"tokens": [1, 2]}, headers=headers)).json()

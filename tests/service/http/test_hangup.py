@@ -14,16 +14,16 @@ from tests.service.http.fake import FakeEngine
 from tests.service.http.live import LiveServer
 
 
-def request_bytes(path: str, body: object) -> bytes:
-    """A POST request, whole."""
+def request_bytes(path: str, body: object, method: str = "POST") -> bytes:
+    """A request, whole."""
     content = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
+    return f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
 
 
-async def send(server: tuple[str, int], path: str, body: object) -> asyncio.StreamWriter:
+async def send(server: tuple[str, int], path: str, body: object, method: str = "POST") -> asyncio.StreamWriter:
     """Sends a request, and leaves its answer unread."""
     _, writer = await asyncio.open_connection(*server)
-    writer.write(request_bytes(path, body))
+    writer.write(request_bytes(path, body, method))
     await writer.drain()
     return writer
 
@@ -39,6 +39,7 @@ async def send(server: tuple[str, int], path: str, body: object) -> asyncio.Stre
         ("/v1/generate", {"tokens": [1]}),
         ("/v1/generate", {"tokens": [1], "stream": True}),
         ("/v1/sessions/s/tokens", {"tokens": [1]}),
+        ("/v1/sessions/s/rewind", {"position": 0}),
     ],
     ids=str,
 )
@@ -47,6 +48,17 @@ async def test_a_client_that_hangs_up_cancels_the_wait_for_the_engine(
 ) -> None:
     engine.wait = asyncio.Event()
     writer = await send(server.address, path, body)
+    await engine.waiting.wait()
+    writer.close()
+    await writer.wait_closed()
+    await engine.cancelled.wait()
+
+
+async def test_a_client_that_hangs_up_cancels_the_end_of_a_session(
+    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.wait = asyncio.Event()
+    writer = await send(server.address, "/v1/sessions/s", {}, "DELETE")
     await engine.waiting.wait()
     writer.close()
     await writer.wait_closed()
