@@ -67,7 +67,12 @@ class Settings(BaseModel):
     session_ttl_s: float = Field(
         default=3600, gt=0, allow_inf_nan=False, description="idle time after which a session ends"
     )
-    max_sessions: int = Field(default=1_000_000, ge=1, description="sessions that may exist; more are answered 429")
+    max_sessions: int = Field(
+        default=1_000_000,
+        ge=1,
+        description="sessions that may exist; more are answered 429; one takes about 700 bytes of memory, and 2 for "
+        "each token of its tail (4 where a vocabulary has over 65536)",
+    )
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
     )

@@ -34,9 +34,9 @@ class Place(Enum):
     REPLAY = auto()
 
 
-def token_hash(tokens: Sequence[int]) -> str:
+def token_hash(tokens: Sequence[int]) -> bytes:
     """What a step's tokens are remembered by."""
-    return hashlib.sha256(np.asarray(tokens, "<i8").tobytes()).hexdigest()
+    return hashlib.sha256(np.asarray(tokens, "<i8").tobytes()).digest()
 
 
 def place(record: Record, request: StepRequest) -> Place:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from service.errors import Overloaded
 from service.stores.store import LastStep, Record
 
+EXPIRED_AT_ONCE = 1000  # sessions that one call forgets at most, so that none takes long
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -32,8 +34,7 @@ class MemoryStore:
 
     async def create(self, record: Record) -> bool:
         """See `Store`."""
-        self._expire()
-        if record.session in self._entries:
+        if self._live(record.session) is not None:
             return False
         if len(self._entries) >= self._max_sessions:
             raise Overloaded(f"there are {self._max_sessions} sessions already, the most this server keeps")
@@ -43,14 +44,12 @@ class MemoryStore:
 
     async def get(self, session: str) -> Record | None:
         """See `Store`."""
-        self._expire()
-        entry = self._entries.get(session)
+        entry = self._live(session)
         return None if entry is None else replace(entry.record, idle_s=self._clock() - entry.touched_s)
 
     async def touch(self, session: str) -> None:
         """See `Store`."""
-        self._expire()
-        if session in self._entries:
+        if self._live(session) is not None:
             self._touch(session)
 
     async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
@@ -72,12 +71,10 @@ class MemoryStore:
 
     async def delete(self, session: str) -> bool:
         """See `Store`."""
-        self._expire()
-        entry = self._entries.pop(session, None)
-        if entry is None:
-            return False
-        self._counts[entry.record.model] -= 1
-        return True
+        entry = self._live(session)
+        if entry is not None:
+            self._forget(entry)
+        return entry is not None
 
     async def count(self, model: str) -> int:
         """See `Store`."""
@@ -86,8 +83,7 @@ class MemoryStore:
 
     def _at(self, session: str, revision: int) -> Record | None:
         """The record, if it is at `revision`."""
-        self._expire()
-        entry = self._entries.get(session)
+        entry = self._live(session)
         return entry.record if entry is not None and entry.record.revision == revision else None
 
     def _change(self, record: Record) -> Record:
@@ -100,12 +96,26 @@ class MemoryStore:
         self._entries[session].touched_s = self._clock()
         self._entries.move_to_end(session)
 
+    def _live(self, session: str) -> _Entry | None:
+        """The session's entry, unless it has been idle for longer than the time to live."""
+        self._expire()
+        entry = self._entries.get(session)
+        if entry is None or not self._is_over(entry):
+            return entry
+        self._forget(entry)
+        return None
+
     def _expire(self) -> None:
-        """Forgets what has been idle for longer than the time to live: the front of the order, never a scan."""
-        oldest = self._clock() - self._ttl_s
-        while self._entries:
-            session, entry = next(iter(self._entries.items()))
-            if entry.touched_s >= oldest:
+        """Forgets sessions that are over: from the front of the order, never by a scan, and some at a time."""
+        for _ in range(EXPIRED_AT_ONCE):
+            entry = next(iter(self._entries.values()), None)
+            if entry is None or not self._is_over(entry):
                 return
-            del self._entries[session]
-            self._counts[entry.record.model] -= 1
+            self._forget(entry)
+
+    def _is_over(self, entry: _Entry) -> bool:
+        return entry.touched_s < self._clock() - self._ttl_s
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.record.session]
+        self._counts[entry.record.model] -= 1

@@ -12,10 +12,10 @@ from service.stores.tail import Tail
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """What a retry is recognised by: the step's key, a hash of its tokens, and the position it started from."""
+    """What a retry is recognised by: the step's key, the SHA-256 of its tokens, and the position it started from."""
 
     start: int
-    token_hash: str
+    token_hash: bytes
     key: str | None
 
 
@@ -85,5 +85,5 @@ class Store(Protocol):
         ...
 
     async def count(self, model: str) -> int:
-        """How many sessions a model has."""
+        """How many sessions a model has; those that ended by themselves a moment ago may be among them."""
         ...

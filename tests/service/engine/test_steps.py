@@ -248,7 +248,7 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
     # Elsewhere, somebody rewinds the session and steps it to the same position on another path.
     rewound = await bench.store.rewind(session, record.revision, 1)
     assert rewound is not None
-    await bench.store.append(session, rewound.revision, (7,), LastStep(1, "", None))
+    await bench.store.append(session, rewound.revision, (7,), LastStep(1, b"", None))
     answer = await bench.engine.step(StepRequest(session, (8,), expected_position=2))
     assert answer.state is Origin.REBUILT
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7, 8])

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from service.engine.sessions import token_hash
 from service.engine.types import Mode
 from service.errors import Overloaded
-from service.stores.memory import MemoryStore
+from service.stores.memory import EXPIRED_AT_ONCE, MemoryStore
 from service.stores.store import LastStep, Record
 from service.stores.tail import Tail
 from tests.service.engine.fakes import Clock
 
-STEP = LastStep(0, "hash", None)
+STEP = LastStep(0, b"hash", None)
 
 
 def make_store(**changes: int) -> tuple[MemoryStore, Clock]:
@@ -128,3 +129,29 @@ async def test_there_is_a_most_of_sessions_and_the_expired_make_room() -> None:
         await store.create(record("c"))
     clock.now_s += 11
     assert await store.create(record("c"))
+
+
+async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_same() -> None:
+    store, clock = make_store(max_sessions=2 * EXPIRED_AT_ONCE + 5)
+    names = [str(index) for index in range(2 * EXPIRED_AT_ONCE + 5)]
+    for name in names:
+        await store.create(record(name))
+    clock.now_s += 11
+    assert await store.count("m") == EXPIRED_AT_ONCE + 5
+    assert await store.get(names[-1]) is None
+    assert await store.count("m") == 0
+
+    for name in names:
+        await store.create(record(name))
+    clock.now_s += 11
+    last = names[-1]
+    assert await store.append(last, 0, (7,), STEP) is None
+    assert await store.create(record(last))
+    assert not await store.delete(names[-2])
+    assert await store.delete(last)
+    assert await store.count("m") == 0
+
+
+def test_a_steps_tokens_are_remembered_by_32_bytes_however_many_they_are() -> None:
+    assert {len(token_hash((7,) * count)) for count in (1, 1000)} == {32}
+    assert token_hash((7,)) != token_hash((8,))
