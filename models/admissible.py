@@ -1,7 +1,10 @@
 """What a layer may be fed, and how far its pre-activations then reach.
 
 A token is one of finitely many, so the first layer's bounds are exact maxima over the vocabulary; above it, a layer's
-input is known by a box (|x_i| <= b_i) or, behind a LayerNorm, by a ball. All in float64.
+input is known by a box (|x_i| <= b_i) or, behind a LayerNorm, by a ball.
+
+All in float64, rounded outward: a sum of I products is off by at most about I * 2^-53 times the sum of their absolute
+values, which may be far more than its own value, so every interval is widened by at least that much.
 """
 
 from __future__ import annotations
@@ -12,12 +15,29 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from models.reference import sigmoid
+from models.reference import LAYER_NORM_EPSILON, layer_norm, sigmoid
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
 ROWS_AT_ONCE = 4096
+
+UNIT = 2.0**-53
+"""float64's unit roundoff."""
+
+SPARE = 16
+"""Roundings allowed for beside a sum's own: those of the few functions that made its terms, and second orders."""
+
+
+def roundoff(terms: int) -> float:
+    """How far a sum of products is off in float64, in any order, per unit of the sum of their absolute values."""
+    return (terms + SPARE) * UNIT
+
+
+def product_above(magnitude: Matrix, bound: Vector) -> Vector:
+    """`magnitude @ bound` from above, both without a negative entry; (R, I) and (I)."""
+    result: Vector = (magnitude @ bound) * (1 + roundoff(len(bound)))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +52,12 @@ class Reach:
 
     def wider(self, radius: Vector) -> Reach:
         """The interval when something of at most `radius` is added."""
-        return Reach(self.low - radius, self.high + radius)
+        return Reach(np.nextafter(self.low - radius, -np.inf), np.nextafter(self.high + radius, np.inf))
+
+    def plus(self, other: Reach) -> Reach:
+        """The interval of the sums."""
+        low, high = self.low + other.low, self.high + other.high
+        return Reach(np.nextafter(low, -np.inf), np.nextafter(high, np.inf))
 
     def magnitude(self) -> Vector:
         """The greatest absolute value."""
@@ -44,8 +69,9 @@ class Reach:
         return sigmoid(nearest) * sigmoid(-nearest)
 
     def tanh_slope(self) -> Vector:
-        """The greatest derivative of tanh."""
-        return 1 - np.tanh(self._nearest_to_zero()) ** 2
+        """The greatest derivative of tanh, without the cancellation of 1 - tanh^2."""
+        doubled = 2 * self._nearest_to_zero()
+        return 4 * sigmoid(doubled) * sigmoid(-doubled)
 
     def _nearest_to_zero(self) -> Vector:
         return np.maximum(0, np.maximum(self.low, -self.high))
@@ -60,16 +86,35 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Exactly these inputs, (V, I): one for each token."""
+    """These inputs, (V, I): one for each token; in exact arithmetic each is within `error` (I) of its row."""
 
     rows: Matrix
+    error: Vector | float = 0.0
+
+    @classmethod
+    def normalised(cls, rows: Matrix, gain: Vector, shift: Vector) -> Rows:
+        """The outputs of a LayerNorm over `rows`.
+
+        With u the roundoff of I terms: centring is off by at most e = u max|x|, and so is the standard deviation
+        s, because the root of a mean of squares is a norm; hence n = c / s is off by (1 + |n|) e / s + |n| u.
+        """
+        relative = roundoff(rows.shape[1])
+        centring = relative * np.abs(rows).max(axis=1)
+        deviation = np.sqrt(rows.var(axis=1) + LAYER_NORM_EPSILON)
+        least = np.maximum(deviation - 2 * centring, np.sqrt(LAYER_NORM_EPSILON) / 2)
+        largest = np.sqrt(rows.shape[1])  # of |n|
+        off = 2 * float(np.max((1 + largest) * centring / least + largest * relative))
+        result = layer_norm(rows, gain, shift)
+        return cls(result, np.abs(gain) * off + SPARE * UNIT * np.abs(shift))
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
         low, high = np.full(len(bias), np.inf), np.full(len(bias), -np.inf)
         for start in range(0, len(self.rows), ROWS_AT_ONCE):
             reached = self.rows[start : start + ROWS_AT_ONCE] @ weight.T
             low, high = np.minimum(low, reached.min(axis=0)), np.maximum(high, reached.max(axis=0))
-        return Reach(low + bias, high + bias)
+        relative = roundoff(weight.shape[1])
+        off = relative * np.abs(self.rows).max(axis=0) + (1 + relative) * self.error
+        return Reach(low + bias, high + bias).wider(product_above(np.abs(weight), off) + relative * np.abs(bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +124,7 @@ class Box:
     bound: Vector
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
-        return Reach(bias, bias).wider(np.abs(weight) @ self.bound)
+        return Reach(bias, bias).wider(product_above(np.abs(weight), self.bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +135,10 @@ class Normalised:
     shift: Vector
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
+        relative = roundoff(len(self.gain))
         scaled = weight * self.gain
-        scaled = scaled - scaled.mean(axis=1, keepdims=True)  # n is orthogonal to the constant vector
+        centred = scaled - scaled.mean(axis=1, keepdims=True)  # n is orthogonal to the constant vector
+        length = np.linalg.norm(centred, axis=1) + 2 * relative * np.linalg.norm(scaled, axis=1)
         centre = weight @ self.shift + bias
-        return Reach(centre, centre).wider(np.sqrt(len(self.gain)) * np.linalg.norm(scaled, axis=1))
+        off = relative * (np.abs(weight) @ np.abs(self.shift) + np.abs(bias))
+        return Reach(centre, centre).wider((1 + relative) * (np.sqrt(len(self.gain)) * length + off))

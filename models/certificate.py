@@ -2,14 +2,16 @@
 
 A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` with factor < 1,
 in a norm that does not change, for every input x that a token can cause and all states s, s~ that are reached
-from zero. These are theorems about the float32 weights in exact arithmetic; they are analysed in float64 and
-rounded outward by a margin far above float64's error.
+from zero. These are theorems about the float32 weights in exact arithmetic; they are evaluated in float64 and
+rounded outward: pre-activations, where terms may cancel, by a bound on their rounding (`models/admissible.py`), and
+what is made of them, products and sums of non-negative numbers, by a relative margin far above float64's error.
 
 Rules, by cell (rounding of float32 runs is not part of them):
 
 - linear, rnn: `|phi(s) - phi(s~)|_2 <= L |W|_2 |s - s~|_2`, L = 1 for the identity, tanh and relu alike.
 - gated: `s' = f(x) * s + (1 - f(x)) * z(x)` shrinks every unit's difference by f: the factor is its maximum
-  over units and inputs, and never more than the cap.
+  over units and inputs, and never more than the cap: the larger of the manifest's and its float32 rounding, which
+  is what multiplies.
 - lstm, gru: `models/lstm_bound.py`, `models/gru_bound.py`.
 
 A stack of contractive layers forgets too: the layers below it drive a layer's error down to zero, and its own
@@ -27,11 +29,11 @@ from models.gru_bound import gru_bound
 from models.layer_bound import LayerBound
 from models.lstm_bound import lstm_bound
 from models.manifest import Architecture, Certificate, Contraction
-from models.reference import layer_norm, sigmoid
+from models.reference import sigmoid
 from models.weights import Weights
 
 MARGIN = 1e-10
-"""Relative; float64 evaluates every rule here to about 1e-13."""
+"""Relative; float64 evaluates every rule here to about 1e-13, given intervals for the pre-activations."""
 
 
 def contraction(architecture: Architecture, weights: Weights) -> Certificate:
@@ -49,14 +51,20 @@ def contraction(architecture: Architecture, weights: Weights) -> Certificate:
 def layer_bounds(architecture: Architecture, weights: Weights) -> list[LayerBound]:
     """What is proved of each layer, bottom to top; factors are rounded outward."""
     bounds: list[LayerBound] = []
+    cap = gate_cap(architecture)
     for layer in range(architecture.layers):
         inputs = _inputs(architecture, weights, layer, bounds)
         bound = _layer_bound(architecture, weights, layer, inputs)
         bound = replace(bound, factor=bound.factor * (1 + MARGIN))
-        if architecture.cell == "gated" and bound.factor >= architecture.gate_cap:
-            bound = replace(bound, factor=architecture.gate_cap, rule="gate_cap")
+        if architecture.cell == "gated" and bound.factor >= cap:
+            bound = replace(bound, factor=cap, rule="gate_cap")
         bounds.append(bound)
     return bounds
+
+
+def gate_cap(architecture: Architecture) -> float:
+    """What a gate really is at most: networks and graphs multiply by the cap in float32, which may be larger."""
+    return max(architecture.gate_cap, float(np.float32(architecture.gate_cap)))
 
 
 def _inputs(architecture: Architecture, weights: Weights, layer: int, below: list[LayerBound]) -> Inputs:
@@ -65,7 +73,7 @@ def _inputs(architecture: Architecture, weights: Weights, layer: int, below: lis
     residual = architecture.block == "residual"
     if layer == 0:
         rows = _float64(weights, "embedding.weight")
-        return Rows(layer_norm(rows, _float64(weights, gain), _float64(weights, shift)) if residual else rows)
+        return Rows.normalised(rows, _float64(weights, gain), _float64(weights, shift)) if residual else Rows(rows)
     if residual:
         return Normalised(_float64(weights, gain), _float64(weights, shift))
     return Box(below[-1].reach[0])
@@ -77,7 +85,7 @@ def _layer_bound(architecture: Architecture, weights: Weights, layer: int, input
         weight, bias = _float64(weights, prefix + "weight"), _float64(weights, prefix + "bias")
         reach = inputs.reach(weight, bias)
         gate, candidate = reach[: architecture.hidden], reach[architecture.hidden :]
-        widest = architecture.gate_cap * float(sigmoid(gate.high).max())
+        widest = gate_cap(architecture) * float(sigmoid(gate.high).max())
         # the state is a convex combination of candidates, so it is never larger than the largest of them
         return LayerBound(widest, "gate_maximum", "inf", (np.tanh(candidate.magnitude()),))
 

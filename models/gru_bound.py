@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.admissible import Inputs, Matrix, Reach, Vector
+from models.admissible import Inputs, Matrix, Reach, Vector, product_above, roundoff
 from models.layer_bound import LayerBound
 from models.reference import sigmoid
 
@@ -50,7 +50,7 @@ def gru_bound(weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Ve
 
     h = np.ones(hidden)
     for _ in range(ITERATIONS):
-        radius = magnitude @ h
+        radius = product_above(magnitude, h)
         r, z = (driven[rows].wider(radius[rows]) for rows in (slice(hidden), slice(hidden, 2 * hidden)))
         q = Reach(recalled_bias, recalled_bias).wider(radius[2 * hidden :])
         n = _candidate(driven[slice(2 * hidden, 3 * hidden)], r, q)
@@ -84,4 +84,5 @@ def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:
     opens = sigmoid(r.low), sigmoid(r.high)
     low = np.minimum(opens[0] * q.low, opens[1] * q.low)
     high = np.maximum(opens[0] * q.high, opens[1] * q.high)
-    return Reach(driven.low + low, driven.high + high)
+    product = Reach(low, high)
+    return driven.plus(product.wider(roundoff(1) * product.magnitude()))

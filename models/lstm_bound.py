@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.admissible import Inputs, Matrix, Reach, Vector
+from models.admissible import Inputs, Matrix, Reach, Vector, product_above
 from models.layer_bound import LayerBound, Norm
 from models.reference import sigmoid
 
@@ -85,7 +85,7 @@ class _Box:
         driven, magnitude = inputs.reach(weight_ih, bias), np.abs(weight_hh)
         h = np.ones(hidden)
         for _ in range(ITERATIONS):
-            reach = driven.wider(magnitude @ h)
+            reach = driven.wider(product_above(magnitude, h))
             i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
             room = sigmoid(-f.high)  # 1 - f^
             saturated = room < SATURATED

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from models.certificate import contraction, layer_bounds
 from models.layer_bound import LayerBound
 from models.manifest import STATE_NAMES, Architecture, Cell
-from models.reference import Reference, State
+from models.reference import Reference, State, sigmoid
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
 PAIRS = 64
@@ -101,30 +101,37 @@ def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
     seed=st.integers(0, 2**32 - 1),
     recurrent=st.floats(0.02, 2.0),
     driven=st.floats(0.05, 3.0),
+    recalled=st.floats(0.1, 10.0),
     layers=st.integers(1, 3),
     hidden=st.integers(1, 8),
 )
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_no_pair_of_states_parts_faster_than_the_factor(
-    cell: Cell, block: str, seed: int, recurrent: float, driven: float, layers: int, hidden: int
+    cell: Cell, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
 ) -> None:
     cap = 0.9 if cell == "gated" and seed % 2 else 1.0
     model = architecture(cell, block, layers, hidden=hidden, embedding=hidden, gate_cap=cap)
     generator = np.random.default_rng(seed)
-    layer = TopLayer(model, random_weights(model, seed, recurrent, driven), generator)
+    weights = random_weights(model, seed, recurrent, driven)
+    for name in weights:
+        if "bias_hh" in name:
+            weights[name] *= np.float32(recalled)
+    layer = TopLayer(model, weights, generator)
     assert worst_ratio(layer, generator) <= layer.bound.factor + ROUNDING
 
 
-def one_unit(cell: Cell, driven: list[float], recurrent: list[float], bias: list[float]) -> TopLayer:
-    """A layer of one unit by gates, whose tokens are the inputs -1 and 1."""
+def one_unit(
+    cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
+) -> TopLayer:
+    """A layer of one unit by gates, whose tokens are the inputs -1 and 1; `recalled`: the recurrent part's bias."""
     model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
-    for name, values in (("weight_ih", driven), ("weight_hh", recurrent), ("bias_ih", bias)):
+    biases = (("bias_ih", bias), ("bias_hh", recalled or [0.0] * len(bias)))
+    for name, values in (("weight_ih", driven), ("weight_hh", recurrent), *biases):
         tensor = weights[f"layers.0.cell.{name}_l0"]
         tensor[:] = np.array(values, dtype=np.float32).reshape(tensor.shape)
-    weights["layers.0.cell.bias_hh_l0"][:] = 0
     return TopLayer(model, weights, np.random.default_rng(0))
 
 
@@ -151,6 +158,15 @@ def test_the_update_gate_s_worse_end_attains_a_gru_s_factor(recalled: float) -> 
     ratio = largest_ratio(layer, [0.001], [-0.001])
     ends = (1 / (1 + np.exp(-token)) for token in (-1.0, 1.0))
     assert ratio == pytest.approx(max((1 - z) * recalled + z for z in ends), rel=1e-4)
+    assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
+
+
+def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
+    """Only r sees h, and the candidate is tanh(8 r - 4): about h = 0 its slope is 8 r (1 - r) = 2, let in whole."""
+    layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
+    ratio = largest_ratio(layer, [0.001], [-0.001])
+    z = 1 / (1 + np.exp(6))
+    assert ratio == pytest.approx((1 - z) * 2 + z, rel=1e-5)
     assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
 
 
@@ -204,6 +220,31 @@ def test_a_gate_cap_is_a_proof_by_itself() -> None:
     certificate = contraction(model, random_weights(model, seed=3, driven=1e4))
     assert [(layer.factor, layer.rule) for layer in certificate.layers] == [(0.875, "gate_cap")] * 2
     assert certificate.contractive
+
+
+def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
+    model = architecture("gated", gate_cap=1 - 1e-9)
+    weights = random_weights(model, seed=3)
+    weights["layers.0.cell.bias"][:] = 60
+    certificate = contraction(model, weights)
+    assert (certificate.layers[0].factor, certificate.layers[0].rule) == (1.0, "gate_cap")
+    assert not certificate.contractive
+
+
+def test_a_cap_that_float32_rounds_down_stays_as_it_is() -> None:
+    cap = 0.9
+    assert float(np.float32(cap)) < cap
+    model = architecture("gated", gate_cap=cap)
+    assert contraction(model, random_weights(model, seed=3, driven=1e4)).layers[0].factor == cap
+
+
+def test_terms_that_cancel_in_float64_do_not_hide_an_open_gate() -> None:
+    """1e20 + 30 - 1e20 is 30 and no 0: the gate is all but open."""
+    model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
+    weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
+    weights["embedding.weight"][1] = (1e10, 30, 1e10)
+    weights["layers.0.cell.weight"][0] = (1e10, 1, -1e10)
+    assert contraction(model, weights).layers[0].factor >= sigmoid(np.array(30.0))
 
 
 def test_gates_that_may_stay_open_are_not_called_contractive() -> None:
