@@ -94,13 +94,15 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
 def write_bundle(
     path: Path, manifest: Manifest, files: Mapping[str, bytes], check: Callable[[Bundle], None]
 ) -> Manifest:
-    """Writes a bundle so that it is there whole and checked, or not at all; one that was there is replaced.
+    """Writes a bundle so that it is there whole and checked, or not at all; one that was there is replaced by it.
 
+    Where writing fails, the one that was there stays. Where `path` is a symbolic link, what it points to is replaced.
     `files` are the manifest's by name; their hashes go into the manifest, which is returned as written. `check` sees
     the bundle, read back, before it is moved into its place; what it raises goes to the caller.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     manifest = manifest.model_copy(update={"files": hashes})
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
         building = Path(temporary) / path.name
@@ -110,7 +112,17 @@ def write_bundle(
         text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
         (building / MANIFEST).write_text(text + "\n", encoding="utf-8")
         check(Bundle.read(building))
-        if path.exists():
-            path.rename(Path(temporary) / "replaced")
-        building.rename(path)
+        _replace(path, building, Path(temporary) / "replaced")
     return manifest
+
+
+def _replace(path: Path, building: Path, replaced: Path) -> None:
+    """Moves `building` to `path`, and what is there to `replaced`; both or neither."""
+    if path.exists():
+        path.rename(replaced)
+    try:
+        building.rename(path)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(path)
+        raise

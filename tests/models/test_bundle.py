@@ -177,6 +177,36 @@ def test_a_bundle_is_replaced_whole(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["small"]
 
 
+def test_a_bundle_that_cannot_be_moved_into_place_leaves_the_old_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+    rename, moves = Path.rename, []
+
+    def fails_at_the_second(source: Path, target: Path) -> Path:
+        moves.append(target)
+        if len(moves) == 2:
+            raise PermissionError("no")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", fails_at_the_second)
+    with pytest.raises(PermissionError, match="no"):
+        write_small_bundle(path, small_architecture("gru"))
+    assert moves[1] == path
+    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["small"]
+
+
+def test_a_bundle_behind_a_link_is_replaced_where_it_lies(path: Path) -> None:
+    link = path.parent / "elsewhere" / "link"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    write_small_bundle(link, small_architecture("gru"))
+    assert link.is_symlink()
+    assert Bundle.read(path).manifest.architecture.cell == "gru"
+    assert [entry.name for entry in link.parent.iterdir()] == ["link"]
+
+
 def test_a_bundle_whose_graphs_differ_from_the_oracle_is_named(path: Path) -> None:
     bundle = Bundle.read(path)
     with pytest.raises(BundleError, match=re.escape(f"{path}: window, a batch: the graph has no output logits")):
