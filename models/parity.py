@@ -21,6 +21,7 @@ Tensors = dict[str, NDArray[np.generic]]
 Run = Callable[[Role, Tensors], Mapping[str, NDArray[np.generic]]]
 """Runs a graph: the inputs by name, then all outputs by name."""
 
+Expected = dict[str, NDArray[np.float64]]
 
 ANSWERS: dict[Role, tuple[str, ...]] = {
     "step": ("logits", "hidden"),
@@ -67,73 +68,83 @@ class _Check:
     def all(self, start: State) -> float:
         batch = len(self._tokens)
         zeros = self._reference.zero_state(batch)
-        expected = self._oracle(zeros, self._lengths)
+        expected = self._at(self._oracle(zeros), self._lengths)
         self._compare("window", "a batch", {"tokens": self._tokens, "lengths": self._lengths}, expected)
         for row in range(batch):
             alone = slice(row, row + 1), slice(0, self._lengths[row])
             feeds: Tensors = {"tokens": self._tokens[alone], "lengths": self._lengths[alone[0]]}
             self._compare("window", f"row {row} alone", feeds, {k: v[alone[0]] for k, v in expected.items()})
 
-        expected = self._oracle(start, self._lengths)
+        every = self._oracle(start)
+        expected = self._at(every, self._lengths)
         feeds = {"tokens": self._tokens, "lengths": self._lengths, **_float32(start)}
         self._compare("advance", "a batch", feeds, expected)
         self._compare("scan", "a batch", {**feeds, "targets": self._targets}, expected)
-        self._in_pieces(start)
-        self._token_by_token(start)
+        self._in_pieces(start, every)
+        self._token_by_token(start, every)
         hidden = expected["hidden"].astype(np.float32)
         self._compare(
             "head", "a batch", {"hidden": hidden}, {"logits": self._reference.logits(hidden.astype(np.float64))}
         )
         return self._worst
 
-    def _oracle(self, state: State, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.floating]]:
-        """What every output of the sequence graphs should be, from `state` and over the first `lengths` tokens."""
-        time, rows = self._tokens.shape[1], np.arange(self._tokens.shape[0])
-        steps = []
-        for t in range(time):
-            logits, hidden, state = self._reference.step(self._tokens[:, t], state)
-            chosen = log_softmax(logits)[rows, self._targets[:, t]]
-            steps.append({"logits": logits, "hidden": hidden, "logprobs": chosen, **_after(state)})
-        stacked = {name: np.stack([step[name] for step in steps], axis=1) for name in steps[0]}
-        expected = {name: value[rows, lengths - 1] for name, value in stacked.items()}
-        expected["logprobs"] = np.where(np.arange(time) < lengths[:, None], stacked["logprobs"], 0.0)
-        return expected
+    def _oracle(self, state: State) -> Expected:
+        """What every output should be after every token, (B, T, ...), from `state` on.
 
-    def _in_pieces(self, start: State) -> None:
+        The oracle goes along the tokens once, and through its output layer, which is most of its work, for all at once.
+        """
+        steps = []
+        for column in self._tokens.T:
+            hidden, state = self._reference.advance(column, state)
+            steps.append({"hidden": hidden, **_after(state)})
+        every = {name: np.stack([step[name] for step in steps], axis=1) for name in steps[0]}
+        logits = self._reference.logits(every["hidden"])
+        chosen = np.take_along_axis(log_softmax(logits), self._targets[..., None], axis=2)[..., 0]
+        return {**every, "logits": logits, "logprobs": chosen}
+
+    def _at(self, every: Expected, lengths: NDArray[np.int64]) -> Expected:
+        """What the sequence graphs should put out where the first `lengths` tokens count."""
+        expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
+        counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
+        return expected | {"logprobs": np.where(counts, every["logprobs"], 0.0)}
+
+    def _in_pieces(self, start: State, every: Expected) -> None:
         """`advance` over the first half, then `scan` over the second from where that ended: all positions count."""
         batch, time = self._tokens.shape
         half = time // 2
         if half == 0:
             return
-        expected = self._oracle(start, np.full(batch, half))
+        expected = self._at(every, np.full(batch, half))
         feeds: Tensors = {"tokens": self._tokens[:, :half], "lengths": np.full(batch, half), **_float32(start)}
         outputs = self._compare("advance", "the first half", feeds, expected)
         feeds = {name: outputs[f"next.{name}"] for name in start}
         feeds |= {"tokens": self._tokens[:, half:], "targets": self._targets[:, half:]}
         feeds["lengths"] = np.full(batch, time - half)
-        expected = self._oracle(start, np.full(batch, time))
-        expected["logprobs"] = expected["logprobs"][:, half:]
-        self._compare("scan", "the second half", feeds, expected)
+        expected = self._at(every, np.full(batch, time))
+        self._compare("scan", "the second half", feeds, expected | {"logprobs": every["logprobs"][:, half:]})
 
-    def _token_by_token(self, start: State) -> None:
+    def _token_by_token(self, start: State, every: Expected) -> None:
         """`step`, fed with its own state, beside the oracle, fed with its own."""
-        state, fed = start, _float32(start)
+        fed = _float32(start)
         for t in range(self._tokens.shape[1]):
-            logits, hidden, state = self._reference.step(self._tokens[:, t], state)
-            expected = {"logits": logits, "hidden": hidden, **_after(state)}
+            expected = {name: value[:, t] for name, value in every.items()}
             feeds: Tensors = {"tokens": self._tokens[:, t], **fed}
             outputs = self._compare("step", f"token {t} of a stream", feeds, expected)
             fed = {name: outputs[f"next.{name}"] for name in fed}
 
-    def _compare(
-        self, role: Role, case: str, feeds: Tensors, expected: Mapping[str, NDArray[np.floating]]
-    ) -> Mapping[str, NDArray[np.generic]]:
+    def _compare(self, role: Role, case: str, feeds: Tensors, expected: Expected) -> Mapping[str, NDArray[np.generic]]:
         """Runs a graph and holds its outputs against `expected`, which may hold more than this role puts out."""
-        outputs = self._run(role, feeds)
+        try:
+            outputs = self._run(role, feeds)
+        except Exception as error:  # whatever the runtime raises: inputs of other names, shapes or types, an operator
+            raise ParityError(f"{role}, {case}: the graph cannot be run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         for name in ANSWERS[role] + after:
             if name not in outputs:
                 raise ParityError(f"{role}, {case}: the graph has no output {name}")
+            dtype = getattr(outputs[name], "dtype", "none")  # a sequence or a map is no tensor
+            if dtype != np.float32:
+                raise ParityError(f"{role}, {case}: {name} has dtype {dtype}, expected float32")
             wanted, got = expected[name], outputs[name].astype(np.float64)
             if got.shape != wanted.shape:
                 raise ParityError(f"{role}, {case}: {name} has shape {got.shape}, expected {wanted.shape}")

@@ -59,7 +59,12 @@ class Reference:
         return {tensor.name: np.zeros((batch, *tensor.shape)) for tensor in self.architecture.state_tensors()}
 
     def step(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, Array, State]:
-        """tokens: (B). Returns logits (B, V), hidden (B, H): the output layer's input, and the state after."""
+        """tokens: (B). Returns logits (B, V), hidden (B, H) and the state after."""
+        hidden, after = self.advance(tokens, state)
+        return self.logits(hidden), hidden, after
+
+    def advance(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
+        """A step without logits. tokens: (B). Returns hidden (B, H), the output layer's input, and the state after."""
         w, architecture = self._weights, self.architecture
         residual = architecture.block == "residual"
         x: Array = w["embedding.weight"][tokens]
@@ -78,11 +83,10 @@ class Reference:
                 y = self._normalise(prefix + "feed_forward_norm", x)
                 y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)
                 x = x + self._affine(prefix + "feed_forward_out", y)
-        hidden = self._normalise("norm", x) if residual else x
-        return self.logits(hidden), hidden, after
+        return self._normalise("norm", x) if residual else x, after
 
     def logits(self, hidden: Array) -> Array:
-        """hidden: (B, H) -> logits (B, V)."""
+        """hidden: (..., H) -> logits (..., V)."""
         return hidden @ self._head.T + self._weights["head.bias"]
 
     def _affine(self, name: str, x: Array) -> Array:

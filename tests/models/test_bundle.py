@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from models.bundle import Bundle, BundleError, verify_graphs, write_bundle
+from models.manifest import Role
+from models.parity import Tensors
 from models.weights import decode_weights, encode_weights
 from tests.models.bundles import edit_manifest, small_architecture, write_small_bundle
 
@@ -104,7 +106,11 @@ def test_a_file_outside_the_bundle_is_never_opened(path: Path, name: str) -> Non
     refused(path, "files", repr(name), "is not the plain name of a file in the bundle")
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2", "\udcff"], ids=["empty", "cut off", "not UTF-8"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1, 2", "\udcff", "[" * 200_000, "1" * 10_000],
+    ids=["empty", "cut off", "not UTF-8", "deep", "a long integer"],
+)
 def test_a_manifest_that_is_no_json_is_refused(path: Path, text: str) -> None:
     (path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     refused(path, "manifest.json", "cannot be read as JSON")
@@ -211,6 +217,15 @@ def test_a_bundle_whose_graphs_differ_from_the_oracle_is_named(path: Path) -> No
     bundle = Bundle.read(path)
     with pytest.raises(BundleError, match=re.escape(f"{path}: window, a batch: the graph has no output logits")):
         verify_graphs(bundle, lambda role, feeds: {})
+
+
+def test_a_bundle_whose_graphs_do_not_run_is_named(path: Path) -> None:
+    def run(role: Role, feeds: Tensors) -> Tensors:
+        raise ValueError("Required inputs (['layers.0.h']) are missing from input feed (['tokens']).")
+
+    message = f"{path}: window, a batch: the graph cannot be run: Required inputs (['layers.0.h']) are missing"
+    with pytest.raises(BundleError, match=re.escape(message)):
+        verify_graphs(Bundle.read(path), run)
 
 
 def test_reading_bundles_brings_neither_torch_nor_onnx() -> None:

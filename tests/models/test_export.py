@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 
-from models.bundle import Bundle, verify_graphs
+from models.bundle import Bundle, BundleError, verify_graphs
 from models.export import ExportError, export_bundle
 from models.export import network as network_module
 from models.export.parity import OnnxGraphs, check_bundle
@@ -172,6 +172,15 @@ def test_a_graph_of_other_weights_is_refused(export: Export, tmp_path: Path) -> 
     bundle.graph_path("step").write_bytes(other.SerializeToString())
     with pytest.raises(ExportError, match="step, token 0 of a stream: logits differs from the oracle"):
         check_bundle(bundle, SAMPLE, None)
+
+
+def test_a_bundle_whose_roles_are_swapped_is_refused(export: Export, tmp_path: Path) -> None:
+    export(architecture("gru"), random_weights(architecture("gru"), seed=0))
+    bundle = Bundle.read(tmp_path / "model")
+    graphs = bundle.manifest.graphs
+    graphs["step"], graphs["window"] = graphs["window"], graphs["step"]
+    with pytest.raises(BundleError, match=r"window, a batch: the graph cannot be run: .*layers\.0\.h"):
+        verify_graphs(bundle, OnnxGraphs(bundle).run)
 
 
 def test_weights_that_do_not_fit_are_refused(export: Export, tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def _is_not_a_number(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
     return outputs | {"hidden": outputs["hidden"] * np.nan} if role == "step" else outputs
 
 
+def _answers_in_float64(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
+    return {name: value.astype(np.float64) for name, value in outputs.items()} if role == "scan" else outputs
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -92,6 +96,7 @@ def _is_not_a_number(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors:
         (_swaps_states, r"advance, a batch: next\.layers\.0\.h differs from the oracle by .*, tolerance 0\.0001"),
         (_counts_the_padding, "scan, a batch: logprobs differs from the oracle by 1, tolerance"),
         (_transposes, r"head, a batch: logits has shape \(11, 3\), expected \(3, 11\)"),
+        (_answers_in_float64, "scan, a batch: logprobs has dtype float64, expected float32"),
         (_is_not_a_number, "step, token 0 of a stream: hidden differs from the oracle by nan"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
