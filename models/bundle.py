@@ -2,8 +2,9 @@
 
     manifest.json  weights.safetensors  tokenizer.json  step.onnx  window.onnx  advance.onnx  scan.onnx  head.onnx
 
-Nothing in it is believed: `Bundle.read` checks every file's hash, the weights' shapes, the vocabulary, and recomputes
-the certificate; `verify_graphs` holds the graphs against the numpy oracle.
+Nothing that can be checked is believed: `Bundle.read` checks every file's hash, the weights' shapes, the vocabulary,
+and recomputes the certificate; `verify_graphs` holds the graphs against the numpy oracle. What cannot be checked here
+are claims, served as such: name, version, description, quality and provenance.
 """
 
 from __future__ import annotations

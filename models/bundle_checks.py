@@ -21,6 +21,9 @@ NEWEST_OPSET = 21
 CERTIFICATE_TOLERANCE = 1e-9
 """Relative: how far a recomputed factor may be from the manifest's."""
 
+WEIGHT_TOLERANCE = 1e-6
+"""Relative, for a norm's weights: where an LSTM hardly recurs they magnify the rounding of what they come from."""
+
 
 class BundleError(Exception):
     """A bundle that cannot be served; the message names the file, the field, what was expected and what was found."""
@@ -110,6 +113,13 @@ def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -
                     f"{where}.layers.{index}.{field}: {getattr(told, field)!r} claimed, "
                     f"the weights give {getattr(found, field)!r}"
                 )
+        if len(told.weights) != len(found.weights) or not all(
+            isclose(one, other, rel_tol=WEIGHT_TOLERANCE)
+            for one, other in zip(told.weights, found.weights, strict=True)
+        ):
+            raise BundleError(
+                f"{where}.layers.{index}.weights: {told.weights!r} claimed, the weights give {found.weights!r}"
+            )
     if claimed.contractive != computed.contractive:
         raise BundleError(
             f"{where}.contractive: {claimed.contractive} claimed, the weights give {computed.contractive}"

@@ -42,7 +42,13 @@ def contraction(architecture: Architecture, weights: Weights) -> Certificate:
     return Certificate(
         contractive=all(bound.factor < 1 for bound in bounds),
         layers=tuple(
-            Contraction(layer=layer, factor=bound.factor, rule=bound.rule, norm=bound.norm_name)
+            Contraction(
+                layer=layer,
+                factor=bound.factor,
+                rule=bound.rule,
+                norm=bound.norm_name,
+                weights=bound.stated_weights,
+            )
             for layer, bound in enumerate(bounds)
         ),
     )

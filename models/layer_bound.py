@@ -27,6 +27,11 @@ class LayerBound:
     weights: tuple[float, ...] = (1.0,)
 
     @property
+    def stated_weights(self) -> tuple[float, ...]:
+        """The weights that `norm_name` speaks of: p and q, or none."""
+        return self.weights if len(self.weights) > 1 else ()
+
+    @property
     def norm_name(self) -> str:
         """The norm, for people: `|s|_2`, or with two state tensors `max(|h|_2 / p, |c|_2 / q)`."""
         if len(self.weights) == 1:

@@ -64,9 +64,9 @@ def lstm_bound(weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Input
 def perron(matrix: Matrix) -> tuple[float, Vector]:
     """Spectral radius and Perron vector, its greatest entry 1, of a 2 x 2 matrix of positive entries."""
     (a, b), (c, d) = matrix
-    half = (a - d) / 2
-    root = float((a + d) / 2 + np.hypot(half, np.sqrt(b) * np.sqrt(c)))
-    vector = np.array([b, root - a]) if d > a else np.array([root - d, c])
+    half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
+    root = float((a + d) / 2 + slant)
+    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # root - a, or root - d
     return root, vector / vector.max()
 
 

@@ -11,8 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION = 1
 
+LARGEST_WINDOW = 65_536
+"""Tokens: a window is one input of a graph, held whole in memory."""
+
 Cell = Literal["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 Role = Literal["step", "window", "advance", "scan", "head"]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 VocabularyKind = Literal["bpe", "words", "events"]
@@ -28,9 +33,9 @@ STATE_NAMES: dict[Cell, tuple[str, ...]] = {
 
 
 class Frozen(BaseModel):
-    """A record that refuses unknown fields and cannot be changed."""
+    """A record that refuses unknown fields and numbers that are not finite, and cannot be changed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class StateTensor(Frozen):
@@ -45,7 +50,8 @@ class Architecture(Frozen):
     """The function that the weights parametrise, completely: nothing else is needed to run it.
 
     `block` is "plain" (each cell reads the output of the one below) or "residual":
-    `x = x + scale * cell(LayerNorm(x))`, then `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
+    `x = x + mix(cell(LayerNorm(x)))`, mix an (H, H) matrix, then, where `feed_forward` is its width and not 0,
+    `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
     `gate_cap` (gated only) is the c of `f = c * sigmoid(...)`: no forget gate ever exceeds it.
     """
 
@@ -101,30 +107,35 @@ class WindowPerplexity(Frozen):
 
     positions: int = Field(ge=0)
     recurrent: Perplexity
-    by_k: dict[int, Perplexity]
+    by_k: dict[Positive, Perplexity]
 
 
 class Quality(Frozen):
-    """What training reached, by split: recurrent over all of it, and as a window at sampled positions.
+    """What training reached, by split: recurrent over all of it, and as a window at sampled positions. A claim.
 
     `window_within_half_percent`: the smallest evaluated k from which on the validation perplexity per token of the
     window is within 0.5 % of recurrent; null if none is.
     """
 
-    tokens: dict[str, int]
-    words: dict[str, int]
+    tokens: dict[str, NotNegative]
+    words: dict[str, NotNegative]
     recurrent: dict[str, Perplexity]
     window: dict[str, WindowPerplexity]
-    window_within_half_percent: int | None
+    window_within_half_percent: Positive | None
 
 
 class Contraction(Frozen):
-    """One layer's contraction factor in its state, with the rule that bounds it."""
+    """One layer's contraction factor in its state, with the rule that bounds it.
 
-    layer: int
+    `weights`: what the norm divides each state tensor by, in the state's order (`p` and `q` in the norm's text);
+    empty where the state is one tensor.
+    """
+
+    layer: NotNegative
     factor: float = Field(ge=0)
     rule: str
     norm: str
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
 
 
 class Certificate(Frozen):
@@ -138,26 +149,26 @@ class Certificate(Frozen):
 
 
 class Provenance(Frozen):
-    """Where the weights came from."""
+    """Where the weights came from, as whoever trained them says; nothing here can be checked at load."""
 
     created: str
     command: str
     config: dict[str, object]
     seed: int
-    steps: int
-    best_step: int
+    steps: NotNegative
+    best_step: NotNegative
     git_commit: str | None
     data: dict[str, str]
     versions: dict[str, str]
     hardware: str
-    train_wall_s: float
+    train_wall_s: float = Field(ge=0)
     attribution: str | None = None
 
 
 class Manifest(Frozen):
     """The whole of `manifest.json`."""
 
-    schema_version: Literal[1]
+    schema_version: int = Field(strict=True, ge=1, le=SCHEMA_VERSION)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     version: str = Field(pattern=r"^[0-9]{1,9}$")
     description: str = ""
@@ -165,8 +176,8 @@ class Manifest(Frozen):
     vocabulary: VocabularyInfo
     state: tuple[StateTensor, ...]
     window: int = Field(ge=1, description="the model's own k: what window mode runs when none is asked for")
-    max_window: int = Field(ge=1, description="the largest k that may be asked for")
-    opset: int
+    max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="the largest k that may be asked for")
+    opset: Positive
     graphs: dict[Role, str]
     weights: str
     tokenizer: str

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,15 @@ FILES = (
     *("step.onnx", "window.onnx", "advance.onnx", "scan.onnx", "head.onnx"),
     *("weights.safetensors", "tokenizer.json"),
 )
+
+
+QUALITY = {
+    "tokens": {"test": 12},
+    "words": {"test": 12},
+    "recurrent": {"test": {"per_token": 3.0}},
+    "window": {"test": {"positions": 2, "recurrent": {"per_token": 3.0}, "by_k": {"1": {"per_token": 4.0}}}},
+    "window_within_half_percent": None,
+}
 
 
 @pytest.fixture
@@ -77,6 +87,17 @@ def test_a_manifest_from_the_future_is_refused_as_such(path: Path) -> None:
     ("keys", "value", "message"),
     [
         (("window",), 0, "window: Input should be greater than or equal to 1"),
+        (("schema_version",), True, "schema_version: Input should be a valid integer"),
+        (("schema_version",), 0, "schema_version: Input should be greater than or equal to 1"),
+        (("max_window",), 65_537, "max_window: Input should be less than or equal to 65536"),
+        (("certificate", "layers", 0, "factor"), float("inf"), "certificate.layers.0.factor: Input should be a finite"),
+        (("provenance", "train_wall_s"), float("nan"), "provenance.train_wall_s: Input should be a finite number"),
+        (("provenance", "steps"), -1, "provenance.steps: Input should be greater than or equal to 0"),
+        (("quality", "tokens", "test"), -1, "quality.tokens.test: Input should be greater than or equal to 0"),
+        (("quality", "words", "test"), -1, "quality.words.test: Input should be greater than or equal to 0"),
+        (("quality", "recurrent", "test", "per_token"), float("inf"), "per_token: Input should be a finite number"),
+        (("quality", "window", "test", "by_k", "0"), {"per_token": 2}, "Input should be greater than or equal to 1"),
+        (("quality", "window_within_half_percent"), 0, "Input should be greater than or equal to 1"),
         (("window",), 9, "window 9 is larger than max_window 8"),
         (("surprise",), 1, "surprise: Extra inputs are not permitted"),
         (("architecture", "cell"), "tape", "architecture.cell: Input should be 'linear', 'rnn_tanh'"),
@@ -88,7 +109,9 @@ def test_a_manifest_from_the_future_is_refused_as_such(path: Path) -> None:
         (("certificate", "layers"), [], "certificate.layers: 0 claimed, the weights have 2"),
     ],
 )
-def test_a_field_that_is_wrong_is_named(path: Path, keys: tuple[str, ...], value: object, message: str) -> None:
+def test_a_field_that_is_wrong_is_named(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
+    edit_manifest(path, "quality", value=QUALITY)
+    Bundle.read(path)
     edit_manifest(path, *keys, value=value)
     refused(path, "manifest.json" if "vocabulary" not in keys else "tokenizer.json", message)
 
@@ -132,6 +155,15 @@ def test_an_edited_certificate_is_refused(path: Path) -> None:
 def test_a_certificate_with_another_rule_is_refused(path: Path, field: str, value: object) -> None:
     edit_manifest(path, "certificate", "layers", 1, field, value=value)
     refused(path, f"certificate.layers.1.{field}", f"{value!r} claimed, the weights give")
+
+
+@pytest.mark.parametrize("change", [lambda p, q: [p, q * (1 + 1e-4)], lambda p, q: [q, p], lambda p, q: []])
+def test_a_certificate_in_a_norm_of_other_weights_is_refused(
+    path: Path, change: Callable[[float, float], list[float]]
+) -> None:
+    p, q = Bundle.read(path).manifest.certificate.layers[0].weights
+    edit_manifest(path, "certificate", "layers", 0, "weights", value=change(p, q))
+    refused(path, f"certificate.layers.0.weights: {tuple(change(p, q))!r} claimed, the weights give {(p, q)!r}")
 
 
 def test_an_uncertified_model_that_claims_to_be_contractive_is_refused(tmp_path: Path) -> None:

@@ -254,6 +254,26 @@ def test_gates_that_may_stay_open_are_not_called_contractive() -> None:
     assert not contraction(model, weights).contractive
 
 
+def test_an_lstm_s_certificate_names_the_weights_of_its_norm() -> None:
+    """The factor holds in the norm as the manifest states it: a reader needs nothing else."""
+    model = architecture("lstm")
+    weights = random_weights(model, seed=4, recurrent=0.2)
+    (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
+    assert stated.weights == bound.weights
+    assert stated.norm == f"max(|h|_{bound.norm} / p, |c|_{bound.norm} / q)"
+    p, q = stated.weights
+    h, c = np.random.default_rng(0).normal(size=(2, 5, model.hidden))
+    order = {"2": 2, "inf": np.inf}[bound.norm]
+    expected = np.maximum(np.linalg.norm(h, order, axis=1) / p, np.linalg.norm(c, order, axis=1) / q)
+    np.testing.assert_allclose(bound.distance(h, c), expected)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "lstm"])
+def test_the_norm_of_a_single_state_tensor_has_no_weights(cell: Cell) -> None:
+    model = architecture(cell)
+    assert contraction(model, random_weights(model, seed=4)).layers[0].weights == ()
+
+
 def test_a_saturated_lstm_gets_a_finite_factor_that_is_not_contractive() -> None:
     model = architecture("lstm", layers=2)
     weights = random_weights(model, seed=4, recurrent=0.0)
