@@ -100,3 +100,8 @@ class Network(nn.Module):
         """The tensors of the weights file: the state_dict, a tied output matrix left out."""
         skip = {"head.weight"} if self.architecture.tied else set()
         return {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """The reverse of `weights`. Raises RuntimeError where a name is missing, unknown or of another shape."""
+        tied = {"head.weight": weights["embedding.weight"]} if self.architecture.tied else {}
+        self.load_state_dict(weights | tied)

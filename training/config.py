@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from models.manifest import Architecture, Cell, Frozen
 from training.errors import ConfigError
 
+LEAST_VOCABULARY = 258
+"""Every byte, `<eos>` and `<unk>`."""
+
+Whole = Annotated[int, Field(ge=1, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
 
 class ModelConfig(Frozen):
     """The network. `contraction` is the lambda that `stable` cells are held to; absent: unconstrained."""
 
     cell: Cell
-    hidden: int = Field(ge=1)
-    layers: int = Field(default=1, ge=1)
-    embedding: int | None = Field(default=None, ge=1, description="absent: as wide as hidden")
+    hidden: Whole
+    layers: Whole = 1
+    embedding: Whole | None = Field(default=None, description="absent: as wide as hidden")
     block: Literal["plain", "residual"] = "plain"
-    feed_forward: int = Field(default=0, ge=0)
+    feed_forward: int = Field(default=0, ge=0, strict=True)
     tied: bool = True
     dropout: float = Field(default=0.0, ge=0, lt=1)
     contraction: float | None = Field(default=None, gt=0, lt=1)
@@ -46,7 +52,9 @@ class DataConfig(Frozen):
     kind: Literal["wikitext-2", "text", "events"]
     path: Path | None = Field(default=None, description="absent: --data, or a copy that is fetched")
     vocabulary: Literal["bpe", "words"] = "bpe"
-    vocabulary_size: int = Field(default=2048, ge=258, description="upper limit, specials included")
+    vocabulary_size: int = Field(
+        default=2048, ge=LEAST_VOCABULARY, strict=True, description="upper limit, specials included"
+    )
     valid_share: float = Field(default=0.05, gt=0, lt=0.5)
     test_share: float = Field(default=0.05, gt=0, lt=0.5)
 
@@ -63,24 +71,24 @@ class TrainingConfig(Frozen):
     """
 
     regime: Literal["recurrent", "truncated"] = "recurrent"
-    steps: int = Field(ge=1)
-    batch: int = Field(default=32, ge=1)
-    chunk: int = Field(default=64, ge=1)
+    steps: Whole
+    batch: Whole = 32
+    chunk: Whole = 64
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(default=2e-3, gt=0)
+    learning_rate: Finite = Field(default=2e-3, gt=0)
     schedule: Literal["constant", "cosine", "inverse_time", "plateau"] = "cosine"
-    warmup: int = Field(default=100, ge=0)
-    decay_steps: int = Field(default=0, ge=0)
-    patience: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, gt=0)
-    project_every: int = Field(default=1, ge=1, description="steps between projections of a stable cell")
-    evaluate_every: int = Field(default=500, ge=1)
-    checkpoint_every: int = Field(default=500, ge=1)
-    seed: int = 1
+    warmup: int = Field(default=100, ge=0, strict=True)
+    decay_steps: int = Field(default=0, ge=0, strict=True)
+    patience: int = Field(default=0, ge=0, strict=True)
+    weight_decay: Finite = Field(default=0.0, ge=0)
+    clip_norm: Finite = Field(default=1.0, gt=0)
+    project_every: Whole = Field(default=1, description="steps between projections of a stable cell")
+    evaluate_every: Whole = 500
+    checkpoint_every: Whole = 500
+    seed: int = Field(default=1, ge=0, strict=True)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bf16"] = "float32"
-    threads: int | None = Field(default=None, ge=1)
+    threads: Whole | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:
@@ -95,9 +103,15 @@ class ExportConfig(Frozen):
     """What the bundle says of itself beyond what training knows."""
 
     description: str = ""
-    window: int = Field(default=64, ge=1)
-    max_window: int = Field(default=256, ge=1)
+    window: Whole = 64
+    max_window: Whole = 256
     attribution: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExportConfig:
+        if self.window > self.max_window:
+            raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
+        return self
 
 
 class Experiment(Frozen):
@@ -109,18 +123,28 @@ class Experiment(Frozen):
     training: TrainingConfig
     export: ExportConfig = ExportConfig()
 
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Experiment:
+        self.model.architecture(LEAST_VOCABULARY)
+        return self
+
     @classmethod
     def read(cls, path: Path) -> Experiment:
         """Reads a TOML file. Raises ConfigError naming each key at fault."""
         try:
-            text = path.read_text(encoding="utf-8")
-            return cls.model_validate(tomllib.loads(text))
+            return cls.parse(path, tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not TOML: {error}") from error
+
+    @classmethod
+    def parse(cls, path: Path, record: object) -> Experiment:
+        """An experiment from what `path` holds. Raises ConfigError naming each key at fault."""
+        try:
+            return cls.model_validate(record)
         except ValidationError as error:
             faults = "; ".join(
                 f"{'.'.join(str(part) for part in fault['loc']) or 'file'}: {fault['msg']}" for fault in error.errors()

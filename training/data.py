@@ -26,6 +26,9 @@ Item = TypeVar("Item")
 
 SPLITS = ("train", "valid", "test")
 
+LEAST_LINES = 20
+"""With fewer, a text is split between words and not between lines."""
+
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
@@ -77,7 +80,7 @@ def _checked(corpus: Corpus, path: Path) -> Corpus:
 
 
 def _read_file(path: Path) -> tuple[str, str]:
-    """A file's text and its SHA-256."""
+    """A file's text, without a byte-order mark, and its SHA-256."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -85,25 +88,43 @@ def _read_file(path: Path) -> tuple[str, str]:
     if not raw.strip():
         raise DataError(f"{path}: the file is empty")
     try:
-        return raw.decode("utf-8"), hashlib.sha256(raw).hexdigest()
+        return raw.decode("utf-8-sig"), hashlib.sha256(raw).hexdigest()
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DataError(f"{path}: not UTF-8 at byte {error.start} (line {line})") from error
 
 
+def _lines(text: str) -> list[str]:
+    """Lines as the service reads them: a line feed ends one, with a carriage return before it or not."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
 def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Lines of a file, or of a folder's files in name order, split by position into train, valid and test."""
-    files = (
-        sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
-    )
+    """A file's text, or that of a folder's files in name order, split by position into train, valid and test."""
+    files = _files(path) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"{path}: the folder holds no file")
+        raise DataError(f"{path}: the folder holds no file with anything in it")
     lines, hashes = [], {}
     for file in files:
         text, digest = _read_file(file)
         hashes[str(file.relative_to(path)) if path.is_dir() else file.name] = digest
-        lines.extend(text.removesuffix("\n").splitlines())
-    return _split(lines, config, path), hashes
+        lines.extend(_lines(text))
+    if len(lines) >= LEAST_LINES:
+        return _split(lines, config, path), hashes
+    # One long line, as some corpora are: cut between words instead.
+    words = _split("\n".join(lines).split(" "), config, path)
+    return {split: " ".join(part).split("\n") for split, part in words.items()}, hashes
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder that are neither hidden, nor in a hidden folder, nor empty."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        and file.stat().st_size
+    )
 
 
 def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
@@ -111,7 +132,7 @@ def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[
     valid, test = (max(1, round(len(items) * share)) for share in (config.valid_share, config.test_share))
     train = len(items) - valid - test
     if train < 1:
-        raise DataError(f"{path}: {len(items)} line(s); at least 3 are needed for train, valid and test")
+        raise DataError(f"{path}: too short to be split into train, valid and test")
     return {"train": items[:train], "valid": items[train : train + valid], "test": items[train + valid :]}
 
 
@@ -145,19 +166,9 @@ def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> 
 def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
     """JSON lines, one list of event names a line. Raises DataError naming the line."""
     text, digest = _read_file(path)
-    sequences: list[list[str]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            events = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(events, list) or not all(isinstance(name, str) and name.strip() for name in events):
-            raise DataError(f"{path}, line {number}: not a list of event names")
-        if any("\n" in name or name != name.strip() for name in events):
-            raise DataError(f"{path}, line {number}: an event name has a line break or blanks around it")
-        sequences.append(events)
+    sequences = [
+        _events(line, f"{path}, line {number}") for number, line in enumerate(_lines(text), start=1) if line.strip()
+    ]
     split = _split(sequences, config, path)
     if tokenizer_json is None:
         counts = Counter(name for sequence in split["train"] for name in sequence)
@@ -170,7 +181,25 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
     return _checked(Corpus(vocabulary, tokenizer_json, streams, {}, {path.name: digest}), path)
 
 
-def batches(stream: NDArray[np.int64], batch: int, chunk: int) -> tuple[NDArray[np.int64], int]:
+def _events(line: str, where: str) -> list[str]:
+    """The event names of one line. Raises DataError."""
+    try:
+        events = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+    if not isinstance(events, list) or not all(isinstance(name, str) and name.strip() for name in events):
+        raise DataError(f"{where}: not a list of event names")
+    for name in events:
+        if name in (EOS, UNK):
+            raise DataError(f"{where}: {name} is no event: the vocabulary keeps that name for itself")
+        if "\n" in name or name != name.strip():
+            raise DataError(f"{where}: the event name {name!r} has a line break or blanks around it")
+        if not name.isprintable() and any("\ud800" <= character <= "\udfff" for character in name):
+            raise DataError(f"{where}: the event name {name!r} is not Unicode text")
+    return events
+
+
+def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:
     """Lays a stream out as `batch` parallel streams: (length, batch) time-major, and the chunks an epoch has.
 
     Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one further on; what does not fill
@@ -180,7 +209,8 @@ def batches(stream: NDArray[np.int64], batch: int, chunk: int) -> tuple[NDArray[
     chunks = length // chunk
     if chunks < 1:
         raise DataError(
-            f"{len(stream)} tokens are too few for one step: batch {batch} x chunk {chunk} needs {batch * chunk + 1}"
+            f"the {split} split has {len(stream)} tokens, too few for one step: "
+            f"batch {batch} x chunk {chunk} needs {batch * chunk + 1}"
         )
     rows = np.lib.stride_tricks.as_strided(
         stream, (length + 1, batch), (stream.strides[0], length * stream.strides[0]), writeable=False

@@ -1,18 +1,11 @@
-"""The one training loop: batches, optimiser, schedule, projection, validation, checkpoints.
-
-A run is a folder: `experiment.json`, `tokenizer.json`, `log.jsonl` (a line per evaluation and per logged step),
-`checkpoint.pt` (everything that a resumed run needs to go on as if it had never stopped) and `best.pt` (the weights
-with the lowest validation loss). Checkpoints are written whole or not at all, and loaded with weights_only.
-"""
+"""The one training loop: batches, optimiser, schedule, projection, validation, checkpoints."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +18,8 @@ from models.constraints import project
 from models.networks import Network
 from training.config import Experiment, TrainingConfig
 from training.data import Corpus, batches
-from training.errors import ResumeError
+from training.errors import RunError
+from training.run_folder import RunFolder
 
 LOG_EVERY = 50
 
@@ -44,11 +38,11 @@ class Progress:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is one; `cuda` without one raises RuntimeError."""
+    """`auto` takes CUDA where there is one. Raises RunError for `cuda` without one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("training.device is cuda, but torch finds no CUDA device")
+        raise RunError("training.device is cuda, but torch finds no CUDA device")
     return torch.device(name)
 
 
@@ -74,11 +68,11 @@ def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) ->
 class Trainer:
     """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
 
-    Raises ResumeError where the folder holds another experiment's run.
+    Raises ResumeError where the folder holds another run.
     """
 
-    def __init__(self, experiment: Experiment, corpus: Corpus, folder: Path) -> None:
-        self.experiment, self.corpus, self.folder = experiment, corpus, folder
+    def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder) -> None:
+        self.corpus, self.folder = corpus, folder
         self.config = experiment.training
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -98,16 +92,15 @@ class Trainer:
         self.decay_start: int | None = None
         self.end = self.config.steps
         self.wall_s = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "checkpoint.pt").exists():
-            self._resume()
+        if folder.begun:
+            self._resume(folder.resume(experiment, corpus))
         else:
-            self._start_folder()
+            folder.begin(experiment, corpus)
 
     def run(self) -> Iterator[Progress]:
         """Trains to the end, one step per item."""
         self.network.train()
-        seen, since, valid_loss = 0, time.monotonic(), None
+        seen, since = 0, time.monotonic()
         while self.step < self.end:
             started = time.monotonic()
             rate = learning_rate(self.config, self.step, self.decay_start)
@@ -116,12 +109,12 @@ class Trainer:
             seen += self.config.batch * self.config.chunk
             last = self.step >= self.end
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
-                self._log({"step": self.step, "loss": loss, "learning_rate": rate})
-            valid_loss = None
-            if self.step % self.config.evaluate_every == 0 or last:
-                valid_loss = self._validate()
+                self.folder.log({"step": self.step, "loss": loss, "learning_rate": rate})
+            evaluated = self.step % self.config.evaluate_every == 0 or last
+            valid_loss = self._validate() if evaluated else None
+            self._maybe_decay()
             self.wall_s += time.monotonic() - started
-            if self.step % self.config.checkpoint_every == 0 or self.step >= self.end:
+            if evaluated or self.step % self.config.checkpoint_every == 0:
                 self._checkpoint()
             yield Progress(
                 self.step, self.end, loss, rate, seen / (time.monotonic() - since), valid_loss, self.best_loss
@@ -141,7 +134,9 @@ class Trainer:
             raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"the gradient is {norm} at step {self.step + 1}: try a smaller learning_rate")
         self.optimizer.step()
         if self.contraction is not None and (self.step + 1) % self.config.project_every == 0:
             project(self.network, self.contraction)
@@ -165,9 +160,8 @@ class Trainer:
         loss = total / self.valid_chunks
         if loss < self.best_loss:
             self.best_loss, self.best_step = loss, self.step
-            self._save({"weights": self.network.weights(), "step": self.step, "valid_loss": loss}, "best.pt")
-        self._maybe_decay()
-        self._log(
+            self.folder.save("best.pt", {"weights": self.network.weights(), "step": self.step, "valid_loss": loss})
+        self.folder.log(
             {
                 "step": self.step,
                 "valid_loss": loss,
@@ -186,7 +180,7 @@ class Trainer:
         if stalled or self.step >= self.config.steps - self.config.decay_steps:
             self.decay_start = self.step
             self.end = min(self.config.steps, self.step + self.config.decay_steps)
-            self._log({"step": self.step, "decay_start": self.step, "stalled": stalled})
+            self.folder.log({"step": self.step, "decay_start": self.step, "stalled": stalled})
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Weight decay on matrices only, not on biases and gains."""
@@ -204,7 +198,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def _lay_out(self, split: str, batch: int) -> tuple[NDArray[np.int64], int]:
-        return batches(self.corpus.streams[split], batch, self.config.chunk)
+        return batches(self.corpus.streams[split], batch, self.config.chunk, split)
 
     def _valid_batches(self) -> tuple[NDArray[np.int64], int]:
         """As many parallel streams as training has, or as few as the validation split has room for."""
@@ -216,24 +210,9 @@ class Trainer:
         part = np.ascontiguousarray(rows[index * chunk : (index + 1) * chunk + 1])
         return torch.from_numpy(part).to(self.device)
 
-    # -- the run folder
-
-    def _start_folder(self) -> None:
-        (self.folder / "experiment.json").write_text(self.experiment.model_dump_json(indent=2) + "\n")
-        (self.folder / "tokenizer.json").write_text(self.corpus.tokenizer_json)
-        (self.folder / "log.jsonl").write_text("")
-
-    def _log(self, record: dict[str, object]) -> None:
-        with (self.folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps(record) + "\n")
-
-    def _save(self, record: dict[str, Any], name: str) -> None:
-        partial = self.folder / f"{name}.partial"
-        torch.save(record, partial)
-        partial.replace(self.folder / name)
-
     def _checkpoint(self) -> None:
-        self._save(
+        self.folder.save(
+            "checkpoint.pt",
             {
                 "step": self.step,
                 "network": self.network.state_dict(),
@@ -248,57 +227,17 @@ class Trainer:
                 "random_cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
                 "data": sorted(self.corpus.hashes.items()),
             },
-            "checkpoint.pt",
         )
 
-    def _resume(self) -> None:
-        """Goes on from the checkpoint; `steps` may have been raised, anything else must be as it was."""
-        record = json.loads((self.folder / "experiment.json").read_text())
-        now = self.experiment.model_dump(mode="json")
-        for part in ("model", "training"):
-            for key, value in now[part].items():
-                if record[part].get(key) != value and (part, key) not in FREE_TO_CHANGE:
-                    raise ResumeError(
-                        f"{self.folder} holds a run with {part}.{key} = {record[part].get(key)!r}, not {value!r}"
-                    )
-        saved = torch.load(self.folder / "checkpoint.pt", weights_only=True, map_location=self.device)
-        if saved["data"] != sorted(self.corpus.hashes.items()):
-            raise ResumeError(f"{self.folder} holds a run on other data")
+    def _resume(self, saved: dict[str, Any]) -> None:
+        """Goes on from a checkpoint; a decay that had begun goes on to its end, whatever `steps` says now."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.state = saved["step"], saved["state"]
+        self.step, self.state = saved["step"], [tensor.to(self.device) for tensor in saved["state"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
         self.wall_s = saved["wall_s"]
-        if saved["decay_start"] is not None or self.config.steps <= self.step:
+        if saved["decay_start"] is not None:
             self.decay_start, self.end = saved["decay_start"], saved["end"]
-        torch.set_rng_state(saved["random"].cpu())
+        torch.set_rng_state(saved["random"])
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state_all([state.cpu() for state in saved["random_cuda"]])
-        self._drop_later_lines()
-
-    def _drop_later_lines(self) -> None:
-        """Forgets log lines that a killed run wrote after its last checkpoint: they will be written again."""
-        path = self.folder / "log.jsonl"
-        lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= self.step]
-        path.write_text("".join(lines))
-
-
-FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device")}
-
-
-def _step_of(line: str) -> float:
-    """The step of a log line; a line that the kill cut short counts as later than all."""
-    try:
-        return float(json.loads(line)["step"])
-    except ValueError:
-        return math.inf
-
-
-def load_best(folder: Path) -> dict[str, Tensor]:
-    """The weights with the lowest validation loss of a run, by name. Raises ResumeError where there are none."""
-    try:
-        saved = torch.load(folder / "best.pt", weights_only=True, map_location="cpu")
-    except FileNotFoundError as error:
-        raise ResumeError(f"{folder} holds no best.pt: has it been trained past one evaluation?") from error
-    weights: dict[str, Tensor] = saved["weights"]
-    return weights
+            torch.cuda.set_rng_state_all(saved["random_cuda"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
-import shlex
-import subprocess
-import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,11 +29,15 @@ from training.config import Experiment
 from training.data import Corpus, load_corpus
 from training.errors import RunError
 from training.evaluate import POSITIONS, WINDOWS, evaluate_split, evaluation_steps, quality
-from training.loop import Trainer, load_best
+from training.loop import Trainer
+from training.origin import describe_origin
 from training.plots import plot_log, plot_quality
+from training.run_folder import RunFolder
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
+LONGEST_WINDOW = 128
+"""Every evaluation goes at least this far, whatever the bundle will serve."""
 
 
 def _with_data(experiment: Experiment, data: Path | None) -> Experiment:
@@ -46,18 +47,18 @@ def _with_data(experiment: Experiment, data: Path | None) -> Experiment:
 
 
 def train(
-    experiment: Experiment, data: Path | None, run: Path | None, tokenizer: Path | None, console: Console
+    experiment: Experiment, data: Path | None, run: Path | None, tokenizer: Path | None, command: str, console: Console
 ) -> Path:
-    """Trains, or goes on with, an experiment; returns the run folder."""
-    folder = run or Path("runs") / experiment.name
+    """Trains, or goes on with, an experiment; returns the run folder. `command` is kept as the run's origin."""
+    folder = RunFolder(run or Path("runs") / experiment.name)
     experiment = _with_data(experiment, data)
-    kept = folder / "tokenizer.json" if (folder / "checkpoint.pt").exists() else tokenizer
-    corpus = load_corpus(experiment.data, None if kept is None else kept.read_text(encoding="utf-8"))
+    corpus = load_corpus(experiment.data, folder.tokenizer_json() if folder.begun else _read_tokenizer(tokenizer))
     trainer = Trainer(experiment, corpus, folder)
+    folder.add_origin(describe_origin(command, trainer.device))
     parameters = sum(tensor.numel() for tensor in trainer.network.weights().values())
     console.print(
         f"{experiment.name}: {parameters:,} weights, {len(corpus.streams['train']):,} training tokens, "
-        f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder}"
+        f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
         + (f", from step {trainer.step}" if trainer.step else "")
     )
     columns = (
@@ -83,51 +84,72 @@ def train(
                     f"step {progress.step}: validation loss {progress.valid_loss:.4f} "
                     f"(perplexity {math.exp(progress.valid_loss):.2f} a token)"
                 )
-    plot_log(experiment.name, folder / "log.jsonl", folder / "training.png")
+    plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
     console.print(f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}")
-    return folder
+    return folder.path
 
 
-def _open_run(folder: Path, data: Path | None) -> tuple[Experiment, Corpus, Network]:
-    """The experiment, its corpus and its best weights."""
+def _read_tokenizer(path: Path | None) -> str | None:
+    if path is None:
+        return None
     try:
-        record = (folder / "experiment.json").read_text(encoding="utf-8")
-        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{folder} is no run folder: {error.filename}: {error.strerror}") from error
-    experiment = _with_data(Experiment.model_validate_json(record), data)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"--tokenizer {path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run that is done, or far enough: its best weights, and the corpus that they were trained on."""
+
+    folder: RunFolder
+    experiment: Experiment
+    corpus: Corpus
+    network: Network
+    best_step: int
+
+
+def open_run(path: Path, data: Path | None) -> Trained:
+    """Reads a run folder. Raises TrainingError: no run, damaged, or other data than it was trained on."""
+    folder = RunFolder(path)
+    experiment = _with_data(folder.experiment(), data)
     if experiment.training.threads is not None:
         torch.set_num_threads(experiment.training.threads)
-    corpus = load_corpus(experiment.data, tokenizer_json)
+    corpus = load_corpus(experiment.data, folder.tokenizer_json())
+    best = folder.load("best.pt")
+    folder.check_data(folder.load("checkpoint.pt"), corpus)
     network = Network(experiment.model.architecture(corpus.vocabulary.size))
-    network.load_state_dict(load_best(folder), strict=not network.architecture.tied)
-    return experiment, corpus, network.eval()
+    try:
+        network.load_weights(best["weights"])
+    except (KeyError, RuntimeError) as error:
+        raise RunError(f"{path / 'best.pt'} does not fit the experiment: {error}") from error
+    return Trained(folder, experiment, corpus, network.eval(), best["step"])
 
 
-def evaluate_run(folder: Path, data: Path | None, positions: int, console: Console) -> Quality:
+def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
     """Evaluates a run's best weights; writes `quality.json` and `evaluation.png` into its folder."""
-    experiment, corpus, network = _open_run(folder, data)
-    return _evaluate(experiment, corpus, network, folder, positions, console)
+    return _evaluate(open_run(path, data), positions, console)
 
 
-def _evaluate(
-    experiment: Experiment, corpus: Corpus, network: Network, folder: Path, positions: int, console: Console
-) -> Quality:
-    windows = [k for k in WINDOWS if k <= experiment.export.max_window]
+def _evaluate(run: Trained, positions: int, console: Console) -> Quality:
+    windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
-        task = bar.add_task("evaluating", total=evaluation_steps(corpus, EVALUATED_SPLITS, windows, positions))
+        total = evaluation_steps(run.corpus, EVALUATED_SPLITS, windows, positions)
+        task = bar.add_task("evaluating", total=total)
+
+        def advance(tokens: int) -> None:
+            bar.advance(task, tokens)
+
         found = quality(
             {
-                split: evaluate_split(
-                    network, corpus, split, windows, positions, lambda tokens: bar.advance(task, tokens)
-                )
+                split: evaluate_split(run.network, run.corpus, split, windows, positions, advance)
                 for split in EVALUATED_SPLITS
             }
         )
-    (folder / "quality.json").write_text(found.model_dump_json(indent=2) + "\n")
-    plot_quality(experiment.name, found, folder / "evaluation.png")
-    console.print(quality_table(experiment.name, found))
+    run.folder.write_quality(found, run.best_step, positions)
+    plot_quality(run.experiment.name, found, run.folder.path / "evaluation.png")
+    console.print(quality_table(run.experiment.name, found))
     return found
 
 
@@ -157,14 +179,11 @@ def quality_table(name: str, found: Quality) -> Table:
     return table
 
 
-def export_run(folder: Path, bundles: Path, data: Path | None, bundle_version: str, console: Console) -> Path:
+def export_run(path: Path, bundles: Path, data: Path | None, bundle_version: str, console: Console) -> Path:
     """Writes the run's best weights as `bundles/NAME`; returns that path. Raises RunError."""
-    experiment, corpus, network = _open_run(folder, data)
-    recorded = folder / "quality.json"
-    if recorded.exists() and recorded.stat().st_mtime >= (folder / "best.pt").stat().st_mtime:
-        found = Quality.model_validate_json(recorded.read_text())
-    else:
-        found = _evaluate(experiment, corpus, network, folder, POSITIONS, console)
+    run = open_run(path, data)
+    experiment, corpus, network = run.experiment, run.corpus, run.network
+    found = run.folder.quality(run.best_step, POSITIONS) or _evaluate(run, POSITIONS, console)
     target = bundles / experiment.name
     try:
         manifest = export_bundle(
@@ -179,11 +198,11 @@ def export_run(folder: Path, bundles: Path, data: Path | None, bundle_version: s
             window=experiment.export.window,
             max_window=experiment.export.max_window,
             quality=found,
-            provenance=_provenance(experiment, corpus, folder),
+            provenance=_provenance(run),
             sample_tokens=corpus.streams["valid"][:SAMPLE_TOKENS].tolist(),
             torch_network=network,
         )
-    except ExportError as error:
+    except (ExportError, OSError) as error:
         raise RunError(f"{target} was not written: {error}") from error
     size = sum(file.stat().st_size for file in target.iterdir())
     contractive = "contractive" if manifest.certificate.contractive else "not contractive by the simple bounds"
@@ -191,41 +210,20 @@ def export_run(folder: Path, bundles: Path, data: Path | None, bundle_version: s
     return target
 
 
-def _provenance(experiment: Experiment, corpus: Corpus, folder: Path) -> Provenance:
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
-    config = experiment.model_dump(mode="json", exclude={"data": {"path"}})
+def _provenance(run: Trained) -> Provenance:
+    """The first start's command and commit; the versions of training, and of the export where only it has them."""
+    origins, saved = run.folder.origins(), run.folder.load("checkpoint.pt")
     return Provenance(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", "training", "train", f"{experiment.name}.toml"]),
-        config=config,
-        seed=experiment.training.seed,
+        command=origins[0].command,
+        config=run.experiment.model_dump(mode="json", exclude={"data": {"path"}}),
+        seed=run.experiment.training.seed,
         steps=saved["step"],
-        best_step=saved["best_step"],
-        git_commit=_git_commit(),
-        data=corpus.hashes,
-        versions={name: version(name) for name in ("torch", "numpy", "onnx", "onnxruntime", "tokenizers")}
-        | {"python": platform.python_version()},
-        hardware=f"{_processor()}, {experiment.training.threads or torch.get_num_threads()} thread(s)",
+        best_step=run.best_step,
+        git_commit=origins[0].git_commit,
+        data=run.corpus.hashes,
+        versions=origins[0].versions | {name: version(name) for name in ("onnx", "onnxruntime")},
+        hardware="; ".join(dict.fromkeys(origin.hardware for origin in origins)),
         train_wall_s=round(saved["wall_s"], 1),
-        attribution=experiment.export.attribution,
+        attribution=run.experiment.export.attribution,
     )
-
-
-def _git_commit() -> str | None:
-    """The checkout's commit, `+` behind it where files differ from it; null outside a checkout."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)  # noqa: S603
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    """The processor's name, or what the platform says."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{platform.processor() or platform.machine()} ({sys.platform})"

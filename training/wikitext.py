@@ -6,7 +6,7 @@ Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
 from __future__ import annotations
 
 import hashlib
-import urllib.error
+import http.client
 import urllib.request
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - a fixed https address
                 raw = answer.read()
-        except (urllib.error.URLError, TimeoutError) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise DataError(
                 f"{url} could not be fetched ({error}); name a folder that holds WikiText-2 with --data"
             ) from error

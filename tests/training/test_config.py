@@ -46,6 +46,12 @@ def test_the_twins_differ_in_nothing_but_the_regime() -> None:
         (("steps = 3", 'steps = 3\nschedule = "plateau"'), r"training: .*needs 0 < decay_steps <= steps"),
         (("steps = 3", "steps = 3\npatience = 2"), r"training: .*belong to schedule = 'plateau'"),
         (("steps = 3", "steps = "), r"not TOML"),
+        (("hidden = 8", "hidden = 8\nembedding = 5"), r"file: .*tied weights need embedding == hidden, not 5 and 8"),
+        (("hidden = 8", "hidden = 8\nfeed_forward = 4"), r"file: .*feed_forward needs block = 'residual'"),
+        (("hidden = 8", "hidden = true"), r"model\.hidden: Input should be a valid integer"),
+        (("hidden = 8", 'hidden = "8"'), r"model\.hidden: Input should be a valid integer"),
+        (("steps = 3", "steps = 3\nlearning_rate = inf"), r"training\.learning_rate: .*finite"),
+        (("[training]", "[export]\nwindow = 9\nmax_window = 8\n[training]"), r"export: .*larger than max_window 8"),
     ],
     ids=lambda value: value[1].splitlines()[-1] if isinstance(value, tuple) else None,
 )

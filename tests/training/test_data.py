@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,10 @@ def load_text(path: Path, **keys: object) -> None:
         (b"", r"the file is empty"),
         (b" \n\n ", r"the file is empty"),
         (b"fine\nnot \xff fine\n", r"not UTF-8 at byte 9 \(line 2\)"),
-        (b"word", r"1 line\(s\); at least 3 are needed"),
-        (b"x\n\n\n\n", r"the train split has 1 token\(s\); at least 2 are needed"),
+        (b"word", r"too short to be split into train, valid and test"),
+        (b"x y z", r"the train split has 1 token\(s\); at least 2 are needed"),
     ],
-    ids=["empty", "blank", "not UTF-8", "one token", "one token and empty lines"],
+    ids=["empty", "blank", "not UTF-8", "one token", "one token a split"],
 )
 def test_a_text_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "text.txt"
@@ -37,7 +38,7 @@ def test_a_text_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, con
 def test_missing_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: No such file"):
         load_text(tmp_path / "gone.txt")
-    with pytest.raises(DataError, match=r"the folder holds no file"):
+    with pytest.raises(DataError, match=r"the folder holds no file with anything in it"):
         load_text(tmp_path)
     with pytest.raises(DataError, match=r"no data: name a file or folder with --data"):
         load_corpus(DataConfig(kind="text"))
@@ -70,6 +71,11 @@ def test_the_splits_hold_every_line_once_in_order() -> None:
         ('["a", ""]', "not a list of event names"),
         ('["a\\nb"]', "line break or blanks around"),
         ("[", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("9" * 5000, "not JSON"),
+        ('["a", "<eos>"]', "keeps that name for itself"),
+        ('["<unk>"]', "keeps that name for itself"),
+        ('["\\ud800"]', "not Unicode text"),
     ],
 )
 def test_an_event_line_that_cannot_be_used_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -77,6 +83,52 @@ def test_an_event_line_that_cannot_be_used_is_named(tmp_path: Path, line: str, m
     path.write_text(f'["a", "b"]\n\n{line}\n')
     with pytest.raises(DataError, match=rf"events\.jsonl, line 3: .*{message}"):
         load_corpus(DataConfig(kind="events", path=path))
+
+
+def test_event_names_may_hold_any_character_but_a_line_break(tmp_path: Path) -> None:
+    names = ["a\u2028b", "c\u0085d", "caf\u00e9 \u2615", "[x]"]
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(names, ensure_ascii=False) + "\n" for _ in range(30)), encoding="utf-8")
+    vocabulary = load_corpus(DataConfig(kind="events", path=path)).vocabulary
+    assert vocabulary.decode(vocabulary.encode("\n".join(names))) == "\n".join(names)
+    assert 1 not in vocabulary.encode_events(names)
+
+
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_the_text(tmp_path: Path) -> None:
+    lines = [f"line {number}\u2028 and on" for number in range(40)]
+    plain, windows = tmp_path / "plain.txt", tmp_path / "windows.txt"
+    plain.write_bytes("\n".join(lines).encode())
+    windows.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    one, other = (
+        load_corpus(DataConfig(kind="text", path=path, vocabulary_size=300)).streams for path in (plain, windows)
+    )
+    assert all(np.array_equal(one[split], other[split]) for split in one)
+    assert np.count_nonzero(one["train"] == 0) == 37
+
+
+def test_a_text_of_one_line_is_split_between_words(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    text = " ".join(f"word{number}" for number in range(200))
+    path.write_text(text)
+    corpus = load_corpus(DataConfig(kind="text", path=path, vocabulary_size=300))
+    parts = [corpus.vocabulary.decode(corpus.streams[split].tolist()).strip() for split in ("train", "valid", "test")]
+    assert " ".join(parts) == text
+    assert len(parts[1].split()) == 10
+
+
+def test_a_checkout_is_a_folder_of_text(tmp_path: Path) -> None:
+    for name, content in ((".git/index", b"\xff\xfe"), ("__init__.py", b""), ("a.py", b"x = 1\n" * 40)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert list(load_corpus(DataConfig(kind="text", path=tmp_path, vocabulary_size=300)).hashes) == ["a.py"]
+
+
+def test_the_vocabulary_is_made_of_the_training_split_alone(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("alpha beta gamma\n" * 90 + "zzzzzz qqqqqq\n" * 10)
+    corpus = load_corpus(DataConfig(kind="text", path=path, vocabulary_size=400))
+    assert len(corpus.vocabulary.encode("alpha")) == 1
+    assert len(corpus.vocabulary.encode("zzzzzz")) == 6
 
 
 def test_events_keep_their_names_and_unknown_ones_become_unk(tmp_path: Path) -> None:
@@ -120,12 +172,14 @@ def test_a_vocabulary_without_eos_is_refused() -> None:
 
 def test_batches_are_contiguous_and_cover_the_stream_in_order() -> None:
     stream = np.arange(50, dtype=np.int64)
-    rows, chunks = batches(stream, batch=3, chunk=4)
+    rows, chunks = batches(stream, batch=3, chunk=4, split="train")
     assert chunks == 4
     assert rows[:, 0].tolist() == list(range(17))
     assert rows[:, 2].tolist() == list(range(32, 49))
 
 
 def test_a_stream_too_short_for_a_step_is_refused() -> None:
-    with pytest.raises(DataError, match="10 tokens are too few for one step: batch 4 x chunk 8 needs 33"):
-        batches(np.arange(10, dtype=np.int64), batch=4, chunk=8)
+    with pytest.raises(
+        DataError, match="the valid split has 10 tokens, too few for one step: batch 4 x chunk 8 needs 33"
+    ):
+        batches(np.arange(10, dtype=np.int64), batch=4, chunk=8, split="valid")

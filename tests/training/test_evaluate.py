@@ -85,6 +85,17 @@ def test_the_smallest_close_window_is_close_from_there_on(window: dict[int, floa
     assert quality({"valid": losses}).window_within_half_percent == smallest
 
 
+def test_recurrent_is_of_the_whole_split_and_its_pair_of_the_windows_positions() -> None:
+    model, corpus = network(), text_corpus()
+    losses = evaluate_split(model, corpus, "test", (1, 4), count=9)
+    every = recurrent_losses(model, corpus.streams["test"]).double()
+    positions = spread_positions(corpus.streams["test"], 9, 4)
+    assert losses.recurrent == pytest.approx(every.mean().item())
+    assert losses.recurrent_at_positions == pytest.approx(every[torch.from_numpy(positions)].mean().item())
+    assert losses.recurrent != losses.recurrent_at_positions
+    assert (losses.tokens, losses.words) == (len(corpus.streams["test"]) - 1, corpus.words["test"])
+
+
 def test_an_evaluation_pairs_both_ways_and_is_plotted(tmp_path: Path) -> None:
     losses = evaluate_split(network(), text_corpus(), "valid", (1, 4, 10**6), count=20)
     assert sorted(losses.window) == [1, 4]

@@ -1,0 +1,57 @@
+"""Where and how a run was trained, recorded when it starts and not when it is exported."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from models.manifest import Frozen
+
+LIBRARIES = ("torch", "numpy", "tokenizers")
+
+
+class Origin(Frozen):
+    """One start of a run. `git_commit` has a + behind it where files differed from the commit."""
+
+    started: str
+    command: str
+    git_commit: str | None
+    versions: dict[str, str]
+    hardware: str
+
+
+def describe_origin(command: str, device: torch.device) -> Origin:
+    """This process, now, about to train on `device`."""
+    return Origin(
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        git_commit=_git_commit(),
+        versions={name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+        hardware=_hardware(device),
+    )
+
+
+def _git_commit() -> str | None:
+    """The checkout's commit; null outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} thread(s)"
