@@ -54,6 +54,37 @@ def test_weights_within_the_limit_are_not_touched(cell: Cell) -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_wild_recurrent_matrix_is_shrunk_and_not_wiped_out(cell: Cell, scale: float) -> None:
+    built = network(cell, "plain", scale=1.0)
+    with torch.no_grad():
+        for name, tensor in built.named_parameters():
+            if "weight_hh" in name:
+                tensor.mul_(scale)
+    wild = {name: tensor.clone() for name, tensor in built.state_dict().items()}
+    project(built, 0.9)
+    assert largest_factor(built) <= 0.9
+    for name, tensor in built.state_dict().items():
+        if "weight_hh" in name:
+            by = tensor / wild[name]
+            assert 0 < by.min() <= by.max() < 1, name
+            torch.testing.assert_close(by, torch.full_like(by, float(by.mean())))
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_an_open_memory_gate_is_left_open_where_the_bound_holds(cell: Cell) -> None:
+    """A memory gate of 0.95, over the share of 0.98 that the cap would leave it, and hardly any recurrence."""
+    built = network(cell, "plain", scale=0.001, layers=1)
+    with torch.no_grad():
+        built.layers[0].cell.bias_ih_l0[12:24] = 2.95
+    before = {name: tensor.clone() for name, tensor in built.state_dict().items()}
+    project(built, 0.98)
+    assert 0.95 < largest_factor(built) <= 0.98
+    for name, tensor in built.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_clipping_gives_the_nearest_matrix_of_the_ball() -> None:
     torch.manual_seed(1)
     matrix = torch.randn(6, 6)
