@@ -17,32 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 
-EXPERIMENT = """
-name = "licence"
-[model]
-cell = "gated"
-hidden = 32
-layers = 2
-block = "residual"
-feed_forward = 32
-dropout = 0.1
-contraction = 0.9
-[data]
-kind = "text"
-path = "LICENSE"
-vocabulary_size = 320
-[training]
-steps = 400
-batch = 8
-chunk = 16
-learning_rate = 1e-2
-evaluate_every = 100
-checkpoint_every = 50
-threads = 1
-[export]
-window = 32
-max_window = 64
-"""
+EXPERIMENT = ROOT / "training" / "experiments" / "licence.toml"
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -75,18 +50,16 @@ def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None:
-    experiment = tmp_path / "licence.toml"
-    experiment.write_text(EXPERIMENT)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run("training", "train", experiment, "--run", whole)
+    run("training", "train", EXPERIMENT, "--run", whole)
 
-    killed = start("training", "train", experiment, "--run", cut)
+    killed = start("training", "train", EXPERIMENT, "--run", cut)
     wait_until(lambda: max(logged(cut), default=0) >= 200, killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=TIMEOUT_S)
     assert killed.returncode == -signal.SIGKILL
     assert max(logged(cut)) < 400
-    assert "from step" in run("training", "train", experiment, "--run", cut)
+    assert "from step" in run("training", "train", EXPERIMENT, "--run", cut)
     assert logged(cut) == logged(whole)
     assert logged(cut)[400] < logged(cut)[50]
 
@@ -97,6 +70,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     manifest = json.loads((bundles / "licence" / "manifest.json").read_text())
     assert manifest["certificate"]["contractive"] is True
     assert manifest["provenance"]["steps"] == 400
+    assert manifest["provenance"]["command"] == "python -m training train licence.toml --run cut"
     assert "path" not in manifest["provenance"]["config"]["data"]
 
     with socket.socket() as probe:
@@ -130,6 +104,14 @@ def is_ready(client: httpx.Client) -> bool:
         (["train", "no-such.toml"], "no-such.toml: No such file or directory"),
         (["evaluate", "no-such-run"], "no-such-run is no run folder"),
         (["export", "no-such-run", "--bundles", "x"], "no-such-run is no run folder"),
+        (["train", "[/b].toml"], "[/b].toml: No such file or directory"),
+        (["train", str(EXPERIMENT), "--data", "none.txt"], "none.txt: No such file or directory"),
+        (
+            ["train", str(EXPERIMENT), "--data", __file__, "--tokenizer", "none.json"],
+            "--tokenizer none.json cannot be read",
+        ),
+        (["evaluate", "run", "--positions", "0"], "'0' is not a whole number from 1"),
+        (["export", "run", "--bundles", "x", "--version", "v2"], "'v2' is not a version"),
     ],
 )
 def test_what_was_wrong_is_said_in_one_line_and_the_exit_status_is_2(
@@ -139,5 +121,5 @@ def test_what_was_wrong_is_said_in_one_line_and_the_exit_status_is_2(
     command = [sys.executable, "-m", "training", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 2
-    assert message in done.stdout
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
