@@ -31,7 +31,7 @@ from models.networks import Network
 MARGIN = 1e-4
 """Relative slack under the asked contraction: float32 rounding never uses it up."""
 
-MEMORY_GATE_SHARE = 0.9
+MEMORY_GATE_SHARE = 0.97
 """The memory gate's cap, as a share of the contraction: what is left over is room for the recurrent matrix."""
 
 LEAST_HALVINGS = 2.0**-9

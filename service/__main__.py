@@ -62,7 +62,9 @@ def compare(arguments: Sequence[str]) -> None:
         raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(plot.FORMATS)}")
     text = options.file.read_text(encoding="utf-8")[: options.tokens * CHARACTERS_OF_A_TOKEN]
 
-    with Client(options.url) as client, Progress(console=Console(stderr=True), transient=True) as progress:
+    screen = Console(stderr=True)
+    bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
+    with Client(options.url) as client, bar as progress:
         card = choose(client, options.model)
         k = card["k"] if options.window is None else options.window
         tokens = client.score(card["id"], text)["tokens"][: options.tokens]
