@@ -9,9 +9,9 @@ the certificate of shrunk ones is often well under `contraction`.
 - linear, RNN: the Euclidean projection onto `|W|_2 <= contraction`: singular values clipped from above. A projection
   and no parametrisation, because it is the projected gradient descent of the theory, and because the recurrence
   stays torch's own fused kernel.
-- LSTM, GRU: beyond the bound, the gate that holds the memory is kept from above by its bias (the sharpest cap that
-  the vocabulary allows), then the recurrent matrix is shrunk by the largest common factor <= 1 at which the bound
-  holds. A feasible point, not the nearest one.
+- LSTM, GRU: beyond the bound, the gate that holds the memory is kept under a cap for every input, by its bias and by
+  the rows of its input matrix; then the recurrent matrix is shrunk by the largest common factor <= 1 at which the
+  bound holds. A feasible point, not the nearest one.
 - gated: nothing to do; the gates' cap is part of the function.
 
 The bounds are recomputed independently, in float64, when a bundle is exported and when it is loaded.
@@ -31,6 +31,9 @@ from models.networks import Network
 MARGIN = 1e-4
 """Relative slack under the asked contraction: float32 rounding never uses it up."""
 
+ROOM = 1.0
+"""How far the memory gate's bias stays below the cap's pre-activation, so that the input can still open the gate."""
+
 MEMORY_GATE_SHARE = 0.97
 """The memory gate's cap, as a share of the contraction: what is left over is room for the recurrent matrix."""
 
@@ -45,12 +48,18 @@ BISECTIONS = 6
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer's recurrent part: `matrix` (G H, H), `bias` (G H), and the range of what the input adds, (G H) each."""
+    """One layer's weights, and the range of what the input adds to a pre-activation.
+
+    matrix: (G H, H); bias: (G H), the recurrent one; input_matrix: (G H, I); least, greatest: (G H), of
+    `input_matrix x + input_bias` over all admissible x.
+    """
 
     matrix: Tensor
     bias: Tensor
+    input_matrix: Tensor
     least: Tensor
     greatest: Tensor
+    input_bias: Tensor
 
     def range_at(self, scale: float) -> tuple[Tensor, Tensor]:
         """Least and greatest pre-activations with the matrix scaled, for every state with |h_i| <= 1."""
@@ -104,13 +113,15 @@ def _recurrence(layer: nn.Module, vocabulary: Tensor | None) -> Recurrence:
         driven = vocabulary @ weight.T
         least, greatest = driven.amin(0) + bias, driven.amax(0) + bias
     elif isinstance(norm, nn.LayerNorm):
-        center = weight @ norm.bias + bias
+        middle = weight @ norm.bias + bias
         reach = (weight * norm.weight).norm(dim=1) * math.sqrt(weight.shape[1])
-        least, greatest = center - reach, center + reach
+        least, greatest = middle - reach, middle + reach
     else:
         reach = weight.abs().sum(1)
         least, greatest = bias - reach, bias + reach
-    return Recurrence(_tensor(cell, "weight_hh_l0"), _tensor(cell, "bias_hh_l0"), least, greatest)
+    return Recurrence(
+        _tensor(cell, "weight_hh_l0"), _tensor(cell, "bias_hh_l0"), weight, least.clone(), greatest.clone(), bias
+    )
 
 
 def _spectral(matrix: Tensor) -> float:
@@ -142,11 +153,22 @@ def _gru_factor(recurrence: Recurrence, scale: float) -> float:
 
 
 def _cap_memory_gate(recurrence: Recurrence, cap: float) -> None:
-    """Lowers the memory gate's bias (rows H..2H: LSTM forget, GRU update) until input alone keeps it under `cap`."""
+    """Holds the memory gate (rows H..2H: LSTM forget, GRU update) under `cap` for every input.
+
+    First its bias is kept ROOM below the cap; then the rows of the input matrix that still reach past it are shrunk.
+    Lowering the bias alone would let one token that opens the gate close it for all others.
+    """
     hidden = recurrence.matrix.shape[1]
     rows = slice(hidden, 2 * hidden)
-    excess = recurrence.greatest[rows] + recurrence.bias[rows] - math.log(cap / (1 - cap))
-    recurrence.bias[rows] -= excess.clamp(min=0)
+    limit = math.log(cap / (1 - cap))
+    input_bias = recurrence.input_bias[rows]
+    bias = (input_bias + recurrence.bias[rows]).clamp(max=limit - ROOM)
+    recurrence.bias[rows] = bias - input_bias
+    swing = (recurrence.greatest[rows] - input_bias).clamp(min=1e-12)
+    shrink = ((limit - bias) / swing).clamp(max=1.0)
+    recurrence.input_matrix[rows] *= shrink[:, None]
+    for bound in (recurrence.least, recurrence.greatest):
+        bound[rows] = input_bias + (bound[rows] - input_bias) * shrink
 
 
 def _shrink(recurrence: Recurrence, factor: Callable[[Recurrence, float], float], target: float) -> None:
