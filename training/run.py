@@ -147,6 +147,7 @@ def _evaluate(run: Trained, positions: int, console: Console) -> Quality:
                 for split in EVALUATED_SPLITS
             }
         )
+        bar.update(task, completed=total)  # short splits have fewer positions than were asked for
     run.folder.write_quality(found, run.best_step, positions)
     plot_quality(run.experiment.name, found, run.folder.path / "evaluation.png")
     console.print(quality_table(run.experiment.name, found))

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from models.manifest import Manifest
+from tests.docs.figures import manifests
 from training.config import Experiment
 from training.errors import ConfigError
 
@@ -23,6 +25,12 @@ steps = 3
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_experiment_is_valid_and_named_like_its_file(path: Path) -> None:
     assert Experiment.read(path).name == path.stem
+
+
+@pytest.mark.parametrize("manifest", manifests(), ids=lambda manifest: manifest.name)
+def test_a_shipped_bundle_was_trained_by_the_experiment_of_its_name(manifest: Manifest) -> None:
+    experiment = Experiment.read(SHIPPED[0].parent / f"{manifest.name}.toml")
+    assert experiment.model_dump(mode="json", exclude={"data": {"path"}}) == manifest.provenance.config
 
 
 def test_the_twins_differ_in_nothing_but_the_regime() -> None:
