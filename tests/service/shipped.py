@@ -15,6 +15,7 @@ from service.settings import Settings
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / Settings.read(os.environ).bundles
 PATHS = sorted(path.parent for path in FOLDER.glob("*/manifest.json"))
+assert PATHS, f"{FOLDER} holds no bundle: they are part of the project"
 
 each_bundle = pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
 

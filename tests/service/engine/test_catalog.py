@@ -17,8 +17,6 @@ from service.runners.runner import Array
 from service.settings import Settings
 from tests.service.shipped import PATHS, each_bundle
 
-SOME = pytest.mark.skipif(not PATHS, reason="no bundle is here")
-
 
 def make(path: Path, **settings: object) -> Catalog:
     return Catalog(Settings(bundles=path, device="cpu", **settings), Metrics())
@@ -67,7 +65,6 @@ async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_t
         await catalog.close()
 
 
-@SOME
 async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: Catalog) -> None:
     names = sorted(engine.name for engine in catalog.list())
     assert catalog.default == ("gated-stable" if "gated-stable" in names else names[0])
@@ -76,7 +73,6 @@ async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(cat
         catalog.get("nobody")
 
 
-@SOME
 async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: Catalog) -> None:
     engines = catalog.list()
     session = (await engines[-1].create_session()).session
@@ -91,7 +87,6 @@ async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: Catalog)
         await catalog.engine_for("nobody")
 
 
-@SOME
 async def test_the_report_lists_every_model(catalog: Catalog) -> None:
     report = await catalog.report()
     assert report["device"] == "cpu"
@@ -99,7 +94,6 @@ async def test_the_report_lists_every_model(catalog: Catalog) -> None:
     assert [model["model"] for model in report["models"]] == [engine.name for engine in catalog.list()]
 
 
-@SOME
 async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(believed: None) -> None:
     catalog = make(PATHS[0], tail_tokens=1)
     await catalog.load()
@@ -113,13 +107,11 @@ async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(b
     await catalog.close()
 
 
-@SOME
 async def test_a_default_model_that_was_named_must_be_there() -> None:
     with pytest.raises(CatalogError, match="default_model is 'nobody', but the bundles hold"):
         await make(PATHS[0], default_model="nobody").load()
 
 
-@SOME
 async def test_two_bundles_of_one_name_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
@@ -134,13 +126,11 @@ async def test_a_folder_without_a_bundle_and_a_folder_that_is_none_are_refused(t
         await make(tmp_path / "nowhere").load()
 
 
-@SOME
 async def test_a_budget_that_holds_no_states_is_refused_with_the_model(believed: None) -> None:
     with pytest.raises(CatalogError, match=r"model .*: state_budget_bytes is 1,"):
         await make(PATHS[0], state_budget_bytes=1).load()
 
 
-@SOME
 async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> None:
     broken = shutil.copytree(PATHS[0], tmp_path / "broken")
     weights = broken / "weights.safetensors"
@@ -153,7 +143,6 @@ async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> Non
     assert not catalog.ready
 
 
-@SOME
 async def test_a_graph_that_computes_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     run = OnnxRunner.run
 
