@@ -44,7 +44,7 @@ def _draw_latency(axes: Axes, compared: Measurements) -> None:
     axes.set_yscale("log")
     axes.set_title(f"Latency of one next token ({compared.steps} tokens)")
     axes.set_ylabel("ms, from p50 to p99")
-    axes.legend()
+    axes.legend(loc="lower right")
 
 
 def _draw_distance(axes: Axes, compared: Measurements) -> None:
