@@ -158,10 +158,15 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
     for split in ("valid", "test"):
         found = [bundles[name].manifest.quality for name in TWINS]
         table.add_row(
-            f"{split} perplexity per token, recurrent", *(f"{q.recurrent[split].per_token:.2f}" for q in found if q)
+            f"{split} perplexity per token, recurrent, whole split",
+            *(f"{q.recurrent[split].per_token:.2f}" for q in found if q),
         )
         table.add_row(
-            f"{split} perplexity per token, window {k}",
+            f"{split}, recurrent at the window's positions",
+            *(f"{q.window[split].recurrent.per_token:.2f}" for q in found if q),
+        )
+        table.add_row(
+            f"{split}, window {k} at those positions",
             *(f"{q.window[split].by_k[k].per_token:.2f}" for q in found if q),
         )
     for role in ("step", "window"):
