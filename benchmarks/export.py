@@ -40,7 +40,7 @@ ARCHITECTURES = {
         layers=3,
         block="residual",
         feed_forward=512,
-        gate_cap=0.9,
+        gate_caps=(0.9,) * 3,
     ),
     "lstm": Architecture(cell="lstm", vocabulary_size=VOCABULARY, embedding=256, hidden=256, layers=2),
 }

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from models.reference import LAYER_NORM_EPSILON, layer_norm, sigmoid
+from models.reference import layer_norm, sigmoid
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -92,7 +92,7 @@ class Rows:
     error: Vector | float = 0.0
 
     @classmethod
-    def normalised(cls, rows: Matrix, gain: Vector, shift: Vector) -> Rows:
+    def normalised(cls, rows: Matrix, gain: Vector, shift: Vector, epsilon: float) -> Rows:
         """The outputs of a LayerNorm over `rows`.
 
         With u the roundoff of I terms: centring is off by at most e = u max|x|, and so is the standard deviation
@@ -100,11 +100,11 @@ class Rows:
         """
         relative = roundoff(rows.shape[1])
         centring = relative * np.abs(rows).max(axis=1)
-        deviation = np.sqrt(rows.var(axis=1) + LAYER_NORM_EPSILON)
-        least = np.maximum(deviation - 2 * centring, np.sqrt(LAYER_NORM_EPSILON) / 2)
+        deviation = np.sqrt(rows.var(axis=1) + epsilon)
+        least = np.maximum(deviation - 2 * centring, np.sqrt(epsilon) / 2)
         largest = np.sqrt(rows.shape[1])  # of |n|
         off = 2 * float(np.max((1 + largest) * centring / least + largest * relative))
-        result = layer_norm(rows, gain, shift)
+        result = layer_norm(rows, gain, shift, epsilon)
         return cls(result, np.abs(gain) * off + SPARE * UNIT * np.abs(shift))
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:

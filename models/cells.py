@@ -97,8 +97,8 @@ class GatedCell(nn.Module):
         return y, (y[-1],)
 
 
-def build_cell(architecture: Architecture, inputs: int) -> nn.Module:
-    """One layer's cell, reading `inputs` features."""
+def build_cell(architecture: Architecture, layer: int, inputs: int) -> nn.Module:
+    """The cell of one layer, reading `inputs` features."""
     hidden = architecture.hidden
     match architecture.cell:
         case "linear":
@@ -112,7 +112,7 @@ def build_cell(architecture: Architecture, inputs: int) -> nn.Module:
         case "lstm":
             return LstmCell(inputs, hidden)
         case "gated":
-            return GatedCell(inputs, hidden, architecture.gate_cap)
+            return GatedCell(inputs, hidden, architecture.gate_cap(layer))
 
 
 def state_width(architecture: Architecture) -> int:

@@ -57,20 +57,21 @@ def contraction(architecture: Architecture, weights: Weights) -> Certificate:
 def layer_bounds(architecture: Architecture, weights: Weights) -> list[LayerBound]:
     """What is proved of each layer, bottom to top; factors are rounded outward."""
     bounds: list[LayerBound] = []
-    cap = gate_cap(architecture)
     for layer in range(architecture.layers):
         inputs = _inputs(architecture, weights, layer, bounds)
         bound = _layer_bound(architecture, weights, layer, inputs)
         bound = replace(bound, factor=bound.factor * (1 + MARGIN))
+        cap = gate_cap(architecture, layer)
         if architecture.cell == "gated" and bound.factor >= cap:
             bound = replace(bound, factor=cap, rule="gate_cap")
         bounds.append(bound)
     return bounds
 
 
-def gate_cap(architecture: Architecture) -> float:
-    """What a gate really is at most: networks and graphs multiply by the cap in float32, which may be larger."""
-    return max(architecture.gate_cap, float(np.float32(architecture.gate_cap)))
+def gate_cap(architecture: Architecture, layer: int) -> float:
+    """What a layer's gate really is at most: networks and graphs multiply by it in float32, which may be larger."""
+    cap = architecture.gate_cap(layer)
+    return max(cap, float(np.float32(cap)))
 
 
 def _inputs(architecture: Architecture, weights: Weights, layer: int, below: list[LayerBound]) -> Inputs:
@@ -79,7 +80,9 @@ def _inputs(architecture: Architecture, weights: Weights, layer: int, below: lis
     residual = architecture.block == "residual"
     if layer == 0:
         rows = _float64(weights, "embedding.weight")
-        return Rows.normalised(rows, _float64(weights, gain), _float64(weights, shift)) if residual else Rows(rows)
+        if not residual:
+            return Rows(rows)
+        return Rows.normalised(rows, _float64(weights, gain), _float64(weights, shift), architecture.norm_epsilon)
     if residual:
         return Normalised(_float64(weights, gain), _float64(weights, shift))
     return Box(below[-1].reach[0])
@@ -91,7 +94,7 @@ def _layer_bound(architecture: Architecture, weights: Weights, layer: int, input
         weight, bias = _float64(weights, prefix + "weight"), _float64(weights, prefix + "bias")
         reach = inputs.reach(weight, bias)
         gate, candidate = reach[: architecture.hidden], reach[architecture.hidden :]
-        widest = gate_cap(architecture) * float(sigmoid(gate.high).max())
+        widest = gate_cap(architecture, layer) * float(sigmoid(gate.high).max())
         # the state is a convex combination of candidates, so it is never larger than the largest of them
         return LayerBound(widest, "gate_maximum", "inf", (np.tanh(candidate.magnitude()),))
 

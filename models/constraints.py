@@ -20,7 +20,7 @@ The bounds are recomputed independently, in float64, when a bundle is exported a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,11 +68,11 @@ class Recurrence:
 
 
 @torch.no_grad()
-def project(network: Network, contraction: float) -> None:
-    """Makes every layer contractive by at most `contraction`, in place."""
+def project(network: Network, contraction: Sequence[float]) -> None:
+    """Makes every layer contractive by at most its own entry of `contraction`, in place."""
     architecture = network.architecture
-    target = contraction * (1 - MARGIN)
-    for index, layer in enumerate(network.layers):
+    for index, (layer, factor_asked) in enumerate(zip(network.layers, contraction, strict=True)):
+        target = factor_asked * (1 - MARGIN)
         match architecture.cell:
             case "linear" | "rnn_tanh" | "rnn_relu":
                 clip_singular_values(_tensor(layer.cell, "weight_hh_l0"), target)

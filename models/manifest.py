@@ -52,7 +52,10 @@ class Architecture(Frozen):
     `block` is "plain" (each cell reads the output of the one below) or "residual":
     `x = x + mix(cell(LayerNorm(x)))`, mix an (H, H) matrix, then, where `feed_forward` is its width and not 0,
     `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
-    `gate_cap` (gated only) is the c of `f = c * sigmoid(...)`: no forget gate ever exceeds it.
+    `norm_epsilon` is what every LayerNorm adds to the variance: no LayerNorm changes by more than
+    `max|gain| / sqrt(norm_epsilon)` times what its input does.
+    `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`: no forget gate of the layer ever exceeds
+    its own. None at all are caps of 1.
     """
 
     cell: Cell
@@ -63,7 +66,8 @@ class Architecture(Frozen):
     block: Literal["plain", "residual"] = "plain"
     feed_forward: int = Field(default=0, ge=0)
     tied: bool = True
-    gate_cap: float = Field(default=1.0, gt=0, le=1)
+    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
+    gate_caps: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -73,9 +77,17 @@ class Architecture(Frozen):
             raise ValueError(f"residual blocks need embedding == hidden, not {self.embedding} and {self.hidden}")
         if self.block == "plain" and self.feed_forward:
             raise ValueError("feed_forward needs block = 'residual'")
-        if self.cell != "gated" and self.gate_cap != 1.0:
-            raise ValueError(f"gate_cap is for gated cells, not for {self.cell}")
+        if self.block == "plain" and self.norm_epsilon != 1e-5:
+            raise ValueError("norm_epsilon needs block = 'residual'")
+        if self.gate_caps and self.cell != "gated":
+            raise ValueError(f"gate_caps are for gated cells, not for {self.cell}")
+        if self.gate_caps and len(self.gate_caps) != self.layers:
+            raise ValueError(f"{len(self.gate_caps)} gate_caps for {self.layers} layers")
         return self
+
+    def gate_cap(self, layer: int) -> float:
+        """The cap of one layer's forget gates."""
+        return self.gate_caps[layer] if self.gate_caps else 1.0
 
     def state_tensors(self) -> tuple[StateTensor, ...]:
         """The state of one session, layer by layer: `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""

@@ -16,9 +16,9 @@ from models.manifest import Architecture
 class PlainLayer(nn.Module):
     """A cell that reads the layer below."""
 
-    def __init__(self, architecture: Architecture, inputs: int, dropout: float) -> None:
+    def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
         super().__init__()
-        self.cell = build_cell(architecture, inputs)
+        self.cell = build_cell(architecture, index, architecture.hidden if index else architecture.embedding)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -29,16 +29,16 @@ class PlainLayer(nn.Module):
 class ResidualLayer(nn.Module):
     """`x + mix(cell(norm(x)))`, then `x + feed_forward(norm(x))`."""
 
-    def __init__(self, architecture: Architecture, dropout: float) -> None:
+    def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
         super().__init__()
-        hidden, width = architecture.hidden, architecture.feed_forward
-        self.norm = nn.LayerNorm(hidden)
-        self.cell = build_cell(architecture, hidden)
+        hidden, width, epsilon = architecture.hidden, architecture.feed_forward, architecture.norm_epsilon
+        self.norm = nn.LayerNorm(hidden, epsilon)
+        self.cell = build_cell(architecture, index, hidden)
         self.mix = nn.Linear(hidden, hidden, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.has_feed_forward = width > 0
         if self.has_feed_forward:
-            self.feed_forward_norm = nn.LayerNorm(hidden)
+            self.feed_forward_norm = nn.LayerNorm(hidden, epsilon)
             self.feed_forward_in = nn.Linear(hidden, width)
             self.feed_forward_out = nn.Linear(width, hidden)
 
@@ -62,12 +62,10 @@ class Network(nn.Module):
         nn.init.normal_(self.embedding.weight, std=architecture.embedding**-0.5 if architecture.tied else 1.0)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            ResidualLayer(architecture, dropout)
-            if residual
-            else PlainLayer(architecture, architecture.hidden if index else architecture.embedding, dropout)
+            ResidualLayer(architecture, index, dropout) if residual else PlainLayer(architecture, index, dropout)
             for index in range(architecture.layers)
         )
-        self.norm = nn.LayerNorm(architecture.hidden) if residual else nn.Identity()
+        self.norm = nn.LayerNorm(architecture.hidden, architecture.norm_epsilon) if residual else nn.Identity()
         self.head = nn.Linear(architecture.hidden, architecture.vocabulary_size)
         nn.init.zeros_(self.head.bias)
         if architecture.tied:

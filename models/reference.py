@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from models.manifest import STATE_NAMES, Architecture
 from models.weights import Weights, head_weight
 
-LAYER_NORM_EPSILON = 1e-5
-
 Array = NDArray[np.float64]
 State = dict[str, Array]
 """By the manifest's names, each (B, H)."""
@@ -38,11 +36,11 @@ def sigmoid(x: Array) -> Array:
     return result
 
 
-def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
-    """Over the last axis: weight * (x - mean) / sqrt(variance + 1e-5) + bias."""
+def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
+    """Over the last axis: weight * (x - mean) / sqrt(variance + epsilon) + bias."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
-    result: Array = centred / np.sqrt(variance + LAYER_NORM_EPSILON) * weight + bias
+    result: Array = centred / np.sqrt(variance + epsilon) * weight + bias
     return result
 
 
@@ -73,7 +71,7 @@ class Reference:
             prefix = f"layers.{layer}."
             names = [prefix + name for name in STATE_NAMES[architecture.cell]]
             fed = self._normalise(prefix + "norm", x) if residual else x
-            new = self._cell(prefix + "cell.", fed, *(state[name].astype(np.float64) for name in names))
+            new = self._cell(layer, fed, *(state[name].astype(np.float64) for name in names))
             after |= dict(zip(names, new, strict=True))
             if not residual:
                 x = new[0]
@@ -93,14 +91,15 @@ class Reference:
         return x @ self._weights[name + ".weight"].T + self._weights[name + ".bias"]
 
     def _normalise(self, name: str, x: Array) -> Array:
-        return layer_norm(x, self._weights[name + ".weight"], self._weights[name + ".bias"])
+        gain, shift = self._weights[name + ".weight"], self._weights[name + ".bias"]
+        return layer_norm(x, gain, shift, self.architecture.norm_epsilon)
 
-    def _cell(self, prefix: str, x: Array, *state: Array) -> tuple[Array, ...]:
+    def _cell(self, layer: int, x: Array, *state: Array) -> tuple[Array, ...]:
         """One step of one layer's cell: its state after, what it puts out first."""
-        cell = self.architecture.cell
+        cell, prefix = self.architecture.cell, f"layers.{layer}.cell."
         if cell == "gated":
             gate, candidate = np.split(self._affine_of(prefix, "weight", "bias", x), 2, axis=-1)
-            f = self.architecture.gate_cap * sigmoid(gate)
+            f = self.architecture.gate_cap(layer) * sigmoid(gate)
             return (f * state[0] + (1 - f) * np.tanh(candidate),)
         h = state[0]
         inflow = self._affine_of(prefix, "weight_ih_l0", "bias_ih_l0", x)

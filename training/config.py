@@ -15,11 +15,14 @@ LEAST_VOCABULARY = 258
 """Every byte, `<eos>` and `<unk>`."""
 
 Whole = Annotated[int, Field(ge=1, strict=True)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Frozen):
-    """The network. `contraction` is the lambda that `stable` cells are held to; absent: unconstrained."""
+    """The network. `contraction` is the lambda that `stable` cells are held to, one for all layers or one for each,
+    bottom to top; absent: unconstrained.
+    """
 
     cell: Cell
     hidden: Whole
@@ -29,7 +32,8 @@ class ModelConfig(Frozen):
     feed_forward: int = Field(default=0, ge=0, strict=True)
     tied: bool = True
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    contraction: float | None = Field(default=None, gt=0, lt=1)
+    contraction: Share | tuple[Share, ...] | None = None
+    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
 
     def architecture(self, vocabulary_size: int) -> Architecture:
         """The architecture over a vocabulary."""
@@ -42,8 +46,22 @@ class ModelConfig(Frozen):
             block=self.block,
             feed_forward=self.feed_forward,
             tied=self.tied,
-            gate_cap=self.contraction if self.cell == "gated" and self.contraction else 1.0,
+            norm_epsilon=self.norm_epsilon,
+            gate_caps=(self.contractions or ()) if self.cell == "gated" else (),
         )
+
+    @property
+    def contractions(self) -> tuple[float, ...] | None:
+        """The lambda of each layer, bottom to top."""
+        if isinstance(self.contraction, float):
+            return (self.contraction,) * self.layers
+        return self.contraction
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if isinstance(self.contraction, tuple) and len(self.contraction) != self.layers:
+            raise ValueError(f"{len(self.contraction)} contractions for {self.layers} layers")
+        return self
 
 
 class DataConfig(Frozen):

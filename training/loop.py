@@ -80,7 +80,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         architecture = experiment.model.architecture(corpus.vocabulary.size)
         self.network = Network(architecture, experiment.model.dropout).to(self.device)
-        self.contraction = experiment.model.contraction
+        self.contraction = experiment.model.contractions
         if self.contraction is not None:
             project(self.network, self.contraction)
         self.optimizer = self._optimizer()

@@ -47,7 +47,7 @@ class CellWriter:
         self.inputs = architecture.embedding if layer == 0 else architecture.hidden
         self._graph = graph
         self._prefix = f"layers.{layer}.cell."
-        self._gate_cap = architecture.gate_cap
+        self._gate_cap = architecture.gate_cap(layer)
 
     @property
     def has_operator(self) -> bool:

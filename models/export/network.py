@@ -9,7 +9,6 @@ from onnx import TensorProto
 from models.export.cells import CellWriter
 from models.export.graph import GraphWriter
 from models.manifest import STATE_NAMES, Architecture
-from models.reference import LAYER_NORM_EPSILON
 
 TABLE_ELEMENTS = 1 << 22
 """The largest per-token table folded at load, in floats (16 MiB): beyond it the projection is computed per request."""
@@ -125,7 +124,8 @@ class NetworkWriter:
     def _normalise(self, name: str, x: str) -> str:
         hidden = self._architecture.hidden
         scale, shift = self._graph.weight(name + ".weight", hidden), self._graph.weight(name + ".bias", hidden)
-        return self._graph.node("LayerNormalization", x, scale, shift, axis=-1, epsilon=LAYER_NORM_EPSILON)
+        epsilon = self._architecture.norm_epsilon
+        return self._graph.node("LayerNormalization", x, scale, shift, axis=-1, epsilon=epsilon)
 
     def _state_of(self, layer: int, state: list[str]) -> list[str]:
         return state[layer * self._states : (layer + 1) * self._states]

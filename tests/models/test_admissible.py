@@ -32,10 +32,10 @@ def test_over_a_box_the_reach_is_attained_at_a_corner() -> None:
 def test_behind_a_layer_norm_the_reach_holds_and_is_nearly_attained() -> None:
     gain, shift = GENERATOR.normal(size=4), GENERATOR.normal(size=4)
     reach = Normalised(gain, shift).reach(WEIGHT, BIAS)
-    reached = layer_norm(GENERATOR.normal(size=(20_000, 4)) * 10, gain, shift) @ WEIGHT.T + BIAS
+    reached = layer_norm(GENERATOR.normal(size=(20_000, 4)) * 10, gain, shift, 1e-5) @ WEIGHT.T + BIAS
     assert np.all(reached <= reach.high)
     assert np.all(reached >= reach.low)
-    worst = layer_norm(1e6 * WEIGHT * gain, gain, shift) @ WEIGHT.T + BIAS
+    worst = layer_norm(1e6 * WEIGHT * gain, gain, shift, 1e-5) @ WEIGHT.T + BIAS
     np.testing.assert_allclose(np.diag(worst), reach.high, rtol=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_over_a_box_and_behind_a_layer_norm_the_reach_holds_where_terms_cancel()
 
 def test_behind_a_layer_norm_rows_that_hardly_vary_are_known_as_far_as_float64_knows_them() -> None:
     """A row of equal entries normalises to 0, in float64 to the rounding of its mean over sqrt(1e-5)."""
-    rough = Rows.normalised(np.full((1, 23), 1e12 / 3), np.ones(23), np.zeros(23))
+    rough = Rows.normalised(np.full((1, 23), 1e12 / 3), np.ones(23), np.zeros(23), 1e-5)
     within(rough.reach(np.eye(23), np.zeros(23)), [Fraction(0)] * 23)
 
 

@@ -110,8 +110,8 @@ def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
 def test_no_pair_of_states_parts_faster_than_the_factor(
     cell: Cell, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
 ) -> None:
-    cap = 0.9 if cell == "gated" and seed % 2 else 1.0
-    model = architecture(cell, block, layers, hidden=hidden, embedding=hidden, gate_cap=cap)
+    caps = (0.9,) * layers if cell == "gated" and seed % 2 else ()
+    model = architecture(cell, block, layers, hidden=hidden, embedding=hidden, gate_caps=caps)
     generator = np.random.default_rng(seed)
     weights = random_weights(model, seed, recurrent, driven)
     for name in weights:
@@ -216,14 +216,14 @@ def test_an_unstable_model_is_not_called_contractive() -> None:
 
 
 def test_a_gate_cap_is_a_proof_by_itself() -> None:
-    model = architecture("gated", "residual", layers=2, gate_cap=0.875)
+    model = architecture("gated", "residual", layers=2, gate_caps=(0.875, 0.75))
     certificate = contraction(model, random_weights(model, seed=3, driven=1e4))
-    assert [(layer.factor, layer.rule) for layer in certificate.layers] == [(0.875, "gate_cap")] * 2
+    assert [(layer.factor, layer.rule) for layer in certificate.layers] == [(0.875, "gate_cap"), (0.75, "gate_cap")]
     assert certificate.contractive
 
 
 def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
-    model = architecture("gated", gate_cap=1 - 1e-9)
+    model = architecture("gated", gate_caps=(1 - 1e-9,))
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.bias"][:] = 60
     certificate = contraction(model, weights)
@@ -234,7 +234,7 @@ def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
 def test_a_cap_that_float32_rounds_down_stays_as_it_is() -> None:
     cap = 0.9
     assert float(np.float32(cap)) < cap
-    model = architecture("gated", gate_cap=cap)
+    model = architecture("gated", gate_caps=(cap,))
     assert contraction(model, random_weights(model, seed=3, driven=1e4)).layers[0].factor == cap
 
 

@@ -68,7 +68,9 @@ def test_torch_oracle_and_graphs_agree(export: Export, tmp_path: Path, cell: Cel
     if block == "plain" and odd:
         fields["embedding"] = 5
     if cell == "gated" and odd:
-        fields["gate_cap"] = 0.9
+        fields |= {"gate_caps": tuple(0.9 - 0.1 * layer for layer in range(layers))}
+    if block == "residual" and odd:
+        fields["norm_epsilon"] = 0.25
     model = architecture(cell, block, layers, **fields)
     manifest = export(model, random_weights(model, seed=layers, recurrent=0.6))
     bundle = Bundle.read(tmp_path / "model")

@@ -45,13 +45,13 @@ def by_hand(cell: Cell, x: float, state: list[float], weights: dict[str, np.ndar
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("cell", CELLS)
 def test_one_unit_is_what_the_equations_give(cell: Cell, seed: int) -> None:
-    cap = 0.8 if cell == "gated" else 1.0
-    model = architecture(cell, hidden=1, embedding=1, gate_cap=cap)
+    caps = (0.8,) if cell == "gated" else ()
+    model = architecture(cell, hidden=1, embedding=1, gate_caps=caps)
     weights = random_weights(model, seed)
     reference = Reference(model, weights)
     names = list(reference.zero_state(1))
     state = [0.3, -0.6][: len(names)]
-    expected = by_hand(cell, float(weights["embedding.weight"][TOKEN, 0]), state, weights, cap)
+    expected = by_hand(cell, float(weights["embedding.weight"][TOKEN, 0]), state, weights, 0.8)
     fed = {name: np.array([[value]]) for name, value in zip(names, state, strict=True)}
     logits, hidden, after = reference.step(np.array([TOKEN]), fed)
     assert [after[name].item() for name in names] == pytest.approx(expected, rel=1e-12)
