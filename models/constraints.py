@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from models.networks import Network
+from models.spectral_limit import clip_singular_values, limit_spectral_norms
 
 MARGIN = 1e-4
 """Relative slack under the asked contraction: float32 rounding never uses it up."""
@@ -68,9 +69,17 @@ class Recurrence:
 
 
 @torch.no_grad()
-def project(network: Network, contraction: Sequence[float]) -> None:
-    """Makes every layer contractive by at most its own entry of `contraction`, in place."""
+def project(network: Network, contraction: Sequence[float] | None, spectral_limit: float | None = None) -> None:
+    """Makes every layer contractive by at most its own entry of `contraction`, in place; None: whatever it is.
+
+    `spectral_limit`: of every matrix that `models/spectral_limit.py` names (residual blocks); held first, because
+    what `contraction` then does to such a matrix only shrinks rows.
+    """
     architecture = network.architecture
+    if spectral_limit is not None:
+        limit_spectral_norms(network, spectral_limit * (1 - MARGIN))
+    if contraction is None:
+        return
     for index, (layer, factor_asked) in enumerate(zip(network.layers, contraction, strict=True)):
         target = factor_asked * (1 - MARGIN)
         match architecture.cell:
@@ -86,13 +95,6 @@ def project(network: Network, contraction: Sequence[float]) -> None:
                 _shrink(recurrence, factor, target)
             case "gated":
                 pass
-
-
-def clip_singular_values(matrix: Tensor, limit: float) -> None:
-    """The nearest matrix (Frobenius norm) with spectral norm at most `limit`, in place."""
-    u, singular, vh = torch.linalg.svd(matrix.double())
-    if singular[0] > limit:
-        matrix.copy_((u * singular.clamp(max=limit)) @ vh)
 
 
 def _tensor(module: object, name: str) -> Tensor:

@@ -21,7 +21,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class ModelConfig(Frozen):
     """The network. `contraction` is the lambda that `stable` cells are held to, one for all layers or one for each,
-    bottom to top; absent: unconstrained.
+    bottom to top; absent: unconstrained. `spectral_limit` (residual blocks) is the largest spectral norm of `mix`, of
+    the feed-forward matrices and of each gate's input matrix, their LayerNorm's gain folded in; absent: any.
     """
 
     cell: Cell
@@ -34,6 +35,7 @@ class ModelConfig(Frozen):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     contraction: Share | tuple[Share, ...] | None = None
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
+    spectral_limit: Finite | None = Field(default=None, gt=0)
 
     def architecture(self, vocabulary_size: int) -> Architecture:
         """The architecture over a vocabulary."""
@@ -61,6 +63,8 @@ class ModelConfig(Frozen):
     def _consistent(self) -> ModelConfig:
         if isinstance(self.contraction, tuple) and len(self.contraction) != self.layers:
             raise ValueError(f"{len(self.contraction)} contractions for {self.layers} layers")
+        if self.spectral_limit is not None and self.block != "residual":
+            raise ValueError("spectral_limit needs block = 'residual'")
         return self
 
 
@@ -100,7 +104,7 @@ class TrainingConfig(Frozen):
     patience: int = Field(default=0, ge=0, strict=True)
     weight_decay: Finite = Field(default=0.0, ge=0)
     clip_norm: Finite = Field(default=1.0, gt=0)
-    project_every: Whole = Field(default=1, description="steps between projections of a stable cell")
+    project_every: Whole = Field(default=1, description="steps between projections of constrained weights")
     evaluate_every: Whole = 500
     checkpoint_every: Whole = 500
     seed: int = Field(default=1, ge=0, strict=True)

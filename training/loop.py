@@ -80,9 +80,8 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         architecture = experiment.model.architecture(corpus.vocabulary.size)
         self.network = Network(architecture, experiment.model.dropout).to(self.device)
-        self.contraction = experiment.model.contractions
-        if self.contraction is not None:
-            project(self.network, self.contraction)
+        self.constraints = experiment.model.contractions, experiment.model.spectral_limit
+        project(self.network, *self.constraints)
         self.optimizer = self._optimizer()
         self.stream, self.chunks = self._lay_out("train", self.config.batch)
         self.valid_stream, self.valid_chunks = self._valid_batches()
@@ -138,15 +137,14 @@ class Trainer:
         if not torch.isfinite(norm):
             raise FloatingPointError(f"the gradient is {norm} at step {self.step + 1}: try a smaller learning_rate")
         self.optimizer.step()
-        if self.contraction is not None and (self.step + 1) % self.config.project_every == 0:
-            project(self.network, self.contraction)
+        if (self.step + 1) % self.config.project_every == 0:
+            project(self.network, *self.constraints)
         return value
 
     @torch.no_grad()
     def _validate(self) -> float:
         """Mean loss over the validation split, recurrent or as the regime trains it; keeps the best weights."""
-        if self.contraction is not None:
-            project(self.network, self.contraction)
+        project(self.network, *self.constraints)
         self.network.eval()
         total, state = 0.0, None
         for index in range(self.valid_chunks):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.certificate import contraction
-from models.constraints import clip_singular_values, project
+from models.constraints import project
 from models.manifest import Architecture, Cell
 from models.networks import Network
 
@@ -83,17 +83,3 @@ def test_an_open_memory_gate_is_left_open_where_the_bound_holds(cell: Cell) -> N
     assert 0.95 < largest_factor(built) <= 0.98
     for name, tensor in built.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-
-
-def test_clipping_gives_the_nearest_matrix_of_the_ball() -> None:
-    torch.manual_seed(1)
-    matrix = torch.randn(6, 6)
-    clipped = matrix.clone()
-    clip_singular_values(clipped, 0.8)
-    distance = torch.linalg.matrix_norm(matrix - clipped)
-    for _ in range(200):
-        other = torch.randn(6, 6)
-        other *= 0.8 * torch.rand(()) / torch.linalg.matrix_norm(other, ord=2)
-        # the projection onto a convex set: every other point of it lies behind the supporting plane
-        assert torch.sum((matrix - clipped) * (other - clipped)) <= 1e-5
-        assert torch.linalg.matrix_norm(matrix - other) >= distance - 1e-5

@@ -1,0 +1,79 @@
+"""Holding spectral norms down: the projection onto `|M|_2 <= limit`, and the matrices of a residual block under it.
+
+What an error that comes up from below is multiplied by in a residual block is made of the spectral norms of its
+matrices, each with the gain of the LayerNorm in front of it folded in. Held down, a proof about one request keeps more
+of what the states' forgetting wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from models.manifest import Cell
+from models.networks import Network
+
+TOUCHED = 1e-6
+"""A matrix is left alone until it passes its limit by this much, relative: float32 rounding alone moves nothing."""
+
+INPUT_MATRICES: dict[Cell, tuple[str, int]] = {
+    "linear": ("weight_ih_l0", 1),
+    "rnn_tanh": ("weight_ih_l0", 1),
+    "rnn_relu": ("weight_ih_l0", 1),
+    "gru": ("weight_ih_l0", 3),
+    "lstm": ("weight_ih_l0", 4),
+    "gated": ("weight", 2),
+}
+"""By cell: the parameter that holds its input matrices, one above the other, and how many they are."""
+
+
+@torch.no_grad()
+def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = None) -> None:
+    """Brings `|matrix diag(gain)|_2` down to at most `limit`, in place; gain: (columns), absent: ones.
+
+    The product becomes the nearest one (Frobenius norm) within the limit: its singular values are clipped, and only
+    from above. With U those of its left singular vectors whose values s pass the limit, that is
+    `matrix -= U diag(1 - limit / s) U' matrix`: nothing is divided by the gain, so a small gain inflates nothing.
+    """
+    # float64's Gram matrix knows a value s to about 1e-16 (largest / s)^2: wild ones are clipped twice
+    while True:
+        folded = matrix.double() if gain is None else matrix.double() * gain.double()
+        left, values = _singular_above(folded, limit * (1 + TOUCHED))
+        if not len(values):
+            return
+        matrix.copy_(matrix - (left * (1 - limit / values)) @ (left.T @ matrix.double()))
+
+
+def _singular_above(matrix: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """The left singular vectors (rows, N) and singular values (N) above `limit`, by the smaller Gram matrix."""
+    wide = matrix.shape[0] <= matrix.shape[1]
+    squares, vectors = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
+    above = squares > limit**2
+    values = squares[above].sqrt()
+    vectors = vectors[:, above]
+    return (vectors if wide else matrix @ vectors / values), values
+
+
+def limit_spectral_norms(network: Network, limit: float) -> None:
+    """Holds every matrix of a residual network's blocks within `limit`, in place.
+
+    These are, in each block: the cell's input matrix of each gate and `feed_forward_in`, both with the gain of their
+    LayerNorm folded in, `mix` and `feed_forward_out`.
+    """
+    for layer in network.layers:
+        for matrix, gain in limited_matrices(layer, network.architecture.cell):
+            clip_singular_values(matrix, limit, gain)
+
+
+def limited_matrices(layer: nn.Module, cell: Cell) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The matrices of one residual block that a limit holds for, each with its gain."""
+    name, gates = INPUT_MATRICES[cell]
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    for matrix in parameters[f"cell.{name}"].chunk(gates):
+        yield matrix, parameters["norm.weight"]
+    yield parameters["mix.weight"], None
+    if "feed_forward_in.weight" in parameters:
+        yield parameters["feed_forward_in.weight"], parameters["feed_forward_norm.weight"]
+        yield parameters["feed_forward_out.weight"], None

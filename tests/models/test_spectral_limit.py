@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.constraints import project
+from models.manifest import Architecture, Cell
+from models.networks import Network
+from models.spectral_limit import clip_singular_values
+
+CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def wild(seed: int, shape: tuple[int, ...], decades: float) -> torch.Tensor:
+    """Entries over many orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = 10 ** (decades * (2 * torch.rand(shape, generator=generator) - 1))
+    return torch.randn(shape, generator=generator) * spread
+
+
+def spectral_norm(matrix: torch.Tensor) -> float:
+    return float(np.linalg.norm(matrix.double().numpy(), 2))
+
+
+@settings(deadline=None)
+@given(SHAPES, SEEDS, st.floats(0, 6), st.floats(1e-2, 1e2), st.booleans())
+def test_clipping_holds_the_limit_and_inflates_nothing(
+    shape: tuple[int, int], seed: int, decades: float, limit: float, has_gain: bool
+) -> None:
+    matrix = wild(seed, shape, decades)
+    gain = wild(seed + 1, shape[1:], decades) if has_gain else torch.ones(shape[1])
+    clipped = matrix.clone()
+    clip_singular_values(clipped, limit, gain if has_gain else None)
+    assert spectral_norm(clipped.double() * gain) <= limit * (1 + 1e-5)
+    columns = clipped.norm(dim=0), matrix.norm(dim=0)
+    assert torch.all(columns[0] <= columns[1] * (1 + 1e-5))
+    again = clipped.clone()
+    clip_singular_values(again, limit, gain if has_gain else None)
+    torch.testing.assert_close(again, clipped, rtol=1e-5, atol=1e-5 * float(clipped.abs().max()))
+
+
+@settings(deadline=None)
+@given(SHAPES, SEEDS, st.floats(0.1, 10), st.booleans())
+def test_clipping_gives_the_nearest_matrix_of_the_ball(
+    shape: tuple[int, int], seed: int, limit: float, has_gain: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+    gain = torch.randn(shape[1], generator=generator, dtype=torch.float64) if has_gain else torch.ones(shape[1])
+    clipped = matrix.clone()
+    clip_singular_values(clipped, limit, gain if has_gain else None)
+    moved = (matrix - clipped) * gain
+    for _ in range(20):
+        other = torch.randn(shape, generator=generator, dtype=torch.float64)
+        other *= limit / torch.linalg.matrix_norm(other, ord=2)
+        # the projection onto a convex set: every other point of it lies behind the supporting plane
+        assert torch.sum(moved * (other - clipped * gain)) <= 1e-4 * (1 + moved.norm())
+
+
+def test_a_matrix_within_the_limit_is_not_touched() -> None:
+    matrix = torch.randn(6, 4)
+    clipped = matrix.clone()
+    clip_singular_values(clipped, spectral_norm(matrix) * (1 + 1e-6))
+    assert torch.equal(clipped, matrix)
+
+
+@pytest.mark.parametrize("feed_forward", [0, 5, 20])
+@pytest.mark.parametrize("cell", CELLS)
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS, limit=st.floats(0.1, 10))
+def test_every_matrix_of_a_residual_block_is_within_the_limit_and_every_layer_within_its_contraction(
+    cell: Cell, feed_forward: int, seed: int, limit: float
+) -> None:
+    torch.manual_seed(seed)
+    hidden = 8
+    architecture = Architecture(
+        cell=cell, vocabulary_size=20, embedding=hidden, hidden=hidden, layers=2, block="residual",
+        feed_forward=feed_forward,
+    )  # fmt: skip
+    network = Network(architecture)
+    with torch.no_grad():
+        for number, tensor in enumerate(network.parameters()):
+            tensor.copy_(wild(seed + number, tuple(tensor.shape), 1.0))
+    project(network, (0.7, 0.9), limit)
+    weights = network.weights()
+    parameter, gates = {"gru": ("weight_ih_l0", 3), "lstm": ("weight_ih_l0", 4), "gated": ("weight", 2)}.get(
+        cell, ("weight_ih_l0", 1)
+    )
+    for layer in range(2):
+        prefix = f"layers.{layer}."
+        held = [weights[prefix + "mix.weight"]]
+        held += (weights[f"{prefix}cell.{parameter}"] * weights[prefix + "norm.weight"]).split(hidden)
+        assert len(held) == 1 + gates
+        if feed_forward:
+            held.append(weights[prefix + "feed_forward_out.weight"])
+            held.append(weights[prefix + "feed_forward_in.weight"] * weights[prefix + "feed_forward_norm.weight"])
+        assert max(spectral_norm(matrix) for matrix in held) <= limit
