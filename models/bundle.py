@@ -28,7 +28,7 @@ from models.bundle_checks import (
     read_manifest,
     read_vocabulary,
 )
-from models.certificate import contraction
+from models.certificate import certify
 from models.manifest import Manifest, Role
 from models.parity import ParityError, Run, check_graphs
 from models.reference import Reference
@@ -57,7 +57,9 @@ class Bundle:
         for name, expected in sorted(manifest.files.items()):
             check_hash(path / name, expected)
         bundle = cls(path, manifest, read_vocabulary(path, manifest))
-        check_certificate(path, manifest.certificate, contraction(manifest.architecture, bundle.weights()))
+        claimed = manifest.certificate
+        computed = certify(manifest.architecture, bundle.weights(), manifest.max_window, claimed.rounding)
+        check_certificate(path, claimed, computed)
         return bundle
 
     def weights(self) -> dict[str, NDArray[np.float32]]:

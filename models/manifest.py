@@ -136,11 +136,22 @@ class Quality(Frozen):
     window_within_half_percent: Positive | None
 
 
+class Condition(Frozen):
+    """One sufficient condition that was tried on a layer; `factor` is null where it does not apply."""
+
+    rule: str
+    norm: str
+    factor: float | None = Field(ge=0)
+
+
 class Contraction(Frozen):
-    """One layer's contraction factor in its state, with the rule that bounds it.
+    """One layer's contraction factor in its state, with the rule that bounds it, the best of `conditions`.
 
     `weights`: what the norm divides each state tensor by, in the state's order (`p` and `q` in the norm's text);
-    empty where the state is one tensor.
+    empty where the state is one tensor, and where the norm weighs each unit by itself: those weights are recomputed.
+    `input_gain`: how far the layer's state moves, in the 2-norm, for each unit that its input moves, within one step.
+    `reach`: 2-norm bound of what the layer puts out, from the zero state: its error right after a cut.
+    Both are null where nothing bounds them.
     """
 
     layer: NotNegative
@@ -148,16 +159,65 @@ class Contraction(Frozen):
     rule: str
     norm: str
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    input_gain: float | None = Field(default=None, ge=0)
+    reach: float | None = Field(default=None, ge=0)
+
+
+class Rounding(Frozen):
+    """How far runs in `dtype` may be from exact arithmetic, as 2-norm distances of `hidden`.
+
+    `measured`: the largest distance between the streamed float32 graphs and the float64 oracle over `tokens` tokens,
+    times `safety`. It is what was seen, and no theorem. `worst_case`: a theorem, of one run, given the accuracy of
+    exp and tanh that `models/certificate/rounding.py` states; null where the model is not contractive.
+    """
+
+    dtype: Literal["float32"] = "float32"
+    measured: float = Field(ge=0)
+    tokens: Positive
+    safety: float = Field(ge=1)
+    worst_case: float | None = Field(default=None, ge=0)
 
 
 class Certificate(Frozen):
-    """Per layer, a factor by which two states come closer at every token, whatever the token.
+    """How far an answer from the last k tokens can be from the never-interrupted one, whatever the tokens.
 
-    It is recomputed from the float32 weights when the bundle is loaded, never believed.
+    `contractive`: every layer has a factor < 1, by which its states come closer at every token. Then there is a curve,
+    for k = 1 to the largest window: `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic,
+    `error_bound` (epsilon(k)) the total variation at temperature 1, with `rounding.measured` added to e_k. Both hold
+    for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm distance of two
+    rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
+    `certified`: epsilon falls to 1e-3 within the largest window; if not, `reason` says why, for people.
+
+    It is recomputed from the float32 weights when the bundle is loaded, never believed, but for `rounding.measured`.
     """
 
     contractive: bool
+    certified: bool = False
+    reason: str | None = None
     layers: tuple[Contraction, ...]
+    state_error: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    error_bound: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    head_diameter: float = Field(default=0.0, ge=0)
+    rounding: Rounding | None = None
+
+    def state_error_at(self, k: int) -> float | None:
+        """e_k; beyond the curve its last value, which holds for every longer window. None without a curve."""
+        return self._at(self.state_error, k)
+
+    def error_bound_at(self, k: int) -> float | None:
+        """epsilon(k); beyond the curve its last value. None without a curve."""
+        return self._at(self.error_bound, k)
+
+    def smallest_window(self, epsilon: float) -> int | None:
+        """k(epsilon): the smallest k with epsilon(j) <= epsilon for all j >= k. None if no window reaches it."""
+        return next((k for k, bound in enumerate(self.error_bound, start=1) if bound <= epsilon), None)
+
+    @staticmethod
+    def _at(curve: tuple[float, ...], k: int) -> float | None:
+        if k < 1:
+            raise ValueError(f"a window has at least one token, not {k}")
+        return curve[min(k, len(curve)) - 1] if curve else None
 
 
 class Provenance(Frozen):

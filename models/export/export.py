@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from models.bundle import Bundle, write_bundle
-from models.certificate import contraction
+from models.certificate import certify
 from models.export.graph import OPSET
 from models.export.parity import ExportError, check_bundle
 from models.export.roles import build_graphs
@@ -77,7 +77,7 @@ def export_bundle(
             weights=WEIGHTS,
             tokenizer=TOKENIZER,
             files={},
-            certificate=contraction(architecture, weights),
+            certificate=certify(architecture, weights, max_window, None),
             quality=quality,
             provenance=provenance,
         )

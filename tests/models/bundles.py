@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.bundle import write_bundle
-from models.certificate import contraction
+from models.certificate import certify
 from models.manifest import Architecture, Cell, Manifest, Provenance, VocabularyInfo
 from models.vocabulary import Vocabulary
 from models.weights import encode_weights
@@ -70,7 +70,7 @@ def write_small_bundle(path: Path, architecture: Architecture | None = None) -> 
             "weights": "weights.safetensors",
             "tokenizer": "tokenizer.json",
             "files": {},
-            "certificate": contraction(architecture, weights),
+            "certificate": certify(architecture, weights, 8, None),
             "provenance": PROVENANCE,
         }
     )

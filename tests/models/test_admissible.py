@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from models.admissible import Box, Normalised, Reach, Rows
+from models.certificate.admissible import Box, Normalised, Reach, Rows
 from models.reference import layer_norm, sigmoid
 
 GENERATOR = np.random.default_rng(0)

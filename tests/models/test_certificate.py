@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.certificate import contraction, layer_bounds
-from models.layer_bound import LayerBound
-from models.manifest import STATE_NAMES, Architecture, Cell
+from models.certificate import certify
+from models.certificate.layer_bound import LayerBound
+from models.certificate.layers import layer_bounds
+from models.manifest import STATE_NAMES, Architecture, Cell, Certificate
 from models.reference import Reference, State, sigmoid
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
@@ -20,6 +21,10 @@ HISTORY = 20
 CLOSEST = 1e-5
 FLOAT64 = 1e-13
 ROUNDING = 1e-9
+
+
+def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certificate:
+    return certify(model, weights, 8, None)
 
 
 class TopLayer:

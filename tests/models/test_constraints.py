@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.certificate import contraction
+from models.certificate import certify
 from models.constraints import project
 from models.manifest import Architecture, Cell
 from models.networks import Network
@@ -27,7 +27,7 @@ def network(cell: Cell, block: str, scale: float, layers: int = 2, cap: float = 
 
 def largest_factor(built: Network) -> float:
     weights = {name: tensor.numpy() for name, tensor in built.weights().items()}
-    return max(layer.factor for layer in contraction(built.architecture, weights).layers)
+    return max(layer.factor for layer in certify(built.architecture, weights, 8, None).layers)
 
 
 @pytest.mark.parametrize("limit", [0.5, 0.9, 0.98])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.certificate import contraction
+from models.certificate import certify
 from models.manifest import Cell
 from models.networks import Network
 from tests.training.corpora import experiment, text_corpus
@@ -70,7 +70,7 @@ def test_the_best_weights_of_a_stable_cell_are_contractive_by_the_independent_bo
     trainer = Trainer(chosen, text_corpus(), RunFolder(tmp_path))
     list(trainer.run())
     weights = {name: tensor.numpy() for name, tensor in best_weights(tmp_path).items()}
-    factors = [layer.factor for layer in contraction(trainer.network.architecture, weights).layers]
+    factors = [layer.factor for layer in certify(trainer.network.architecture, weights, 8, None).layers]
     assert len(factors) == 2
     assert max(factors) <= 0.8
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.admissible import Inputs, Matrix, Reach, Vector, product_above
-from models.layer_bound import LayerBound, Norm
+from models.certificate.admissible import Inputs, Matrix, Reach, Vector, product_above
+from models.certificate.layer_bound import LayerBound, Norm
 from models.reference import sigmoid
 
 RULES: dict[Norm, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}

@@ -3,8 +3,8 @@
 A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` with factor < 1,
 in a norm that does not change, for every input x that a token can cause and all states s, s~ that are reached
 from zero. These are theorems about the float32 weights in exact arithmetic; they are evaluated in float64 and
-rounded outward: pre-activations, where terms may cancel, by a bound on their rounding (`models/admissible.py`), and
-what is made of them, products and sums of non-negative numbers, by a relative margin far above float64's error.
+rounded outward: pre-activations, where terms may cancel, by a bound on their rounding
+(`models/certificate/admissible.py`), and what is made of them, products and sums of non-negative numbers, by a relative margin far above float64's error.
 
 Rules, by cell (rounding of float32 runs is not part of them):
 
@@ -12,7 +12,7 @@ Rules, by cell (rounding of float32 runs is not part of them):
 - gated: `s' = f(x) * s + (1 - f(x)) * z(x)` shrinks every unit's difference by f: the factor is its maximum
   over units and inputs, and never more than the cap: the larger of the manifest's and its float32 rounding, which
   is what multiplies.
-- lstm, gru: `models/lstm_bound.py`, `models/gru_bound.py`.
+- lstm, gru: `models/certificate/lstm.py`, `models/certificate/gru.py`.
 
 A stack of contractive layers forgets too: the layers below it drive a layer's error down to zero, and its own
 factor then does the rest. How fast is another theorem, which needs the layers' gains; it is not claimed here.
@@ -24,34 +24,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from models.admissible import Box, Inputs, Matrix, Normalised, Rows
-from models.gru_bound import gru_bound
-from models.layer_bound import LayerBound
-from models.lstm_bound import lstm_bound
-from models.manifest import Architecture, Certificate, Contraction
+from models.certificate.admissible import Box, Inputs, Matrix, Normalised, Rows
+from models.certificate.gru import gru_bound
+from models.certificate.layer_bound import LayerBound
+from models.certificate.lstm import lstm_bound
+from models.manifest import Architecture
 from models.reference import sigmoid
 from models.weights import Weights
 
 MARGIN = 1e-10
 """Relative; float64 evaluates every rule here to about 1e-13, given intervals for the pre-activations."""
-
-
-def contraction(architecture: Architecture, weights: Weights) -> Certificate:
-    """The certificate of these weights: every layer's factor, whether it contracts or not."""
-    bounds = layer_bounds(architecture, weights)
-    return Certificate(
-        contractive=all(bound.factor < 1 for bound in bounds),
-        layers=tuple(
-            Contraction(
-                layer=layer,
-                factor=bound.factor,
-                rule=bound.rule,
-                norm=bound.norm_name,
-                weights=bound.stated_weights,
-            )
-            for layer, bound in enumerate(bounds)
-        ),
-    )
 
 
 def layer_bounds(architecture: Architecture, weights: Weights) -> list[LayerBound]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from models.admissible import Matrix, Vector
+from models.certificate.admissible import Matrix, Vector
 
 Norm = Literal["2", "inf"]
 

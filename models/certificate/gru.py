@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.admissible import Inputs, Matrix, Reach, Vector, product_above, roundoff
-from models.layer_bound import LayerBound
+from models.certificate.admissible import Inputs, Matrix, Reach, Vector, product_above, roundoff
+from models.certificate.layer_bound import LayerBound
 from models.reference import sigmoid
 
 ITERATIONS = 100

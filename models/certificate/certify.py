@@ -1,0 +1,65 @@
+"""The certificate of a model's weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models.certificate.answer import head_diameter, total_variation
+from models.certificate.layer_bound import LayerBound
+from models.certificate.layers import layer_bounds
+from models.certificate.stack import state_error_curve
+from models.manifest import Architecture, Certificate, Contraction, Rounding
+from models.weights import Weights, head_weight
+
+CERTIFIED = 1e-3
+"""The total variation that a certified model's bound falls to."""
+
+
+def certify(architecture: Architecture, weights: Weights, max_window: int, rounding: Rounding | None) -> Certificate:
+    """What is proved of these float32 weights, for windows of up to `max_window` tokens.
+
+    `rounding`, where there is one, is what was measured of float32 runs: it is added to the answers' bound.
+    """
+    bounds = layer_bounds(architecture, weights)
+    diameter = head_diameter(head_weight(weights).astype(np.float64))
+    reason: str | None
+    failing = [(layer, bound) for layer, bound in enumerate(bounds) if not bound.factor < 1]
+    layers = tuple(_contraction(layer, bound) for layer, bound in enumerate(bounds))
+    if failing:
+        layer, bound = failing[0]
+        reason = (
+            f"layer {layer} is not proved to forget: the smallest factor found by which two of its states come closer "
+            f"at a token is {bound.factor:.4g} ({bound.rule}), and it would have to be below 1"
+        )
+        return Certificate(contractive=False, reason=reason, layers=layers, head_diameter=diameter, rounding=rounding)
+    state_error = state_error_curve(architecture, weights, bounds, max_window)
+    added = rounding.measured if rounding else 0.0
+    error = total_variation(diameter, state_error + added)
+    certified = bool(error[-1] <= CERTIFIED)
+    reason = (
+        None
+        if certified
+        else (f"the bound on the total variation is still {error[-1]:.3g} at k = {max_window}, the largest window")
+    )
+    return Certificate(
+        contractive=True,
+        certified=certified,
+        reason=reason,
+        layers=layers,
+        state_error=tuple(state_error.tolist()),
+        error_bound=tuple(error.tolist()),
+        head_diameter=diameter,
+        rounding=rounding,
+    )
+
+
+def _contraction(layer: int, bound: LayerBound) -> Contraction:
+    reach = float(np.linalg.norm(bound.reach[0]))
+    return Contraction(
+        layer=layer,
+        factor=bound.factor,
+        rule=bound.rule,
+        norm=bound.norm_name,
+        weights=bound.stated_weights,
+        reach=reach if np.isfinite(reach) else None,
+    )
