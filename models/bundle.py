@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from models.bundle_checks import (
     MANIFEST,
     BundleError,
+    CertificateError,
     check_certificate,
     check_hash,
     check_names,
@@ -35,7 +36,7 @@ from models.reference import Reference
 from models.vocabulary import Vocabulary
 from models.weights import WeightsError, check_weights, decode_weights
 
-__all__ = ["Bundle", "BundleError", "verify_graphs", "write_bundle"]
+__all__ = ["Bundle", "BundleError", "CertificateError", "verify_graphs", "write_bundle"]
 
 PROBE_LENGTHS = (24, 1, 17)
 """Rows and their lengths in `verify_graphs`: more than one row, unequal, one of a single token."""
@@ -52,15 +53,26 @@ class Bundle:
     @classmethod
     def read(cls, path: Path) -> Bundle:
         """Reads and verifies everything but the graphs' arithmetic. Raises BundleError."""
+        bundle = cls.open(path)
+        bundle.verify_certificate()
+        return bundle
+
+    @classmethod
+    def open(cls, path: Path) -> Bundle:
+        """As `read`, but for the certificate, which is left to `verify_certificate`. Raises BundleError."""
         manifest = read_manifest(path)
         check_names(path, manifest)
         for name, expected in sorted(manifest.files.items()):
             check_hash(path / name, expected)
         bundle = cls(path, manifest, read_vocabulary(path, manifest))
-        claimed = manifest.certificate
-        computed = certify(manifest.architecture, bundle.weights(), manifest.max_window, claimed.rounding)
-        check_certificate(path, claimed, computed)
+        bundle.weights()
         return bundle
+
+    def verify_certificate(self) -> None:
+        """Recomputes the certificate from the weights. Raises CertificateError where the manifest's is another one."""
+        claimed = self.manifest.certificate
+        computed = certify(self.manifest.architecture, self.weights(), self.manifest.max_window, claimed.rounding)
+        check_certificate(self.path, claimed, computed)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """The tensors of the weights file, by name. Raises BundleError where they do not fit the architecture."""

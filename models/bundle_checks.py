@@ -29,6 +29,10 @@ class BundleError(Exception):
     """A bundle that cannot be served; the message names the file, the field, what was expected and what was found."""
 
 
+class CertificateError(BundleError):
+    """A bundle whose certificate does not hold, though all else does: it can be served as uncertified."""
+
+
 def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
@@ -101,15 +105,17 @@ def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -
     """Refuses a manifest whose certificate is not what its weights give."""
     where = f"{path / MANIFEST}: certificate"
     if len(claimed.layers) != len(computed.layers):
-        raise BundleError(f"{where}.layers: {len(claimed.layers)} claimed, the weights have {len(computed.layers)}")
+        raise CertificateError(
+            f"{where}.layers: {len(claimed.layers)} claimed, the weights have {len(computed.layers)}"
+        )
     for index, (told, found) in enumerate(zip(claimed.layers, computed.layers, strict=True)):
         if not isclose(told.factor, found.factor, rel_tol=CERTIFICATE_TOLERANCE):
-            raise BundleError(
+            raise CertificateError(
                 f"{where}.layers.{index}.factor: {told.factor!r} claimed, the weights give {found.factor!r}"
             )
         for field in ("layer", "rule", "norm"):
             if getattr(told, field) != getattr(found, field):
-                raise BundleError(
+                raise CertificateError(
                     f"{where}.layers.{index}.{field}: {getattr(told, field)!r} claimed, "
                     f"the weights give {getattr(found, field)!r}"
                 )
@@ -117,10 +123,10 @@ def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -
             isclose(one, other, rel_tol=WEIGHT_TOLERANCE)
             for one, other in zip(told.weights, found.weights, strict=True)
         ):
-            raise BundleError(
+            raise CertificateError(
                 f"{where}.layers.{index}.weights: {told.weights!r} claimed, the weights give {found.weights!r}"
             )
     if claimed.contractive != computed.contractive:
-        raise BundleError(
+        raise CertificateError(
             f"{where}.contractive: {claimed.contractive} claimed, the weights give {computed.contractive}"
         )
