@@ -3,6 +3,7 @@
 TrainingError (ValueError)
 ├── ConfigError      an experiment file
 ├── DataError        a corpus
+├── ForeignError     a checkpoint or vocabulary from elsewhere
 └── RunError         a run folder, or a bundle that could not be written from it
     └── ResumeError  a run folder that cannot be gone on with
 """
@@ -20,6 +21,10 @@ class ConfigError(TrainingError):
 
 class DataError(TrainingError):
     """Training data that cannot be used."""
+
+
+class ForeignError(TrainingError):
+    """A checkpoint or vocabulary from elsewhere that Wane cannot express, or not understand."""
 
 
 class RunError(TrainingError):

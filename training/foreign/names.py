@@ -1,0 +1,51 @@
+"""What the tensors of a language model are usually called, and how a user says that one is called otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from training.errors import ForeignError
+
+PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+"""The tensors of a torch.nn.RNN, GRU or LSTM layer: `rnn.weight_ih_l0`; of one of their cells: `cell.weight_ih`."""
+
+PART = re.compile(
+    rf"^(?P<prefix>|.*[._])(?P<part>{'|'.join(PARTS)}|weight_hr)(?:_l(?P<layer>\d+))?(?P<reverse>_reverse)?$"
+)
+
+EMBEDDINGS = frozenset(
+    {"encoder", "lookup", "lut", "wte"}
+    | {"emb", "embed", "embedder", "embedding", "embeddings", "embed_tokens", "input_embedding"}
+    | {"tok_emb", "tok_embeddings", "token_embedding", "token_embeddings", "word_embedding", "word_embeddings"}
+)
+HEADS = frozenset(
+    {"decoder", "head", "lm_head", "fc", "fc_out", "out", "output", "output_layer", "linear", "dense", "classifier"}
+    | {"proj", "projection", "out_proj", "output_projection", "logits", "to_logits", "h2o"}
+)
+
+
+def parse_mapping(options: Sequence[str]) -> dict[str, str]:
+    """`["head=out.weight", ...]` as a dictionary from Wane's names to theirs. Raises ForeignError."""
+    mapping = {}
+    for option in options:
+        ours, equals, theirs = option.partition("=")
+        if not equals or not theirs or not re.fullmatch(r"embedding|head|head\.bias|layers\.\d{1,4}(\.\w+)?", ours):
+            raise ForeignError(
+                f"--map {option}: expected NAME=THEIRS, NAME one of embedding, head, head.bias, layers.N (a module) "
+                f"and layers.N.PART, PART one of {', '.join(PARTS)}"
+            )
+        if ours.count(".") == 2 and ours.split(".")[2] not in PARTS:
+            raise ForeignError(f"--map {option}: a layer has no {ours.split('.')[2]}, only {', '.join(PARTS)}")
+        mapping[ours] = theirs
+    return mapping
+
+
+def kind(name: str) -> frozenset[str] | None:
+    """EMBEDDINGS, HEADS or neither, by the last word that is in one: `decoder.embedding.weight` is an embedding."""
+    for part in reversed(name.lower().split(".")):
+        word = part.rstrip("0123456789").rstrip("_")
+        for usual in (EMBEDDINGS, HEADS):
+            if word in usual:
+                return usual
+    return None
