@@ -110,15 +110,23 @@ class Vocabulary:
         return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the quotient rounded up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
-        """Token ids of many lines without a break in them, in parallel; no `<eos>` is added."""
-        return [e.ids for e in self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)]
+        """Token ids of many lines without a break in them, in parallel; no `<eos>` is added.
+
+        Raises ValueError where a word is not known and the vocabulary has no `<unk>`.
+        """
+        try:
+            return [e.ids for e in self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)]
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"the text cannot be encoded: {error}") from error
 
     def encode_events(self, names: list[str]) -> list[int]:
-        """Token ids of event names; a name that is not known becomes `<unk>`."""
+        """Token ids of event names; a name that is not known becomes `<unk>`, or ValueError where there is none."""
         unknown = self._ids.get(UNK)
         if unknown is None:
-            raise ValueError(f"the vocabulary has no {UNK} token")
-        return [self._ids.get(name, unknown) for name in names]
+            for name in names:
+                if name not in self._ids:
+                    raise ValueError(f"there is no event {name!r} in the vocabulary, and no {UNK}")
+        return [self._ids.get(name, unknown or 0) for name in names]
 
     def decode(self, ids: list[int]) -> str:
         """Text of the tokens as a person would read it; a token that is part of a character may show as U+FFFD."""

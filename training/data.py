@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from models.vocabulary import EOS, UNK, Vocabulary
+from models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
 from training.config import DataConfig
 from training.errors import DataError
 from training.wikitext import fetch_wikitext_2, read_wikitext_2
@@ -99,11 +99,43 @@ def _lines(text: str) -> list[str]:
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
+def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
+    """Text, or events for a vocabulary of events, as one stream `all`: whole sequences, until `tokens` are reached.
+
+    A folder is its files in name order. Raises DataError.
+    """
+    hashes: dict[str, str] = {}
+    sequences: list[list[int]] = []
+    length = words = 0
+    for file in _files(path) if path.is_dir() else [path]:
+        if length >= tokens:
+            break
+        text, hashes[str(file.relative_to(path)) if path.is_dir() else file.name] = _read_file(file)
+        lines = _lines(text)
+        for start in range(0, len(lines), LINES_AT_ONCE):
+            some = lines[start : start + LINES_AT_ONCE]
+            try:
+                if vocabulary.kind == "events":
+                    named = _sequences(some, file, start)
+                    encoded = [vocabulary.encode_events(events) for events in named]
+                else:
+                    encoded = vocabulary.encode_lines(some)
+            except ValueError as error:
+                raise DataError(f"{file}, lines {start + 1} to {start + len(some)}: {error}") from error
+            for index, sequence in enumerate(encoded):
+                if length >= tokens:
+                    break
+                sequences.append(sequence)
+                length += len(sequence) + 1
+                words += len(some[index].split()) + 1 if vocabulary.kind != "events" else 0
+    counted = {} if vocabulary.kind == "events" else {"all": words}
+    streams = {"all": _stream(sequences, vocabulary.eos_id)}
+    return _checked(Corpus(vocabulary, tokenizer_json, streams, counted, hashes), path)
+
+
 def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
     """A file's text, or that of a folder's files in name order, split by position into train, valid and test."""
     files = _files(path) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"{path}: the folder holds no file with anything in it")
     lines, hashes = [], {}
     for file in files:
         text, digest = _read_file(file)
@@ -117,14 +149,17 @@ def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], di
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder that are neither hidden, nor in a hidden folder, nor empty."""
-    return sorted(
+    """The files of a folder that are neither hidden, nor in a hidden folder, nor empty. Raises DataError: none."""
+    files = sorted(
         file
         for file in folder.rglob("*")
         if file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
         and file.stat().st_size
     )
+    if not files:
+        raise DataError(f"{folder}: the folder holds no file with anything in it")
+    return files
 
 
 def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
@@ -166,10 +201,7 @@ def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> 
 def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
     """JSON lines, one list of event names a line. Raises DataError naming the line."""
     text, digest = _read_file(path)
-    sequences = [
-        _events(line, f"{path}, line {number}") for number, line in enumerate(_lines(text), start=1) if line.strip()
-    ]
-    split = _split(sequences, config, path)
+    split = _split(_sequences(_lines(text), path, 0), config, path)
     if tokenizer_json is None:
         counts = Counter(name for sequence in split["train"] for name in sequence)
         tokenizer_json = _word_tokenizer(counts, config.vocabulary_size, False)
@@ -179,6 +211,13 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
         for name in SPLITS
     }
     return _checked(Corpus(vocabulary, tokenizer_json, streams, {}, {path.name: digest}), path)
+
+
+def _sequences(lines: list[str], path: Path, before: int) -> list[list[str]]:
+    """The event names of lines of a file with `before` lines before them; a blank line is none."""
+    return [
+        _events(line, f"{path}, line {number}") for number, line in enumerate(lines, start=before + 1) if line.strip()
+    ]
 
 
 def _events(line: str, where: str) -> list[str]:
