@@ -99,7 +99,7 @@ class GatedCell(nn.Module):
 
 def build_cell(architecture: Architecture, layer: int, inputs: int) -> nn.Module:
     """The cell of one layer, reading `inputs` features."""
-    hidden = architecture.hidden
+    hidden = architecture.cell_units
     match architecture.cell:
         case "linear":
             return LinearCell(inputs, hidden)

@@ -46,12 +46,33 @@ class StateTensor(Frozen):
     dtype: Literal["float32"] = "float32"
 
 
+class Front(Frozen):
+    """Causal-convolution blocks between the embedding and the first layer, each
+
+        x = x + feed_forward_out(relu(feed_forward_in(convolution(LayerNorm(x)))))
+
+    with a depthwise convolution over the last `kernel_size` tokens, and `feed_forward` units between.
+    Their memory is finite: what they put out depends on the last `reach + 1` tokens and on nothing before.
+    """
+
+    blocks: int = Field(ge=1)
+    kernel_size: int = Field(ge=2, le=64)
+    feed_forward: int = Field(ge=1)
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before the current one they see."""
+        return self.blocks * (self.kernel_size - 1)
+
+
 class Architecture(Frozen):
     """The function that the weights parametrise, completely: nothing else is needed to run it.
 
     `block` is "plain" (each cell reads the output of the one below) or "residual":
-    `x = x + mix(cell(LayerNorm(x)))`, mix an (H, H) matrix, then, where `feed_forward` is its width and not 0,
+    `x = x + mix(cell(LayerNorm(x)))`, mix an (H, units) matrix, then, where `feed_forward` is its width and not 0,
     `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
+    `front` and `units` are for residual blocks: what stands below the first layer, and how many units each cell has
+    (null: as many as `hidden`).
     `norm_epsilon` is what every LayerNorm adds to the variance: no LayerNorm changes by more than
     `max|gain| / sqrt(norm_epsilon)` times what its input does.
     `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`: no forget gate of the layer ever exceeds
@@ -66,6 +87,8 @@ class Architecture(Frozen):
     block: Literal["plain", "residual"] = "plain"
     feed_forward: int = Field(default=0, ge=0)
     tied: bool = True
+    front: Front | None = None
+    units: int | None = Field(default=None, ge=1)
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
     gate_caps: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
@@ -79,6 +102,8 @@ class Architecture(Frozen):
             raise ValueError("feed_forward needs block = 'residual'")
         if self.block == "plain" and self.norm_epsilon != 1e-5:
             raise ValueError("norm_epsilon needs block = 'residual'")
+        if self.block == "plain" and (self.front is not None or self.units is not None):
+            raise ValueError("front and units need block = 'residual'")
         if self.gate_caps and self.cell != "gated":
             raise ValueError(f"gate_caps are for gated cells, not for {self.cell}")
         if self.gate_caps and len(self.gate_caps) != self.layers:
@@ -89,10 +114,22 @@ class Architecture(Frozen):
         """The cap of one layer's forget gates."""
         return self.gate_caps[layer] if self.gate_caps else 1.0
 
+    @property
+    def cell_units(self) -> int:
+        """How many units each cell has."""
+        return self.hidden if self.units is None else self.units
+
+    def front_tensors(self) -> tuple[StateTensor, ...]:
+        """`front.0.inputs`, ...: the latest inputs of each block's convolution, normalised, the oldest first."""
+        if self.front is None:
+            return ()
+        shape = (self.front.kernel_size - 1, self.hidden)
+        return tuple(StateTensor(name=f"front.{block}.inputs", shape=shape) for block in range(self.front.blocks))
+
     def state_tensors(self) -> tuple[StateTensor, ...]:
-        """The state of one session, layer by layer: `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
-        return tuple(
-            StateTensor(name=f"layers.{layer}.{name}", shape=(self.hidden,))
+        """The state of one session, bottom to top: the front's, then `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
+        return self.front_tensors() + tuple(
+            StateTensor(name=f"layers.{layer}.{name}", shape=(self.cell_units,))
             for layer in range(self.layers)
             for name in STATE_NAMES[self.cell]
         )

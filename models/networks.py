@@ -5,12 +5,14 @@ Its `state_dict` is the bundle's weights file, name for name.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from models.cells import State, build_cell, state_width
-from models.manifest import Architecture
+from models.manifest import Architecture, Front
 
 
 class PlainLayer(nn.Module):
@@ -26,6 +28,44 @@ class PlainLayer(nn.Module):
         return y, state
 
 
+class CausalConvolution(nn.Module):
+    """Depthwise: `c_t = sum_j weight_j * x_(t - K + 1 + j)`, weight (K, H). It starts near the identity."""
+
+    def __init__(self, hidden: int, kernel_size: int) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.weight = nn.Parameter(torch.randn(kernel_size, hidden) / math.sqrt(kernel_size))
+        with torch.no_grad():
+            self.weight[-1] += 0.5
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """x: (T, B, H), before: (B, K - 1, H), the oldest first. Returns (T, B, H) and the inputs before the next."""
+        seen = torch.cat([before.transpose(0, 1), x.float()])
+        time = len(x)
+        y = self.weight[0] * seen[:time]
+        for j in range(1, self.kernel_size):
+            y = torch.addcmul(y, self.weight[j], seen[j : j + time])
+        return y, seen[time:].transpose(0, 1)
+
+
+class FrontBlock(nn.Module):
+    """`x + feed_forward(convolution(norm(x)))`."""
+
+    def __init__(self, architecture: Architecture, front: Front, dropout: float) -> None:
+        super().__init__()
+        hidden = architecture.hidden
+        self.norm = nn.LayerNorm(hidden, architecture.norm_epsilon)
+        self.convolution = CausalConvolution(hidden, front.kernel_size)
+        self.feed_forward_in = nn.Linear(hidden, front.feed_forward)
+        self.feed_forward_out = nn.Linear(front.feed_forward, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        y, after = self.convolution(self.norm(x), before)
+        y = self.feed_forward_out(torch.relu(self.feed_forward_in(y)))
+        return x + self.dropout(y), after
+
+
 class ResidualLayer(nn.Module):
     """`x + mix(cell(norm(x)))`, then `x + feed_forward(norm(x))`."""
 
@@ -34,7 +74,7 @@ class ResidualLayer(nn.Module):
         hidden, width, epsilon = architecture.hidden, architecture.feed_forward, architecture.norm_epsilon
         self.norm = nn.LayerNorm(hidden, epsilon)
         self.cell = build_cell(architecture, index, hidden)
-        self.mix = nn.Linear(hidden, hidden, bias=False)
+        self.mix = nn.Linear(architecture.cell_units, hidden, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.has_feed_forward = width > 0
         if self.has_feed_forward:
@@ -61,6 +101,9 @@ class Network(nn.Module):
         self.embedding = nn.Embedding(architecture.vocabulary_size, architecture.embedding)
         nn.init.normal_(self.embedding.weight, std=architecture.embedding**-0.5 if architecture.tied else 1.0)
         self.dropout = nn.Dropout(dropout)
+        front = architecture.front
+        blocks = [] if front is None else [FrontBlock(architecture, front, dropout) for _ in range(front.blocks)]
+        self.front = nn.ModuleList(blocks)
         self.layers = nn.ModuleList(
             ResidualLayer(architecture, index, dropout) if residual else PlainLayer(architecture, index, dropout)
             for index in range(architecture.layers)
@@ -72,9 +115,9 @@ class Network(nn.Module):
             self.head.weight = self.embedding.weight
 
     def zero_state(self, batch: int) -> list[Tensor]:
-        """The state before any token: zeros, each (batch, hidden), in the manifest's order."""
-        count = self.architecture.layers * state_width(self.architecture)
-        return [self.embedding.weight.new_zeros(batch, self.architecture.hidden) for _ in range(count)]
+        """The state before any token: zeros, each (batch, *shape), in the manifest's order."""
+        tensors = self.architecture.state_tensors()
+        return [self.embedding.weight.new_zeros(batch, *tensor.shape) for tensor in tensors]
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
         """tokens: int64 (T, B). Returns hidden, float32 (T, B, H), the output layer's input, and the state after."""
@@ -83,9 +126,13 @@ class Network(nn.Module):
         x = functional.embedding(tokens, self.embedding.weight)
         if self.architecture.block == "residual":
             x = self.dropout(x)
-        width, after = state_width(self.architecture), []
-        for index, layer in enumerate(self.layers):
-            x, layer_state = layer(x, tuple(state[index * width : (index + 1) * width]))
+        after = []
+        for block, before in zip(self.front, state, strict=False):
+            x, inputs = block(x, before)
+            after.append(inputs)
+        width = state_width(self.architecture)
+        for layer in self.layers:
+            x, layer_state = layer(x, tuple(state[len(after) : len(after) + width]))
             after.extend(layer_state)
         return self.norm(x), after
 

@@ -9,6 +9,7 @@ Rows are a batch: x (B, I), h, c, s (B, H). With `sigma` the logistic function a
     lstm      i, f, o = sigma(U x + b + W h + d) by gate,  g = tanh(U_g x + b_g + W_g h + d_g)
               c' = f * c + i * g,  h' = o * tanh(c')
     gated     f = cap * sigma(U_f x + b_f),  z = tanh(U_z x + b_z),  s' = f * s + (1 - f) * z
+    front     n = LayerNorm(x),  c = sum_j K_j * n_(j tokens back),  x' = x + W_2 max(0, W_1 c + b_1) + b_2
 
 GRU: Cho et al. 2014 as torch has it, the reset gate after the matrix. LSTM: Hochreiter and Schmidhuber 1997 with
 the forget gate of Gers et al. 2000.
@@ -26,7 +27,7 @@ from models.weights import Weights, head_weight
 
 Array = NDArray[np.float64]
 State = dict[str, Array]
-"""By the manifest's names, each (B, H)."""
+"""By the manifest's names, each (B, *shape)."""
 
 
 def sigmoid(x: Array) -> Array:
@@ -67,6 +68,9 @@ class Reference:
         residual = architecture.block == "residual"
         x: Array = w["embedding.weight"][tokens]
         after: State = {}
+        for block in range(0 if architecture.front is None else architecture.front.blocks):
+            x, inputs = self._front(f"front.{block}.", x, state[f"front.{block}.inputs"].astype(np.float64))
+            after[f"front.{block}.inputs"] = inputs
         for layer in range(architecture.layers):
             prefix = f"layers.{layer}."
             names = [prefix + name for name in STATE_NAMES[architecture.cell]]
@@ -86,6 +90,13 @@ class Reference:
     def logits(self, hidden: Array) -> Array:
         """hidden: (..., H) -> logits (..., V)."""
         return hidden @ self._head.T + self._weights["head.bias"]
+
+    def _front(self, prefix: str, x: Array, before: Array) -> tuple[Array, Array]:
+        """A convolution block. x: (B, H), before: (B, kernel - 1, H), the inputs before, the oldest first."""
+        inputs = np.concatenate([before, self._normalise(prefix + "norm", x)[:, None]], axis=1)
+        y = (inputs * self._weights[prefix + "convolution.weight"]).sum(axis=1)
+        y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)
+        return x + self._affine(prefix + "feed_forward_out", y), inputs[:, 1:]
 
     def _affine(self, name: str, x: Array) -> Array:
         return x @ self._weights[name + ".weight"].T + self._weights[name + ".bias"]

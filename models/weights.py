@@ -27,9 +27,21 @@ class WeightsError(Exception):
 
 def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor of the weights file and its shape, bottom to top."""
-    hidden, feed_forward = architecture.hidden, architecture.feed_forward
-    rows = GATES[architecture.cell] * hidden
+    hidden, feed_forward, units = architecture.hidden, architecture.feed_forward, architecture.cell_units
+    rows = GATES[architecture.cell] * units
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (architecture.vocabulary_size, architecture.embedding)}
+    if (front := architecture.front) is not None:
+        for block in range(front.blocks):
+            prefix = f"front.{block}."
+            shapes |= {
+                prefix + "norm.weight": (hidden,),
+                prefix + "norm.bias": (hidden,),
+                prefix + "convolution.weight": (front.kernel_size, hidden),
+                prefix + "feed_forward_in.weight": (front.feed_forward, hidden),
+                prefix + "feed_forward_in.bias": (front.feed_forward,),
+                prefix + "feed_forward_out.weight": (hidden, front.feed_forward),
+                prefix + "feed_forward_out.bias": (hidden,),
+            }
     for layer in range(architecture.layers):
         prefix = f"layers.{layer}."
         inputs = architecture.embedding if layer == 0 else hidden
@@ -40,12 +52,12 @@ def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         else:
             shapes |= {
                 prefix + "cell.weight_ih_l0": (rows, inputs),
-                prefix + "cell.weight_hh_l0": (rows, hidden),
+                prefix + "cell.weight_hh_l0": (rows, units),
                 prefix + "cell.bias_ih_l0": (rows,),
                 prefix + "cell.bias_hh_l0": (rows,),
             }
         if architecture.block == "residual":
-            shapes[prefix + "mix.weight"] = (hidden, hidden)
+            shapes[prefix + "mix.weight"] = (hidden, units)
             if feed_forward:
                 shapes |= {
                     prefix + "feed_forward_norm.weight": (hidden,),

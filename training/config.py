@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from models.manifest import Architecture, Cell, Frozen
+from models.manifest import Architecture, Cell, Front, Frozen
 from training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
@@ -32,6 +32,8 @@ class ModelConfig(Frozen):
     block: Literal["plain", "residual"] = "plain"
     feed_forward: int = Field(default=0, ge=0, strict=True)
     tied: bool = True
+    front: Front | None = None
+    units: Whole | None = Field(default=None, description="absent: as many as hidden")
     dropout: float = Field(default=0.0, ge=0, lt=1)
     contraction: Share | tuple[Share, ...] | None = None
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
@@ -48,6 +50,8 @@ class ModelConfig(Frozen):
             block=self.block,
             feed_forward=self.feed_forward,
             tied=self.tied,
+            front=self.front,
+            units=self.units,
             norm_epsilon=self.norm_epsilon,
             gate_caps=(self.contractions or ()) if self.cell == "gated" else (),
         )
@@ -107,6 +111,7 @@ class TrainingConfig(Frozen):
     project_every: Whole = Field(default=1, description="steps between projections of constrained weights")
     evaluate_every: Whole = 500
     checkpoint_every: Whole = 500
+    keep_every: int = Field(default=0, ge=0, strict=True, description="steps between weights kept for good; 0: none")
     seed: int = Field(default=1, ge=0, strict=True)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bf16"] = "float32"

@@ -43,7 +43,7 @@ class CellWriter:
     def __init__(self, graph: GraphWriter, architecture: Architecture, layer: int) -> None:
         self.cell = architecture.cell
         self.gates = GATES[architecture.cell]
-        self.hidden = architecture.hidden
+        self.hidden = architecture.cell_units
         self.inputs = architecture.embedding if layer == 0 else architecture.hidden
         self._graph = graph
         self._prefix = f"layers.{layer}.cell."

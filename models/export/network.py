@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onnx import TensorProto
 
 from models.export.cells import CellWriter
+from models.export.front import FrontWriter, feed_forward, layer_norm
 from models.export.graph import GraphWriter
 from models.manifest import STATE_NAMES, Architecture
 
@@ -31,11 +32,13 @@ class NetworkWriter:
         self._architecture = architecture
         self._residual = architecture.block == "residual"
         self._states = len(STATE_NAMES[architecture.cell])
+        self._front = FrontWriter(graph, architecture)
         self._cells = [CellWriter(graph, architecture, layer) for layer in range(architecture.layers)]
 
     def step(self, tokens: str, state: list[str]) -> tuple[str, list[str]]:
         """tokens: (B). Returns hidden (B, H) and the state after."""
-        x, after = self._graph.node("Gather", self._embedding(), tokens), []
+        x = self._graph.node("Gather", self._embedding(), tokens)
+        x, after = self._front.step(x, state)
         for layer, cell in enumerate(self._cells):
             driven = self._drive(layer, tokens, x)
             after += cell.step(self._graph, self._state_of(layer, state), driven)
@@ -56,7 +59,8 @@ class NetworkWriter:
         short_lengths = graph.node("Cast", lengths, to=TensorProto.INT32)
         if state is None:
             state = self._zeros(shape)
-        x, after = graph.node("Gather", self._embedding(), flat), []
+        x = graph.node("Gather", self._embedding(), flat)
+        x, after = self._front.sequence(x, by_time, lengths, state)
         for layer, cell in enumerate(self._cells):
             top = layer == len(self._cells) - 1
             before = self._state_of(layer, state)
@@ -98,7 +102,11 @@ class NetworkWriter:
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:
         """The cell's drive, row by row. In the first layer it depends on the token alone: a table of V rows."""
         cell = self._cells[layer]
-        if layer == 0 and self._architecture.vocabulary_size * cell.gates * cell.hidden <= TABLE_ELEMENTS:
+        if (
+            layer == 0
+            and self._architecture.front is None
+            and self._architecture.vocabulary_size * cell.gates * cell.hidden <= TABLE_ELEMENTS
+        ):
             tables = cell.drive(self._input(layer, self._embedding()))
             return [self._graph.node("Gather", table, tokens) for table in tables]
         return cell.drive(self._input(layer, x))
@@ -108,27 +116,20 @@ class NetworkWriter:
         if not self._residual:
             return y
         graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
+        units = self._architecture.cell_units
         prefix = f"layers.{layer}."
-        x = graph.node("Gemm", y, graph.weight(prefix + "mix.weight", hidden, hidden), x, transB=1)
+        x = graph.node("Gemm", y, graph.weight(prefix + "mix.weight", hidden, units), x, transB=1)
         if width == 0:
             return x
         y = self._normalise(prefix + "feed_forward_norm", x)
-        y = graph.node("Gemm", y, *self._affine(prefix + "feed_forward_in", width, hidden), transB=1)
-        y = graph.node("Relu", y)
-        y = graph.node("Gemm", y, *self._affine(prefix + "feed_forward_out", hidden, width), transB=1)
-        return graph.node("Add", x, y)
-
-    def _affine(self, name: str, rows: int, columns: int) -> tuple[str, str]:
-        return self._graph.weight(name + ".weight", rows, columns), self._graph.weight(name + ".bias", rows)
+        return graph.node("Add", x, feed_forward(graph, prefix, y, hidden, width))
 
     def _normalise(self, name: str, x: str) -> str:
-        hidden = self._architecture.hidden
-        scale, shift = self._graph.weight(name + ".weight", hidden), self._graph.weight(name + ".bias", hidden)
-        epsilon = self._architecture.norm_epsilon
-        return self._graph.node("LayerNormalization", x, scale, shift, axis=-1, epsilon=epsilon)
+        return layer_norm(self._graph, name, x, self._architecture)
 
     def _state_of(self, layer: int, state: list[str]) -> list[str]:
-        return state[layer * self._states : (layer + 1) * self._states]
+        first = len(self._architecture.front_tensors()) + layer * self._states
+        return state[first : first + self._states]
 
     def _reshape(self, rows: str, shape: str, width: int) -> str:
         """(T * B, width) -> (T, B, width)."""
@@ -144,7 +145,11 @@ class NetworkWriter:
         return graph.node("Add", before, columns)
 
     def _zeros(self, shape: str) -> list[str]:
-        graph, hidden = self._graph, self._architecture.hidden
+        graph = self._graph
         batch = graph.node("Gather", shape, graph.integers(1))
-        zeros = graph.node("ConstantOfShape", graph.node("Concat", batch, graph.integers(hidden), axis=0))
-        return [zeros] * (self._architecture.layers * self._states)
+        shapes = [tensor.shape for tensor in self._architecture.state_tensors()]
+        zeros = {
+            each: graph.node("ConstantOfShape", graph.node("Concat", batch, graph.integers(*each), axis=0))
+            for each in dict.fromkeys(shapes)
+        }
+        return [zeros[each] for each in shapes]

@@ -44,13 +44,13 @@ def build_graph(
         graph.output("logits", network.head(graph, hidden), ["B", vocabulary])
         return graph.model()
 
-    names = [tensor.name for tensor in architecture.state_tensors()]
+    tensors = architecture.state_tensors()
     tokens = graph.input("tokens", TensorProto.INT64, ["B"] if role == "step" else ["B", "T"])
     targets = graph.input("targets", TensorProto.INT64, ["B", "T"]) if role == "scan" else ""
     lengths = "" if role == "step" else graph.input("lengths", TensorProto.INT64, ["B"])
     state = None
     if role != "window":
-        state = [graph.input(name, TensorProto.FLOAT, ["B", hidden_width]) for name in names]
+        state = [graph.input(tensor.name, TensorProto.FLOAT, ["B", *tensor.shape]) for tensor in tensors]
 
     if role == "step":
         assert state is not None, "this is a bug"
@@ -64,8 +64,8 @@ def build_graph(
     elif role != "advance":
         graph.output("logits", network.head(graph, hidden), ["B", vocabulary])
     graph.output("hidden", hidden, ["B", hidden_width])
-    for name, value in zip(names, after, strict=True):
-        graph.output(f"next.{name}", value, ["B", hidden_width])
+    for tensor, value in zip(tensors, after, strict=True):
+        graph.output(f"next.{tensor.name}", value, ["B", *tensor.shape])
     return graph.model()
 
 

@@ -67,6 +67,8 @@ def test_torch_oracle_and_graphs_agree(export: Export, tmp_path: Path, cell: Cel
     fields: dict[str, object] = {"tied": not odd, "feed_forward": 10 if block == "residual" and odd else 0}
     if block == "plain" and odd:
         fields["embedding"] = 5
+    if block == "residual" and layers == 2:
+        fields |= {"front": {"blocks": 2, "kernel_size": 3, "feed_forward": 5}, "units": 9}
     if cell == "gated" and odd:
         fields |= {"gate_caps": tuple(0.9 - 0.1 * layer for layer in range(layers))}
     if block == "residual" and odd:
