@@ -1,0 +1,83 @@
+"""The theorem: whatever came before a window, the run that read it ends within the radius of the window's own end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from models.certificate.request import window_bound
+from models.manifest import Cell
+from models.reference import Array, Reference
+from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+
+PASTS = 48
+LONGEST_PAST = 24
+CLIMBS = 6
+
+
+def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
+    """Hidden after tokens (B, T), from the zero state: (B, H)."""
+    state = reference.zero_state(len(tokens))
+    for column in tokens.T:
+        hidden, state = reference.advance(column, state)
+    return hidden
+
+
+def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> Array:
+    """How far from the window's own end each past (B, P) leads, (B); window: (k)."""
+    whole = np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
+    return np.linalg.norm(run(reference, whole) - run(reference, window[None]), axis=1)
+
+
+def worst_distance(reference: Reference, window: NDArray[np.int64], generator: np.random.Generator) -> float:
+    """The largest distance found by random pasts, pasts of one token repeated, and then changing them for the worse."""
+    vocabulary = reference.architecture.vocabulary_size
+    pasts = generator.integers(vocabulary, size=(PASTS, LONGEST_PAST))
+    pasts[:vocabulary] = np.arange(vocabulary)[:, None]
+    found = distances(reference, pasts, window)
+    for _ in range(CLIMBS):
+        changed = np.where(generator.random(pasts.shape) < 0.1, generator.integers(vocabulary, size=pasts.shape), pasts)
+        moved = distances(reference, changed, window)
+        better = moved > found
+        pasts[better], found[better] = changed[better], moved[better]
+    return float(found.max())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    recurrent=st.floats(0.02, 1.5),
+    driven=st.floats(0.05, 3.0),
+    layers=st.integers(1, 3),
+    hidden=st.integers(1, 8),
+    feed_forward=st.sampled_from((0, 5)),
+    epsilon=st.sampled_from((1e-5, 0.25)),
+    length=st.integers(1, 30),
+)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_past_leads_further_from_the_window_s_end_than_the_radius(
+    cell: Cell,
+    block: str,
+    seed: int,
+    recurrent: float,
+    driven: float,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    epsilon: float,
+    length: int,
+) -> None:
+    fields = {"hidden": hidden, "embedding": hidden}
+    fields |= {"feed_forward": feed_forward, "norm_epsilon": epsilon} if block == "residual" else {}
+    fields |= {"gate_caps": (0.7,) * layers} if cell == "gated" and seed % 2 else {}
+    model = architecture(cell, block, layers, **fields)
+    weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
+    window = generator.integers(model.vocabulary_size, size=length)
+    bound = window_bound(model, weights, window[None])
+    reference = Reference(model, weights)
+    np.testing.assert_allclose(bound.hidden, run(reference, window[None]), rtol=0, atol=1e-9)
+    assert worst_distance(reference, window, generator) <= bound.radius[0]
