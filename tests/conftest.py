@@ -11,9 +11,11 @@ HERE = Path(__file__).parent
 TRAIN_FILES = [
     HERE / name
     for name in (
+        "benchmarks/test_stability_price.py",
         "models/test_constraints.py",
         "models/test_export.py",
         "models/test_parallel_scan.py",
+        "models/test_spectral_limit.py",
         "training/test_end_to_end.py",
         "training/test_evaluate.py",
         "training/test_loop.py",

@@ -20,7 +20,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
 
 LIGHT_MODELS = ("models.manifest", "models.bundle", "models.vocabulary", "models.reference", "models.certificate")
-TORCH_MODELS = ("models/cells", "models/networks", "models/constraints", "models/parallel_scan", "models/export/")
+TORCH_MODELS = (
+    "models/cells",
+    "models/networks",
+    "models/constraints",
+    "models/spectral_limit",
+    "models/parallel_scan",
+    "models/export/",
+)
 HTTP = ("service/app", "service/middleware", "service/routes/", "service/schemas")
 CLIENTS = ("service/client", "service/compare", "service/console", "service/plot")
 

@@ -19,7 +19,7 @@ from models.networks import Network
 from training.config import Experiment, TrainingConfig
 from training.data import Corpus, batches
 from training.errors import RunError
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, kept_name
 
 LOG_EVERY = 50
 
@@ -95,6 +95,7 @@ class Trainer:
             self._resume(folder.resume(experiment, corpus))
         else:
             folder.begin(experiment, corpus)
+            self._maybe_keep()
 
     def run(self) -> Iterator[Progress]:
         """Trains to the end, one step per item."""
@@ -112,6 +113,7 @@ class Trainer:
             evaluated = self.step % self.config.evaluate_every == 0 or last
             valid_loss = self._validate() if evaluated else None
             self._maybe_decay()
+            self._maybe_keep()
             self.wall_s += time.monotonic() - started
             if evaluated or self.step % self.config.checkpoint_every == 0:
                 self._checkpoint()
@@ -179,6 +181,11 @@ class Trainer:
             self.decay_start = self.step
             self.end = min(self.config.steps, self.step + self.config.decay_steps)
             self.folder.log({"step": self.step, "decay_start": self.step, "stalled": stalled})
+
+    def _maybe_keep(self) -> None:
+        """`keep_every`: the weights of this step, in a file of their own; those of the start too."""
+        if self.config.keep_every and self.step % self.config.keep_every == 0:
+            self.folder.save(kept_name(self.step), {"weights": self.network.weights(), "step": self.step})
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Weight decay on matrices only, not on biases and gains."""

@@ -6,6 +6,7 @@
     log.jsonl         a line for every logged step and every evaluation
     checkpoint.pt     everything that a resumed run needs to go on as if it had never stopped
     best.pt           the weights with the lowest validation loss
+    weights-N.pt      the weights after step N, where training.keep_every asks for them
     quality.json      the last evaluation, with what it was of
 
 Files are written whole or not at all; checkpoints are loaded with weights_only.
@@ -28,6 +29,11 @@ from training.errors import ResumeError, RunError
 from training.origin import Origin
 
 FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device"), ("data", "path")}
+
+
+def kept_name(step: int) -> str:
+    """The file of the weights after `step`."""
+    return f"weights-{step}.pt"
 
 
 class RunFolder:
@@ -121,7 +127,7 @@ class RunFolder:
             raise RunError(f"{self.path / 'origin.jsonl'} cannot be read: {error}") from error
 
     def load(self, name: str) -> dict[str, Any]:
-        """`checkpoint.pt` or `best.pt`, on the CPU. Raises ResumeError where it is missing or damaged."""
+        """A checkpoint or weights, on the CPU. Raises ResumeError where the file is missing or damaged."""
         try:
             saved: dict[str, Any] = torch.load(self.path / name, weights_only=True, map_location="cpu")
         except FileNotFoundError as error:

@@ -75,6 +75,41 @@ def test_the_best_weights_of_a_stable_cell_are_contractive_by_the_independent_bo
     assert max(factors) <= 0.8
 
 
+def test_the_best_weights_are_within_the_spectral_limit_between_projections(tmp_path: Path) -> None:
+    model = ModelConfig(cell="gated", hidden=16, layers=2, block="residual", feed_forward=8, spectral_limit=0.5)
+    trainer = Trainer(
+        experiment(model, steps=20, project_every=7, learning_rate=2e-2), text_corpus(), RunFolder(tmp_path)
+    )
+    list(trainer.run())
+    weights = best_weights(tmp_path)
+    for layer in ("layers.0.", "layers.1."):
+        gain, inner_gain = weights[layer + "norm.weight"], weights[layer + "feed_forward_norm.weight"]
+        folded = [
+            *(weights[layer + "cell.weight"] * gain).chunk(2),
+            weights[layer + "feed_forward_in.weight"] * inner_gain,
+        ]
+        for matrix in (*folded, weights[layer + "mix.weight"], weights[layer + "feed_forward_out.weight"]):
+            assert torch.linalg.matrix_norm(matrix, ord=2) <= 0.5
+
+
+def test_weights_are_kept_along_the_way_also_by_a_run_that_was_stopped(tmp_path: Path) -> None:
+    corpus, chosen = text_corpus(), experiment(keep_every=3)
+    list(Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run())
+    list(islice(Trainer(chosen, corpus, RunFolder(tmp_path / "cut")).run(), 5))
+    list(Trainer(chosen, corpus, RunFolder(tmp_path / "cut")).run())
+    kept = [sorted(path.name for path in (tmp_path / run).glob("weights-*")) for run in ("whole", "cut")]
+    assert kept == [["weights-0.pt", "weights-3.pt", "weights-6.pt"]] * 2
+    for name in kept[0]:
+        whole, cut = (RunFolder(tmp_path / run).load(name) for run in ("whole", "cut"))
+        assert whole["step"] == cut["step"] == int(name[8:-3])
+        for tensor, other in zip(whole["weights"].values(), cut["weights"].values(), strict=True):
+            assert torch.equal(tensor, other)
+    torch.manual_seed(chosen.training.seed)
+    start = Network(chosen.model.architecture(corpus.vocabulary.size), chosen.model.dropout).weights()
+    kept_start = RunFolder(tmp_path / "whole").load("weights-0.pt")["weights"]
+    assert all(torch.equal(tensor, kept_start[name]) for name, tensor in start.items())
+
+
 def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
     """The losses of the recurrent regime, written out for plain SGD: the state is new at every epoch."""
     torch.manual_seed(chosen.training.seed)
