@@ -53,7 +53,9 @@ def report_tables(report: Document) -> list[Table]:
     """What a server has measured so far: latency by model and mode, agreement by model, sessions by model."""
     latency = _table(f"Latency, ms ({report['device']})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(
-        "Agreement (TV: total variation)", ("model",), ("pairs", "top-1", "TV mean", "TV max", "over bound")
+        "Agreement (TV: total variation)",
+        ("model",),
+        ("pairs", "top-1", "proved", "TV mean", "TV max", "bound mean", "bound max", "over bound"),
     )
     sessions = _table("Sessions", ("model",), ("resident", "parked", "rebuilt"))
     for model in report["models"]:
@@ -67,8 +69,11 @@ def report_tables(report: Document) -> list[Table]:
             name,
             str(found["compared"]),
             _number(found["top1_match_rate"], ".1%"),
+            _number(found["top1_proved_rate"], ".1%"),
             _number(found["total_variation"]["mean"], ".2e"),
             _number(found["total_variation"]["max"], ".2e"),
+            _number(found["error_bound"]["mean"], ".2e"),
+            _number(found["error_bound"]["max"], ".2e"),
             str(found["bound_violations"]),
         )
         sessions.add_row(name, *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt")))

@@ -11,13 +11,21 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from models.manifest import Certificate, Quality
+from models.manifest import Certificate, Contraction, Quality, Rounding
 from service.engine.types import Mode, Origin
 
 ErrorBound = Annotated[
     float | None,
     Field(
-        description="total variation from the never-interrupted model, at most; 0: exact; null: nothing is certified"
+        description="total variation from the never-interrupted model, at most; 0: exact, but for the rounding of "
+        "float32 runs; 1: nothing is known; null: nothing is certified"
+    ),
+]
+StateErrorBound = Annotated[
+    float | None,
+    Field(
+        description="2-norm distance from the never-interrupted model at the output layer's input, at most; "
+        "null: nothing is certified"
     ),
 ]
 
@@ -41,7 +49,8 @@ class LatencyDocument(TypedDict):
 
 
 class AgreementDocument(TypedDict):
-    """How far the window's answer is from the recurrent one."""
+    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone, by the margin its first
+    token leads by, proves that it is the recurrent one's too; `top1_match`: it was seen to be."""
 
     top1_match: bool
     top1_proved: bool
@@ -49,7 +58,7 @@ class AgreementDocument(TypedDict):
     kl: float
     max_logit_difference: float
     state_distance: float
-    state_error_bound: float | None
+    state_error_bound: StateErrorBound
     error_bound: ErrorBound
 
 
@@ -69,7 +78,7 @@ class ModelDocument(TypedDict):
 
 
 class AnswerDocument(ModelDocument):
-    """What comes next."""
+    """What comes next. `top1_proved`: the first prediction is proved to be the never-interrupted model's."""
 
     mode: Mode
     window: int | None
@@ -77,6 +86,8 @@ class AnswerDocument(ModelDocument):
     latency: LatencyDocument
     state: Origin
     error_bound: ErrorBound
+    state_error_bound: StateErrorBound
+    top1_proved: bool
     modes: NotRequired[dict[Mode, ModeDocument]]
     agreement: NotRequired[AgreementDocument]
     session: NotRequired[str]
@@ -193,8 +204,9 @@ class SessionDocument(ModelDocument):
     idle_s: float
 
 
-class ModelCardDocument(TypedDict):
-    """OpenAI's fields, and the manifest's beside them."""
+class ModelFactsDocument(TypedDict):
+    """OpenAI's fields, and the manifest's beside them. `k_epsilon`: for a bound on the total variation, the smallest k
+    whose bound, and that of every larger k, is within it; null where no window's is."""
 
     id: str
     object: Literal["model"]
@@ -207,17 +219,40 @@ class ModelCardDocument(TypedDict):
     parameters: dict[str, object]
     k: int
     max_window: int
+    k_epsilon: dict[str, int | None]
     vocabulary: dict[str, object]
-    certificate: Certificate
     quality: Quality | None
     attribution: str | None
+
+
+class ModelCardDocument(ModelFactsDocument):
+    """One model, with the whole of its certificate."""
+
+    certificate: Certificate
+
+
+class CertificateSummaryDocument(TypedDict):
+    """The certificate without its curve; `reason` says why a model is not certified."""
+
+    contractive: bool
+    certified: bool
+    reason: str | None
+    layers: tuple[Contraction, ...]
+    head_diameter: float
+    rounding: Rounding | None
+
+
+class ModelSummaryDocument(ModelFactsDocument):
+    """One model of the list."""
+
+    certificate: CertificateSummaryDocument
 
 
 class ModelListDocument(TypedDict):
     """Every model that is served, the default first."""
 
     object: Literal["list"]
-    data: list[ModelCardDocument]
+    data: list[ModelSummaryDocument]
 
 
 class BucketDocument(TypedDict):
@@ -260,14 +295,24 @@ class TotalVariationDocument(TypedDict):
     max: float | None
 
 
+class ErrorBoundDocument(TypedDict):
+    """Over the comparisons that had a bound; null where there was none."""
+
+    bounded: int
+    mean: float | None
+    max: float | None
+
+
 class AgreementReportDocument(TypedDict):
-    """How far windows were from recurrent, over all comparisons; null where there was none."""
+    """How far windows were from recurrent, over all comparisons; null where there was none. `bound_violations`: pairs
+    further apart than was claimed of them."""
 
     compared: int
     top1_match_rate: float | None
     top1_proved_rate: float | None
     total_variation: TotalVariationDocument
     max_logit_difference: float | None
+    error_bound: ErrorBoundDocument
     bound_violations: int
 
 
@@ -301,12 +346,20 @@ class LivenessDocument(TypedDict):
     live: bool
 
 
+class ModelStandingDocument(ModelDocument):
+    """A model that is served, and why it is not certified where it is not."""
+
+    certified: bool
+    reason: str | None
+
+
 class ReadinessDocument(TypedDict):
-    """Whether requests are taken; the device is null until models run on one."""
+    """Whether requests are taken; the device is null until models run on one, and models are listed once ready."""
 
     ready: bool
     status: Literal["loading", "ready", "draining"]
     device: str | None
+    models: list[ModelStandingDocument]
 
 
 class ProblemDocument(TypedDict):

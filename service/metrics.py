@@ -20,6 +20,8 @@ BATCH_ITEMS = tuple(float(2**power) for power in range(11))
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
 # Total variation of two distributions, in [0, 1]: float32 noise to entirely different, by decades.
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
+# The same scale, with a bucket for exact answers.
+ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -58,6 +60,20 @@ class Metrics:
             "phase",
         )
 
+        self.error_bound = histogram(
+            "wane_answer_error_bound",
+            "Error bounds of predictions and steps, total variation; answers without a bound are not counted.",
+            ERROR_BOUND,
+            "model",
+            "mode",
+        )
+        self.top1_proved = counter(
+            "wane_answers_top1_proved",
+            "Predictions and steps whose first token is proved to be the never-interrupted model's.",
+            "model",
+            "mode",
+        )
+
         # The batcher.
         self.queue_items = gauge("wane_queue_items", "Work that waits for the runner.", "model")
         self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
@@ -85,11 +101,14 @@ class Metrics:
         # Agreement of window and recurrent answers.
         self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
         self.top1_matches = counter("wane_agreement_top1_matches", "Pairs with the same first token.", "model")
+        self.agreement_top1_proved = counter(
+            "wane_agreement_top1_proved", "Pairs whose first tokens the window alone proves to be the same.", "model"
+        )
         self.total_variation = histogram(
             "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
         )
         self.bound_violations = counter(
-            "wane_agreement_bound_violations", "Pairs further apart than their bound: must stay 0.", "model"
+            "wane_agreement_bound_violations", "Pairs further apart than is claimed: must stay 0.", "model"
         )
 
     def render(self) -> bytes:

@@ -75,6 +75,7 @@ class PredictBody(SequenceBody):
         {"input": HISTORY, "mode": "both"},
         {"tokens": [5, 6, 7], "mode": "recurrent", "top_k": 3},
         {"input": HISTORY, "mode": "window", "window": 8},
+        {"input": HISTORY, "tolerance": 0.001},
         {"inputs": [HISTORY, [5, 6, 7]]},
     )
 

@@ -19,7 +19,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
 
-LIGHT_MODELS = ("models.manifest", "models.bundle", "models.vocabulary", "models.reference", "models.certificate")
+LIGHT_MODELS = (
+    "models.manifest",
+    "models.bundle",
+    "models.vocabulary",
+    "models.reference",
+    "models.certificate",
+    "models.weights",
+)
 TORCH_MODELS = (
     "models/cells",
     "models/networks",

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from service.engine.bounds import Bound
 from service.engine.distribution import log_softmax
 from service.engine.types import Agreement
 
 # Two float32 runs of the same model over the same tokens, in different batches or by different graphs, differ by
-# rounding. Measured total variations stay under 1e-6; a bound is violated, or a first place proved, only beyond it.
+# rounding. Measured total variations stay under 1e-6; a bound is violated only by more than this.
 FLOAT32_ROUNDING = 1e-5
 
 
@@ -20,27 +21,25 @@ def compare(
     window_logits: NDArray[np.float32],
     recurrent_hidden: NDArray[np.float32],
     window_hidden: NDArray[np.float32],
-    error_bound: float | None,
+    bound: Bound | None,
+    proved: bool,
 ) -> Agreement:
     """Compares the two answers at temperature 1. logits: float32 (V); hidden: float32 (H), the output layer's input.
 
     total_variation = sum |p - q| / 2; kl = sum p log(p / q), with p recurrent and q window, in nats;
     state_distance = |hidden - hidden'|_2; max_logit_difference is over logits as they are.
-    `error_bound` bounds the total variation. The first token is proved equal where the bound is 0 and the window's
-    first token leads by more than rounding could have made up.
+    `bound` is on the distance of the two; `proved`: the window alone proves that their first tokens are the same.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
-    exact = error_bound == 0.0
-    second, first = np.partition(np.exp(q), -2)[-2:]
     return Agreement(
         top1_match=bool(p.argmax() == q.argmax()),
-        top1_proved=exact and bool(first - second > 2 * FLOAT32_ROUNDING),
+        top1_proved=proved,
         total_variation=min(float(np.abs(np.exp(p) - np.exp(q)).sum()) / 2, 1.0),
         kl=max(float((np.exp(p) * (p - q)).sum()), 0.0),
         max_logit_difference=float(np.abs(recurrent_logits - window_logits).max()),
         state_distance=float(np.linalg.norm(recurrent_hidden.astype(np.float64) - window_hidden)),
-        state_error_bound=0.0 if exact else None,
-        error_bound=error_bound,
+        state_error_bound=None if bound is None else bound.state,
+        error_bound=None if bound is None else bound.variation,
     )
 
 
@@ -54,6 +53,9 @@ class AgreementStatistics:
     total_variation_sum: float = 0.0
     total_variation_max: float = 0.0
     max_logit_difference: float = 0.0
+    bounded: int = 0
+    error_bound_sum: float = 0.0
+    error_bound_max: float = 0.0
     bound_violations: int = 0
 
     def add(self, agreement: Agreement) -> None:
@@ -64,11 +66,15 @@ class AgreementStatistics:
         self.total_variation_sum += agreement.total_variation
         self.total_variation_max = max(self.total_variation_max, agreement.total_variation)
         self.max_logit_difference = max(self.max_logit_difference, agreement.max_logit_difference)
+        if agreement.error_bound is not None:
+            self.bounded += 1
+            self.error_bound_sum += agreement.error_bound
+            self.error_bound_max = max(self.error_bound_max, agreement.error_bound)
         self.bound_violations += violates(agreement)
 
     def document(self) -> dict[str, object]:
         """The figures as `/v1/report` shows them; rates and means of nothing are null."""
-        count = self.compared
+        count, bounded = self.compared, self.bounded
         return {
             "compared": count,
             "top1_match_rate": self.top1_matches / count if count else None,
@@ -77,12 +83,25 @@ class AgreementStatistics:
                 "max": self.total_variation_max if count else None,
             },
             "max_logit_difference": self.max_logit_difference if count else None,
+            "error_bound": {
+                "bounded": bounded,
+                "mean": self.error_bound_sum / bounded if bounded else None,
+                "max": self.error_bound_max if bounded else None,
+            },
             "bound_violations": self.bound_violations,
             "top1_proved_rate": self.top1_proved / count if count else None,
         }
 
 
 def violates(agreement: Agreement) -> bool:
-    """Whether the pair is further apart than its bound, where there is one, and rounding allow."""
+    """Whether the pair contradicts what is claimed of it, where anything is, by more than rounding.
+
+    It is further apart than one of its bounds, or its first tokens differ though they are proved equal. The distance of
+    states is held against bounds that count rounding: all but 0.
+    """
+    if agreement.top1_proved and not agreement.top1_match:
+        return True
+    if agreement.state_error_bound and agreement.state_distance > agreement.state_error_bound:
+        return True
     bound = agreement.error_bound
     return bound is not None and agreement.total_variation > bound + FLOAT32_ROUNDING

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.manifest import Manifest
+from models.manifest import Certificate, Manifest
 from models.vocabulary import Vocabulary
-from service.engine import agreement, routing
+from service.engine import agreement, bounds
 from service.engine.batcher import Ticket
+from service.engine.bounds import Bound
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last
+from service.engine.margin import Margin
 from service.engine.report import Report
 from service.engine.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin
 
@@ -36,33 +38,41 @@ class Course:
         """Where the state behind the answer comes from."""
         return Origin.WINDOW if self.mode is Mode.WINDOW else self.origin
 
-    def error_bound(self, manifest: Manifest) -> float | None:
-        """The bound of the answer."""
-        return self.bound_of(manifest, self.mode is not Mode.WINDOW)
+    def bound(self, certificate: Certificate) -> Bound | None:
+        """The bound of the answer, as far as it is known before anything was run."""
+        return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
-    def bound_of(self, manifest: Manifest, recurrent: bool) -> float | None:
-        """The bound of the recurrent part, or of the window's."""
+    def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
+        """The bound of the recurrent part, or of the window's; `radius` as its run gave it."""
         known = self.known if recurrent else self.window
         assert known is not None, "a window's part without a k: this is a bug"
-        return routing.error_bound(manifest, known, self.position)
+        return bounds.bound(certificate, known, self.position, radius)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One mode's run and the time it took."""
+    """One mode's run, what is claimed of its answer, and the time it took."""
 
     outcome: Outcome
+    bound: Bound | None
     latency: Latency
 
 
 class Answering:
     """Runs the window's part of a course, and makes answers of parts."""
 
-    def __init__(self, manifest: Manifest, vocabulary: Vocabulary, forward: Forward, report: Report) -> None:
-        self._manifest = manifest
+    def __init__(
+        self, manifest: Manifest, vocabulary: Vocabulary, margin: Margin, forward: Forward, report: Report
+    ) -> None:
+        self._certificate = manifest.certificate
         self._vocabulary = vocabulary
+        self._margin = margin
         self._forward = forward
         self._report = report
+
+    def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
+        """A part that was run: the recurrent one of a course, or the window's."""
+        return Part(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
 
     async def window(
         self, course: Course, fed: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
@@ -77,7 +87,7 @@ class Answering:
         mark = ticket.mark()
         seen = last(fed, course.position, course.window)
         outcome = await self._forward.window(seen, ticket, binding=binding)
-        return Part(outcome, ticket.latency(since=mark))
+        return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
 
     def answer(self, course: Course, recurrent: Part | None, window: Part | None, top_k: int, ticket: Ticket) -> Answer:
         """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers."""
@@ -87,7 +97,7 @@ class Answering:
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = self._agreement(course, recurrent.outcome, window.outcome)
+            pair = self.agreement(course, recurrent, window)
             of_window = predictions(window.outcome.logits, top_k, self._vocabulary)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
@@ -95,23 +105,40 @@ class Answering:
             }
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
+        bound, proved = answering.bound, self._proved(answering.outcome, answering.bound)
         latency = ticket.latency()
         self._report.took(course.mode, latency)
+        self._report.claimed(course.mode, bound, proved)
         return Answer(
             mode=course.mode,
             predictions=found,
             latency=latency,
             state=course.state,
-            error_bound=course.error_bound(self._manifest),
+            error_bound=None if bound is None else bound.variation,
+            state_error_bound=None if bound is None else bound.state,
+            top1_proved=proved,
             window=course.window,
             modes=modes,
             agreement=pair,
         )
 
-    def _agreement(self, course: Course, recurrent: Outcome, window: Outcome) -> Agreement:
-        """How far the parts are apart: at most as far as both are from the uninterrupted model, together."""
-        bounds = (course.bound_of(self._manifest, True), course.bound_of(self._manifest, False))
-        together = None if None in bounds else min(sum(bound or 0.0 for bound in bounds), 1.0)
-        pair = agreement.compare(recurrent.logits, window.logits, recurrent.hidden, window.hidden, together)
+    def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+        """How far the parts are apart, counted in the report.
+
+        Both have read the same last tokens, so the bound of the one that knows fewer holds for their distance too, as
+        it does for its distance from the never-interrupted model.
+        """
+        assert course.window is not None, "two parts without a k: this is a bug"
+        bound = window.bound if course.window <= course.known else recurrent.bound
+        of_recurrent, of_window = recurrent.outcome, window.outcome
+        proved = self._proved(of_window, bound)
+        pair = agreement.compare(
+            of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
+        )
         self._report.compared(pair)
         return pair
+
+    def _proved(self, outcome: Outcome, bound: Bound | None) -> bool:
+        if bound is None or bound.runs is None:
+            return False
+        return self._margin.proves(outcome.logits, outcome.hidden, bound.runs)

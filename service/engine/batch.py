@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from models.manifest import Role
 from service.engine.slab import HIDDEN, ZERO, Slab
-from service.runners.runner import Array, Runner
+from service.runners.runner import RADIUS, Array, Runner
 
 # A batch of sequences is padded to its longest. Two limits keep that bounded: padding is at most half of it, and
 # B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
@@ -47,11 +47,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T); all finite."""
+    """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T); all finite.
+
+    radius: of a window, where its graph computes it: every run that ends in these tokens ends, in exact arithmetic,
+    within this 2-norm distance of `hidden`. None where it has no bound.
+    """
 
     logits: NDArray[np.float32] | None = None
     hidden: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float32] | None = None
+    radius: float | None = None
 
 
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
@@ -87,8 +92,11 @@ def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Except
         slab.scatter([work.write for work in works], outputs)
     answers = {name: outputs[name] for name in ("logits", HIDDEN, "logprobs") if name in outputs}
     finite = np.all([np.isfinite(answer).all(axis=1) for answer in answers.values()], axis=0)
+    radii = [float(radius) if np.isfinite(radius) else None for radius in outputs.get(RADIUS, ())] or [None] * len(
+        works
+    )
     return [
-        Row(**{name: answer[row] for name, answer in answers.items()})
+        Row(**{name: answer[row] for name, answer in answers.items()}, radius=radii[row])
         if finite[row]
         else FloatingPointError("the model's output is not finite")
         for row in range(len(works))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from models.bundle import Bundle, verify_graphs
+from models.bundle import Bundle, CertificateError, verify_graphs
+from models.manifest import Certificate
 from service.engine.engine import Engine
+from service.engine.margin import Margin
 from service.engine.types import check_session_id
 from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, shown
 from service.metrics import Metrics
@@ -60,14 +63,17 @@ class Catalog:
         return self._default
 
     async def load(self) -> None:
-        """Reads, verifies and warms up every bundle. Raises CatalogError, BundleError, DeviceError."""
-        bundles = await asyncio.to_thread(lambda: [Bundle.read(path) for path in self._paths()])
+        """Reads, verifies and warms up every bundle. Raises CatalogError, BundleError, DeviceError.
+
+        A model whose certificate does not hold is served as uncertified; its certificate then says why.
+        """
+        bundles = await asyncio.to_thread(lambda: [Bundle.open(path) for path in self._paths()])
         bundles.sort(key=lambda bundle: bundle.manifest.name)
         names = [bundle.manifest.name for bundle in bundles]
         if len(set(names)) < len(names):
             raise CatalogError(f"two bundles hold models of the same name: {', '.join(names)}")
         self._default = self._choose_default(names)
-        runners = await asyncio.gather(*(asyncio.to_thread(self._open, bundle) for bundle in bundles))
+        opened = await asyncio.gather(*(asyncio.to_thread(self._open, bundle) for bundle in bundles))
         # Every session can then be asked for every window that its model takes.
         longest = max(bundle.manifest.max_window for bundle in bundles)
         store = MemoryStore(
@@ -76,15 +82,17 @@ class Catalog:
             max_sessions=self._settings.max_sessions,
         )
         engines: dict[str, Engine] = {}
-        for bundle, runner in zip(bundles, runners, strict=True):
+        for bundle, margin, runner in opened:
             manifest = bundle.manifest
             try:
-                engine = Engine(manifest, bundle.vocabulary, runner, store, self._settings, self._metrics)
+                engine = Engine(manifest, bundle.vocabulary, margin, runner, store, self._settings, self._metrics)
             except ValueError as error:
                 raise CatalogError(f"model {manifest.name}: {error}") from error
             await asyncio.to_thread(engine.warm_up)
             engines[manifest.name] = engine
             logger.info("loaded %s version %s on %s", manifest.name, manifest.version, runner.device)
+            if not manifest.certificate.certified:
+                logger.warning("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
         self._store = store
         self._engines = engines
         if self._status == "loading":
@@ -161,8 +169,23 @@ class Catalog:
             raise CatalogError(f"bundles is {root}, which holds no bundle (a folder with a {MANIFEST})")
         return paths
 
-    def _open(self, bundle: Bundle) -> Runner:
-        """A runner whose every graph computes what the bundle's weights say."""
+    def _open(self, bundle: Bundle) -> tuple[Bundle, Margin, Runner]:
+        """The bundle, with a certificate that holds or with none; and a runner whose every graph computes what the
+        bundle's weights say."""
         runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
-        verify_graphs(bundle, runner.run)
-        return runner
+        try:
+            bundle.verify_certificate()
+            verify_graphs(bundle, runner.run)
+        except CertificateError as error:
+            bundle = uncertified(bundle, error)
+            verify_graphs(bundle, runner.run)
+        return bundle, Margin(bundle.weights()), runner
+
+
+def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
+    """The bundle without its certificate, and with the reason for that, which names no place on this machine."""
+    reason = str(error)
+    for place in (bundle.path / MANIFEST, bundle.path):
+        reason = reason.removeprefix(f"{place}: ")
+    certificate = Certificate(contractive=False, reason=f"the certificate does not hold: {reason}", layers=())
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"certificate": certificate}))

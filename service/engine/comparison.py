@@ -6,10 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from models.manifest import Manifest
 from models.vocabulary import Vocabulary
-from service.engine import routing
-from service.engine.agreement import compare as agreement_of
+from service.engine.answering import Answering, Course, Part
 from service.engine.batcher import Ticket
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last, sequence
@@ -22,7 +20,7 @@ PREDICTIONS = 5
 async def compare(
     forward: Forward,
     slab: Slab,
-    manifest: Manifest,
+    answering: Answering,
     vocabulary: Vocabulary,
     request: CompareRequest,
     ticket: Ticket,
@@ -50,11 +48,13 @@ async def compare(
                 if repeat == 0:
                     outcomes.append(outcome)
 
-    recurrent = outcomes[0]
+    def part(index: int, course: Course) -> Part:
+        return answering.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
 
     def line(index: int, window: int | None) -> ComparedMode:
         outcome = outcomes[index]
-        bound = 0.0 if window is None else routing.error_bound(manifest, window, position)
+        course = Course(Mode.BOTH, position, window, Origin.RESIDENT, known=position)
+        bound = part(index, course).bound
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
@@ -63,10 +63,8 @@ async def compare(
             queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
             total=_percentiles([latency.total_ms for latency in latencies[index]]),
-            error_bound=bound,
-            agreement=None
-            if window is None
-            else agreement_of(recurrent.logits, outcome.logits, recurrent.hidden, outcome.hidden, bound),
+            error_bound=None if bound is None else bound.variation,
+            agreement=None if window is None else answering.agreement(course, part(0, course), part(index, course)),
         )
 
     return Comparison(

@@ -25,6 +25,7 @@ from service.engine.deadline import until
 from service.engine.forward import Forward
 from service.engine.generation import Generation
 from service.engine.limits import Limits
+from service.engine.margin import Margin
 from service.engine.prompts import Prompts
 from service.engine.report import Report
 from service.engine.sessions import Sessions
@@ -45,7 +46,7 @@ from service.engine.types import (
 from service.engine.warm_up import warm_up
 from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from service.metrics import Metrics
-from service.runners.runner import Runner
+from service.runners.runner import RADIUS, Runner
 from service.settings import Settings
 from service.stores.store import Store
 from service.stores.tail import Tail
@@ -64,6 +65,7 @@ class Engine:
         self,
         manifest: Manifest,
         vocabulary: Vocabulary,
+        margin: Margin,
         runner: Runner,
         store: Store,
         settings: Settings,
@@ -97,8 +99,17 @@ class Engine:
             clock=clock,
         )
         self._report = Report(metrics, name)
-        self._answering = Answering(manifest, vocabulary, self._forward, self._report)
-        self._prompts = Prompts(manifest, vocabulary, self._limits, slab, self._forward, self._answering)
+        self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report)
+        beside = RADIUS in runner.outputs("window")
+        self._prompts = Prompts(
+            manifest,
+            vocabulary,
+            self._limits,
+            slab,
+            self._forward,
+            self._answering,
+            beside=beside,
+        )
         self._steps = Steps(
             manifest,
             self._limits,
@@ -107,6 +118,7 @@ class Engine:
             self._sessions,
             self._answering,
             metrics,
+            beside=beside,
         )
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._active = 0
@@ -201,11 +213,8 @@ class Engine:
         with self._admitted():
             async with until(request.deadline):
                 compared = await comparison.compare(
-                    self._forward, self._slab, self.manifest, self.vocabulary, request, ticket
+                    self._forward, self._slab, self._answering, self.vocabulary, request, ticket
                 )
-        for line in compared.windows:
-            if line.agreement is not None:
-                self._report.compared(line.agreement)
         self._report.answered("compare", Mode.BOTH)
         return compared
 

@@ -20,10 +20,12 @@ SCAN_PIECE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run over a sequence ends in: logits float32 (V) and hidden, the output layer's input, float32 (H)."""
+    """What a run over a sequence ends in: logits float32 (V), hidden, the output layer's input, float32 (H), and the
+    radius that was computed beside the run, if one was."""
 
     logits: NDArray[np.float32]
     hidden: NDArray[np.float32]
+    radius: float | None = None
 
 
 class Forward:
@@ -93,7 +95,7 @@ def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
 
 
 def _outcome(row: Row) -> Outcome:
-    return Outcome(_there(row.logits), _there(row.hidden))
+    return Outcome(_there(row.logits), _there(row.hidden), row.radius)
 
 
 def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
-from service.engine import routing
 from service.engine.batcher import Ticket
+from service.engine.bounds import bound
 from service.engine.deadline import until
 from service.engine.distribution import partial_bytes
 from service.engine.forward import Forward, Outcome, last
@@ -127,7 +127,9 @@ class Generation:
         sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
         stream = TextStream(vocabulary, request.stop)
         outcome = self._prompted
+        bounds: list[float | None] = []
         while True:
+            bounds.append(self._bound(outcome, len(request.tokens) + len(stream.tokens)))
             token, logprob = sampler.draw(outcome.logits)
             is_last = len(stream.tokens) + 1 == request.max_tokens
             yield GeneratedToken(
@@ -141,8 +143,6 @@ class Generation:
                 break
             async with until(request.deadline):
                 outcome = await self._source.feed(token)
-        # The last token was not fed: the last answer came from the tokens before it.
-        position = len(request.tokens) + len(stream.tokens) - 1
         window = self._source.window
         yield Finish(
             reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
@@ -150,7 +150,19 @@ class Generation:
             tokens=tuple(stream.tokens),
             mode=self.mode,
             state=Origin.FULL if window is None else Origin.WINDOW,
-            error_bound=routing.error_bound(self._manifest, position if window is None else window, position),
+            error_bound=_largest(bounds),
             window=window,
             latency=self._ticket.latency(),
         )
+
+    def _bound(self, outcome: Outcome, position: int) -> float | None:
+        """The bound of one distribution."""
+        k = self._source.window
+        found = bound(self._manifest.certificate, position if k is None else k, position, outcome.radius)
+        return None if found is None else found.variation
+
+
+def _largest(bounds: list[float | None]) -> float | None:
+    """The largest; None where any is."""
+    known = [one for one in bounds if one is not None]
+    return max(known) if len(known) == len(bounds) else None

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.batcher import Ticket
+from service.engine.bounds import Bound, meets
 from service.engine.forward import Forward, sequence
 from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
 from service.engine.limits import Limits
 from service.engine.slab import Slab
 from service.engine.types import Answer, GenerateRequest, Mode, Origin, PredictRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A course and the parts that it had."""
+
+    course: Course
+    recurrent: Part | None
+    window: Part | None
+
+    @property
+    def bound(self) -> Bound | None:
+        """The bound of its answer."""
+        part = self.recurrent or self.window
+        return None if part is None else part.bound
 
 
 class Prompts:
@@ -27,36 +47,50 @@ class Prompts:
         slab: Slab,
         forward: Forward,
         answering: Answering,
+        *,
+        beside: bool,
     ) -> None:
+        """`beside`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
         self._slab = slab
         self._forward = forward
         self._answering = answering
+        self._beside = beside
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """What follows the tokens."""
         fed = sequence(self._vocabulary.eos_id, request.tokens)
-        position = len(request.tokens)
-        mode = request.mode
-        k: int | None = request.window or self._limits.window
-        if mode is Mode.AUTO:
-            k = routing.choose(
-                self._manifest,
-                position,
-                window=request.window,
-                own=self._limits.window,
-                largest=self._limits.max_window,
-                tolerance=request.tolerance,
-            )
-            mode = Mode.RECURRENT if k is None else Mode.WINDOW
-        course = Course(mode, position, None if mode is Mode.RECURRENT else k, Origin.FULL, known=position)
+        if request.mode is not Mode.AUTO:
+            k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
+            return self._answer(await self._run(request.mode, k, fed, ticket), request, ticket)
+        for k in routing.ways(
+            self._manifest.certificate,
+            len(request.tokens),
+            window=request.window,
+            own=self._limits.window,
+            largest=self._limits.max_window,
+            tolerance=request.tolerance,
+            beside=self._beside,
+        ):
+            run = await self._run(Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
+            if request.tolerance is not None and meets(run.bound, request.tolerance):
+                break
+        return self._answer(run, request, ticket)
+
+    async def _run(self, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket) -> _Run:
+        """One way of answering."""
+        position = len(fed) - 1
+        course = Course(mode, position, k, Origin.FULL, known=position)
         recurrent: Part | None = None
         if mode is not Mode.WINDOW:
-            recurrent = Part(await self._forward.full(fed, ticket), ticket.latency())
-        window = await self._answering.window(course, fed, ticket)
-        return self._answering.answer(course, recurrent, window, request.top_k, ticket)
+            outcome = await self._forward.full(fed, ticket)
+            recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
+        return _Run(course, recurrent, await self._answering.window(course, fed, ticket))
+
+    def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
+        return self._answering.answer(run.course, run.recurrent, run.window, request.top_k, ticket)
 
     async def generate(self, request: GenerateRequest, ticket: Ticket, held: ExitStack) -> Generation:
         """Runs the prompt. What the generation needs while it lasts is taken over from `held`.

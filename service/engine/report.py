@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from service.engine.agreement import AgreementStatistics, violates
+from service.engine.bounds import Bound
 from service.engine.types import Agreement, Latency, Mode
 from service.metrics import REQUEST_SECONDS, Metrics
+
+logger = logging.getLogger("wane.engine")
 
 PHASES = ("queue", "compute", "total")
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
@@ -58,6 +62,7 @@ class Report:
         self._operations: Counter[str] = Counter()
         self._durations: dict[Mode, dict[str, Durations]] = {}
         self._agreement = AgreementStatistics()
+        metrics.bound_violations.labels(model)  # there from the start, at 0
 
     def answered(self, operation: str, mode: Mode) -> None:
         """One request was answered; `mode` is the one that was used."""
@@ -73,13 +78,25 @@ class Report:
             phases[phase].add(value_ms)
             self._metrics.answer_seconds.labels(self._model, mode.value, phase).observe(value_ms / 1e3)
 
+    def claimed(self, mode: Mode, bound: Bound | None, proved: bool) -> None:
+        """What one answer was said to be worth."""
+        if bound is not None:
+            self._metrics.error_bound.labels(self._model, mode.value).observe(bound.variation)
+        self._metrics.top1_proved.labels(self._model, mode.value).inc(proved)
+
     def compared(self, agreement: Agreement) -> None:
         """One pair of answers was compared."""
         self._agreement.add(agreement)
         self._metrics.compared.labels(self._model).inc()
         self._metrics.top1_matches.labels(self._model).inc(agreement.top1_match)
+        self._metrics.agreement_top1_proved.labels(self._model).inc(agreement.top1_proved)
         self._metrics.total_variation.labels(self._model).observe(agreement.total_variation)
-        self._metrics.bound_violations.labels(self._model).inc(violates(agreement))
+        if violates(agreement):
+            self._metrics.bound_violations.labels(self._model).inc()
+            logger.error(
+                "a window and the recurrent model are further apart than is claimed",
+                extra={"fields": {"model": self._model, **asdict(agreement)}},
+            )
 
     def document(self) -> dict[str, object]:
         """`modes`, `operations` and `agreement` of the report."""

@@ -1,45 +1,49 @@
-"""Which way a request is answered, and what may be claimed of the answer."""
+"""Which way a request is answered."""
 
 from __future__ import annotations
 
-from models.manifest import Manifest
+from models.manifest import Certificate
+from service.engine.bounds import bound, meets
 from service.engine.types import Mode
 
 
-def error_bound(manifest: Manifest, k: int, position: int) -> float | None:
-    """At most how far, in total variation, an answer is from the never-interrupted model's.
-
-    The answer comes from a state that knows the last `k` of `position` tokens. All of them: 0, it is the same
-    computation. Fewer: null, because the certificate holds a contraction factor for each layer, which bounds
-    states, and no curve over k that bounds answers.
-    """
-    del manifest  # a curve would be read from its certificate, here and nowhere else
-    return 0.0 if k >= position else None
-
-
-def choose(
-    manifest: Manifest, position: int, *, window: int | None, own: int, largest: int, tolerance: float | None
-) -> int | None:
+def ways(
+    certificate: Certificate,
+    position: int,
+    *,
+    window: int | None,
+    own: int,
+    largest: int,
+    tolerance: float | None,
+    beside: bool,
+) -> tuple[int | None, ...]:
     """What `auto` does with `position` tokens and no state: the k to answer with, or None for all of them.
 
-    `window` is the k that was asked for, `own` the model's, `largest` the most that may be used.
-    With a tolerance: the k asked for if its bound meets it, or else the smallest that does. Without: the k asked
-    for or the model's own, if anything is known of how far that is off. A k that covers everything is no window.
+    `window` is the k that was asked for, `own` the model's, `largest` the most that may be used. Without a tolerance
+    it is the k asked for or the model's own; with one, the k asked for if the curve meets it there, or else the
+    smallest at which it does. `beside`: runs of windows compute a bound for their own tokens, which may be far under
+    the curve. Then a k comes first that is to be tried: it answers if its own bound meets the tolerance, or else what
+    comes last does. A model that is not certified runs everything, and a k that covers everything is no window.
     """
-    k: int | None = own if window is None else window
+    if not certificate.certified:
+        return (None,)
     if tolerance is None:
-        tolerance = 1.0
-    elif window is None:
-        candidates = range(1, min(largest, position) + 1)
-        k = next((k for k in candidates if meets(error_bound(manifest, k, position), tolerance)), None)
-    if k is None or k >= position or not meets(error_bound(manifest, k, position), tolerance):
-        return None
-    return k
+        return (_short(own if window is None else window, position),)
+    tried = own if window is None else window
+    if window is not None:
+        sure = window if meets(bound(certificate, window, position), tolerance) else None
+    else:
+        smallest = certificate.smallest_window(tolerance)
+        sure = smallest if smallest is not None and smallest <= largest else None
+    sure = _short(sure, position)
+    # A try that fails is for nothing: it should cost at most half of what it can save.
+    if beside and tried != sure and 2 * tried <= (position if sure is None else sure):
+        return (tried, sure)
+    return (sure,)
 
 
-def meets(bound: float | None, tolerance: float) -> bool:
-    """Whether an answer of this bound is within the tolerance; without a bound it is within none."""
-    return bound is not None and bound <= tolerance
+def _short(k: int | None, position: int) -> int | None:
+    return None if k is None or k >= position else k
 
 
 def of_session(asked: Mode | None, own: Mode) -> Mode:

@@ -15,6 +15,7 @@ from models.manifest import Manifest
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.batcher import Ticket
+from service.engine.bounds import Bound, meets
 from service.engine.forward import Forward
 from service.engine.limits import Limits
 from service.engine.sessions import Place, Sessions, conflict, place
@@ -39,13 +40,17 @@ class Steps:
         sessions: Sessions,
         answering: Answering,
         metrics: Metrics,
+        *,
+        beside: bool,
     ) -> None:
+        """`beside`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._limits = limits
         self._slab = slab
         self._forward = forward
         self._sessions = sessions
         self._answering = answering
+        self._beside = beside
         self._replayed = metrics.replayed.labels(manifest.name)
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
@@ -82,6 +87,7 @@ class Steps:
         cut = record.cut if resident is None else resident.cut
         mode = routing.of_session(None, record.mode)
         course = self._course(mode, record.position, None, len(record.tail), resident is None, cut)
+        bound = course.bound(self._manifest.certificate)
         return SessionView(
             session=record.session,
             model=record.model,
@@ -89,7 +95,7 @@ class Steps:
             mode=record.mode,
             position=record.position,
             state=course.state,
-            error_bound=course.error_bound(self._manifest),
+            error_bound=None if bound is None else bound.variation,
             idle_s=record.idle_s,
         )
 
@@ -116,7 +122,7 @@ class Steps:
                     outcome = await self._forward.full(fed, ticket, write=slot, binding=True)
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
-                    recurrent = Part(outcome, ticket.latency())
+                    recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
             window = await self._answering.window(course, fed, ticket, binding=True)
             committed = await self._sessions.commit(record, request, slot, cut)
         if committed is None:
@@ -135,16 +141,15 @@ class Steps:
     ) -> Answer:
         """The answer of a session as it stands. A state that had to be rebuilt for it stays resident.
 
-        Raises InvalidRequest where the answer's bound does not meet the tolerance.
+        Raises InvalidRequest where the answer's bound does not meet the tolerance: before anything is run, if that
+        can be known.
         """
         fed = record.tail.ids()
         resident = self._sessions.resident(record)
         cut = record.cut if resident is None else resident.cut
         course = self._course(mode, record.position, window, len(fed), resident is None, cut)
-        bound = course.error_bound(self._manifest)
-        if tolerance is not None and not routing.meets(bound, tolerance):
-            has = "no error bound" if bound is None else f"an error bound of {bound:g}"
-            raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")
+        if not self._beside or course.state is Origin.RESIDENT:  # else the run itself may bring a better one
+            _check(course.bound(self._manifest.certificate), tolerance)
         recurrent: Part | None = None
         if mode is not Mode.WINDOW:
             if resident is not None:
@@ -155,8 +160,11 @@ class Steps:
                     outcome = await self._forward.full(fed, ticket, write=slot)
                     self._sessions.count_rebuilt()
                     self._sessions.keep(record, slot, cut)
-            recurrent = Part(outcome, ticket.latency())
+            recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
         part = await self._answering.window(course, fed, ticket)
+        answering = recurrent or part
+        assert answering is not None, "a course without a run: this is a bug"
+        _check(answering.bound, tolerance)
         answer = self._answering.answer(course, recurrent, part, top_k, ticket)
         return replace(answer, session=record.session, position=record.position)
 
@@ -176,3 +184,11 @@ class Steps:
                 k = held
         origin = Origin.REBUILT if rebuilt else Origin.RESIDENT
         return Course(mode, position, k, origin, known=position - cut)
+
+
+def _check(bound: Bound | None, tolerance: float | None) -> None:
+    """Raises InvalidRequest where the bound of a session's answer does not meet the tolerance, if there is one."""
+    if tolerance is None or meets(bound, tolerance):
+        return
+    has = "no error bound" if bound is None else f"an error bound of {bound.variation:g}"
+    raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")

@@ -275,8 +275,9 @@ class ModeAnswer:
 class Answer:
     """What the model says comes next, and how it came to say so.
 
-    `mode` is the one that was used, `window` the k of a windowed answer. `position` and `replayed` are given
-    for sessions only (`replayed` for steps only).
+    `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
+    to be the never-interrupted model's. `position` and `replayed` are given for sessions only (`replayed` for steps
+    only).
     """
 
     mode: Mode
@@ -287,6 +288,8 @@ class Answer:
     window: int | None = None
     modes: dict[Mode, ModeAnswer] | None = None
     agreement: Agreement | None = None
+    state_error_bound: float | None = None
+    top1_proved: bool = False
     session: str | None = None
     position: int | None = None
     replayed: bool | None = None
@@ -319,7 +322,11 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The last thing a generation gives: why it ended, and all of it."""
+    """The last thing a generation gives: why it ended, and all of it.
+
+    `error_bound` is the largest of its distributions', each compared with the never-interrupted model's after the same
+    tokens.
+    """
 
     reason: FinishReason
     text: str

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from service.documents import (
     AgreementDocument,
     AnswerDocument,
+    CertificateSummaryDocument,
     ComparedDocument,
     ComparedModelDocument,
     FinishDocument,
@@ -18,6 +19,9 @@ from service.documents import (
     LatencyDocument,
     ModelCardDocument,
     ModelDocument,
+    ModelFactsDocument,
+    ModelStandingDocument,
+    ModelSummaryDocument,
     PercentilesDocument,
     PredictionDocument,
     ScoreDocument,
@@ -38,6 +42,9 @@ from service.engine.types import (
     Score,
     SessionView,
 )
+
+EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
+"""The total variations that a model's card tells k(epsilon) for."""
 
 
 def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -89,6 +96,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         "latency": latency(given.latency),
         "state": given.state,
         "error_bound": given.error_bound,
+        "state_error_bound": given.state_error_bound,
+        "top1_proved": given.top1_proved,
     }
     if given.modes is not None:
         document["modes"] = {
@@ -195,7 +204,27 @@ def session(engine: Engine, given: SessionView) -> SessionDocument:
 
 
 def model_card(engine: Engine) -> ModelCardDocument:
+    """A model, with its certificate's curve."""
+    return {**_model_facts(engine), "certificate": engine.manifest.certificate}
+
+
+def model_summary(engine: Engine) -> ModelSummaryDocument:
+    """A model in the list of all."""
+    certificate = engine.manifest.certificate
+    standing: CertificateSummaryDocument = {
+        "contractive": certificate.contractive,
+        "certified": certificate.certified,
+        "reason": certificate.reason,
+        "layers": certificate.layers,
+        "head_diameter": certificate.head_diameter,
+        "rounding": certificate.rounding,
+    }
+    return {**_model_facts(engine), "certificate": standing}
+
+
+def _model_facts(engine: Engine) -> ModelFactsDocument:
     manifest = engine.manifest
+    smallest = manifest.certificate.smallest_window
     return {
         "id": manifest.name,
         "object": "model",
@@ -208,11 +237,17 @@ def model_card(engine: Engine) -> ModelCardDocument:
         "parameters": manifest.architecture.model_dump(),
         "k": manifest.window,
         "max_window": manifest.max_window,
+        "k_epsilon": {epsilon: smallest(float(epsilon)) for epsilon in EPSILONS},
         "vocabulary": manifest.vocabulary.model_dump(),
-        "certificate": manifest.certificate,
         "quality": manifest.quality,
         "attribution": manifest.provenance.attribution,
     }
+
+
+def standing(engine: Engine) -> ModelStandingDocument:
+    """Which model is served, and whether it is certified."""
+    certificate = engine.manifest.certificate
+    return {**model(engine), "certified": certificate.certified, "reason": certificate.reason}
 
 
 def _unix_time(iso: str) -> int:

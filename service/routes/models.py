@@ -15,13 +15,13 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models", response_model=ModelListDocument)
 async def models(request: Request) -> Response:
-    """Every model, the default first, with its family, its k, its certificate and its measured quality."""
-    return answers.reply({"object": "list", "data": [answers.model_card(one) for one in catalog(request).list()]})
+    """Every model, the default first, with its family, its k, its certificate but for the curve, and its quality."""
+    return answers.reply({"object": "list", "data": [answers.model_summary(one) for one in catalog(request).list()]})
 
 
 @router.get("/v1/models/{name}", response_model=ModelCardDocument)
 async def model(request: Request, name: str) -> Response:
-    """One model."""
+    """One model, with its certificate's curve: the error bound of a window of k tokens, for every k."""
     return answers.reply(answers.model_card(catalog(request).get(name)))
 
 

@@ -41,7 +41,12 @@ async def readyz(request: Request) -> Response:
     """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains."""
     models = catalog(request)
     device = None if models.status == "loading" or models.device == "auto" else models.device
-    document = {"ready": models.ready, "status": models.status, "device": device}
+    document = {
+        "ready": models.ready,
+        "status": models.status,
+        "device": device,
+        "models": [answers.standing(engine) for engine in models.list()] if models.ready else [],
+    }
     return answers.reply(document, 200 if models.ready else 503)
 
 

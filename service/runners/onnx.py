@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import onnxruntime
@@ -57,6 +57,10 @@ class OnnxRunner:
     def device(self) -> str:
         """`cpu` or `cuda`."""
         return self._device
+
+    def outputs(self, role: Role) -> Sequence[str]:
+        """The names of a graph's outputs."""
+        return self._outputs[role]
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs of one graph, by name; see `Runner` for shapes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from models.manifest import Role
 
 Array = NDArray[Any]
 NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
+RADIUS = "radius"
 
 
 class DeviceError(Exception):
@@ -25,12 +26,14 @@ class Runner(Protocol):
     tensor of the manifest, `<next>` the same under the names `next.<name>`.
 
         step     tokens (B), <state>                                 -> logits (B, V), hidden (B, H), <next>
-        window   tokens (B, T), lengths (B)                          -> logits (B, V), hidden (B, H), <next>
+        window   tokens (B, T), lengths (B)                          -> logits (B, V), hidden (B, H), <next>, radius (B)
         advance  tokens (B, T), lengths (B), <state>                 -> hidden (B, H), <next>
         scan     tokens (B, T), targets (B, T), lengths (B), <state> -> logprobs (B, T), hidden (B, H), <next>
         head     hidden (B, H)                                       -> logits (B, V)
 
-    Positions at or over an item's length are padding and change nothing; 1 <= length <= T.
+    Positions at or over an item's length are padding and change nothing; 1 <= length <= T. Not every model has a
+    `radius`: a bound, in exact arithmetic, on the 2-norm distance of `hidden` from that of any run, from whatever state
+    a sequence can lead to, that ends in the same tokens; infinite where it knows none.
     """
 
     @property
@@ -40,4 +43,8 @@ class Runner(Protocol):
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs of one graph, by name."""
+        ...
+
+    def outputs(self, role: Role) -> Sequence[str]:
+        """The names of a graph's outputs."""
         ...

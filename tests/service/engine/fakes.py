@@ -11,18 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from models.manifest import Architecture, Manifest, Provenance, Role
+from models.certificate.answer import head_diameter, total_variation
+from models.manifest import Architecture, Certificate, Manifest, Provenance, Role, Rounding
 from models.vocabulary import EOS, UNK, Vocabulary
 from service.engine.engine import Engine
+from service.engine.margin import Margin
 from service.metrics import Metrics
-from service.runners.runner import Array
+from service.runners.runner import RADIUS, Array
 from service.settings import Settings
 from service.stores.memory import MemoryStore
 from service.stores.store import Store
 
 HIDDEN = 4
-MANIFEST_FIELDS = ("window", "max_window", "contractive")
+MANIFEST_FIELDS = ("window", "max_window", "certificate")
 PATIENCE_S = 20.0  # after which a test that waits for another thread has failed
+
+
+ROUNDING = Rounding(measured=1e-6, tokens=1, safety=2)
+CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
 
 
 def byte_vocabulary() -> Vocabulary:
@@ -44,8 +50,7 @@ def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read"
 
 
 def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
-    """The manifest of an LSTM that is nowhere on disk; `contractive` is said, not proved."""
-    contractive = changes.pop("contractive", True)
+    """The manifest of an LSTM that is nowhere on disk, contractive and not certified: it says so, nothing proves it."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
         "schema_version": 1,
@@ -66,7 +71,7 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
         "weights": "weights.safetensors",
         "tokenizer": "tokenizer.json",
         "files": {},
-        "certificate": {"contractive": contractive, "layers": []},
+        "certificate": CONTRACTIVE,
         "provenance": Provenance.model_construct(),  # engines do not ask where weights came from
     }
     return Manifest.model_validate(fields | changes)
@@ -77,6 +82,7 @@ class FakeRunner:
 
     `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
     one has begun. A run that meets `poison` among its tokens raises; one that meets `hot` ends in NaN there.
+    With a `radius`, every window says that it is its own.
     """
 
     device = "cpu"
@@ -91,6 +97,33 @@ class FakeRunner:
         self.busy = threading.Event()
         self.poison: int | None = None
         self.hot: int | None = None
+        self.radius: float | None = None
+
+    def outputs(self, role: Role) -> Sequence[str]:
+        """Of windows, as far as anybody asks."""
+        assert role == "window"
+        return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS]
+
+    def margin(self) -> Margin:
+        """Of the output layer."""
+        return Margin({"head.weight": self._head, "head.bias": np.zeros(len(self._head), np.float32)})
+
+    def certificate(self, max_window: int) -> Certificate:
+        """What can be proved of the function: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
+        reach = np.linalg.norm(np.abs(self._embedding).max(axis=0)) / (1 - 0.9)
+        state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
+        diameter = head_diameter(self._head.astype(np.float64))
+        error_bound = total_variation(diameter, state_error + ROUNDING.measured)
+        return Certificate(
+            contractive=True,
+            certified=bool(error_bound[-1] <= 1e-3),
+            reason=None if error_bound[-1] <= 1e-3 else "the bound stays too large",
+            layers=(),
+            state_error=tuple(state_error.tolist()),
+            error_bound=tuple(error_bound.tolist()),
+            head_diameter=diameter,
+            rounding=ROUNDING,
+        )
 
     async def until_busy(self) -> None:
         """Waits until a run has begun that had not when this was last asked."""
@@ -152,6 +185,8 @@ class FakeRunner:
         outputs |= {f"next.{name}": value for name, value in state.items()}
         if role in ("step", "window"):
             outputs["logits"] = self._logits(state["layers.0.h"])
+        if role == "window" and self.radius is not None:
+            outputs[RADIUS] = np.full(len(tokens), self.radius, np.float32)
         return outputs
 
     def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
@@ -177,22 +212,40 @@ class Clock:
 class Bench:
     """An engine on the fake runner, warmed up, with everything around it in reach."""
 
-    def __init__(self, vocabulary: Vocabulary | None = None, store: Store | None = None, **changes: Any) -> None:
-        """`changes` of the manifest's fields (window, max_window, contractive) and of the settings'; a prefix
-        `settings_` tells the one max_window from the other."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary | None = None,
+        store: Store | None = None,
+        certified: bool = False,
+        radius: float | None = None,
+        **changes: Any,
+    ) -> None:
+        """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
+        `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
+        function has. `radius`: what the runner's windows say theirs is."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
         self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, **of_settings})
-        self.manifest = make_manifest(self.vocabulary, **of_manifest)
         self.runner = FakeRunner(self.vocabulary.size)
+        self.runner.radius = radius
+        if certified:
+            of_manifest["certificate"] = self.runner.certificate(of_manifest.get("max_window", 16))
+        self.manifest = make_manifest(self.vocabulary, **of_manifest)
         self.store = store or MemoryStore(
             self.settings.tail_tokens, self.settings.session_ttl_s, self.settings.max_sessions, self.clock
         )
         self.engine = Engine(
-            self.manifest, self.vocabulary, self.runner, self.store, self.settings, self.metrics, self.clock
+            self.manifest,
+            self.vocabulary,
+            self.runner.margin(),
+            self.runner,
+            self.store,
+            self.settings,
+            self.metrics,
+            self.clock,
         )
         self.engine.warm_up()
         self.runner.calls.clear()

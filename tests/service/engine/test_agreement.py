@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from service.engine.agreement import AgreementStatistics, compare, violates
+from service.engine.bounds import Bound
 from service.engine.types import Agreement
 
 P = np.log(np.array([0.5, 0.3, 0.2], np.float32))
@@ -14,12 +15,12 @@ HERE, THERE = np.array([0.0, 3.0], np.float32), np.array([4.0, 0.0], np.float32)
 
 
 def make(**changes: object) -> Agreement:
-    agreement = compare(P, Q, HERE, THERE, None)
+    agreement = compare(P, Q, HERE, THERE, None, False)
     return replace(agreement, **changes)
 
 
 def test_distances_are_those_of_the_definitions() -> None:
-    agreement = compare(P, Q, HERE, THERE, None)
+    agreement = compare(P, Q, HERE, THERE, None, False)
     assert agreement.total_variation == pytest.approx(0.3)
     assert agreement.kl == pytest.approx(
         0.5 * np.log(0.5 / 0.25) + 0.3 * np.log(0.3 / 0.6) + 0.2 * np.log(0.2 / 0.15), rel=1e-5
@@ -30,25 +31,23 @@ def test_distances_are_those_of_the_definitions() -> None:
 
 
 def test_a_shift_of_all_logits_is_a_logit_difference_and_no_variation() -> None:
-    agreement = compare(P, P + 2, HERE, HERE, None)
+    agreement = compare(P, P + 2, HERE, HERE, None, False)
     assert agreement.total_variation == pytest.approx(0.0, abs=1e-6)
     assert agreement.max_logit_difference == pytest.approx(2.0)
     assert agreement.state_distance == 0.0
     assert agreement.top1_match is True
 
 
-@pytest.mark.parametrize("bound", [None, 1e-3, 1.0])
-def test_seen_to_match_is_not_proved(bound: float | None) -> None:
-    agreement = compare(P, P, HERE, HERE, bound)
-    assert (agreement.top1_match, agreement.top1_proved) == (True, False)
-    assert (agreement.error_bound, agreement.state_error_bound) == (bound, None)
-
-
-def test_a_bound_of_0_proves_the_first_token_unless_rounding_could_have_made_it() -> None:
-    assert compare(P, P, HERE, HERE, 0.0).top1_proved is True
-    tie = np.log(np.array([0.4, 0.4, 0.2], np.float32))
-    agreement = compare(tie, tie, HERE, HERE, 0.0)
-    assert (agreement.top1_match, agreement.top1_proved) == (True, False)
+@pytest.mark.parametrize(
+    ("bound", "shown"), [(None, (None, None)), (Bound(0.5, 0.25, 0.5), (0.5, 0.25)), (Bound(0, 0, 1e-6), (0.0, 0.0))]
+)
+@pytest.mark.parametrize("proved", [True, False])
+def test_what_is_claimed_stands_beside_what_is_measured(
+    bound: Bound | None, shown: tuple[float | None, float | None], proved: bool
+) -> None:
+    agreement = compare(P, P, HERE, HERE, bound, proved)
+    assert (agreement.state_error_bound, agreement.error_bound) == shown
+    assert (agreement.top1_match, agreement.top1_proved) == (True, proved)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +58,18 @@ def test_a_bound_is_violated_by_more_than_rounding(bound: float | None, distance
     assert violates(make(error_bound=bound, total_variation=distance)) is violated
 
 
+@pytest.mark.parametrize(
+    ("bound", "distance", "violated"), [(None, 9.0, False), (0.1, 0.1, False), (0.1, 0.11, True), (0.0, 1e-6, False)]
+)
+def test_states_further_apart_than_their_bound_violate_it(bound: float | None, distance: float, violated: bool) -> None:
+    assert violates(make(state_error_bound=bound, state_distance=distance)) is violated
+
+
+@pytest.mark.parametrize(("proved", "match"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_proof_that_is_seen_to_be_wrong_is_a_violation(proved: bool, match: bool) -> None:
+    assert violates(make(top1_proved=proved, top1_match=match)) is (proved and not match)
+
+
 def test_the_running_figures_count_every_pair() -> None:
     statistics = AgreementStatistics()
     for distance, match, bound in ((0.1, True, None), (0.3, False, 0.2), (0.2, True, 0.0)):
@@ -66,7 +77,7 @@ def test_the_running_figures_count_every_pair() -> None:
             make(
                 total_variation=distance,
                 top1_match=match,
-                top1_proved=bound == 0.0,
+                top1_proved=bound == 0.0 and match,
                 error_bound=bound,
                 max_logit_difference=10 * distance,
             )
@@ -76,6 +87,7 @@ def test_the_running_figures_count_every_pair() -> None:
         "top1_match_rate": pytest.approx(2 / 3),
         "total_variation": {"mean": pytest.approx(0.2), "max": 0.3},
         "max_logit_difference": pytest.approx(3.0),
+        "error_bound": {"bounded": 2, "mean": pytest.approx(0.1), "max": 0.2},
         "bound_violations": 2,
         "top1_proved_rate": pytest.approx(1 / 3),
     }
@@ -85,4 +97,5 @@ def test_figures_over_nothing_are_null_and_not_zero() -> None:
     document = AgreementStatistics().document()
     assert document["compared"] == document["bound_violations"] == 0
     assert document["total_variation"] == {"mean": None, "max": None}
+    assert document["error_bound"] == {"bounded": 0, "mean": None, "max": None}
     assert document["top1_match_rate"] is document["top1_proved_rate"] is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from service.engine.engine import Engine
+from service.engine.margin import Margin
 from service.engine.types import (
     Answer,
     GeneratedToken,
@@ -33,7 +34,8 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     bundle, runner = opened(request.param)
     settings = Settings(max_batch=8)
     store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.max_sessions)
-    engine = Engine(bundle.manifest, bundle.vocabulary, runner, store, settings, Metrics())
+    margin = Margin(bundle.weights())
+    engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics())
     await asyncio.to_thread(engine.warm_up)
     yield engine
     await engine.close()

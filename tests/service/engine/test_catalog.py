@@ -1,21 +1,25 @@
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from models.bundle import BundleError
+from models.bundle import Bundle, BundleError, CertificateError
 from models.manifest import Role
 from service.engine.catalog import Catalog, CatalogError
-from service.engine.types import PredictRequest, StepRequest
+from service.engine.types import Mode, Origin, PredictRequest, StepRequest
 from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.runners.runner import Array
 from service.settings import Settings
-from tests.service.shipped import PATHS, each_bundle
+from tests.models.bundles import edit_manifest
+from tests.service.shipped import FOLDER, PATHS, each_bundle
+
+STABLE = FOLDER / "rnn-stable"
 
 
 def make(path: Path, **settings: object) -> Catalog:
@@ -153,3 +157,96 @@ async def test_a_graph_that_computes_something_else_is_not_served(monkeypatch: p
     monkeypatch.setattr(OnnxRunner, "run", wrong)
     with pytest.raises(BundleError, match="advance"):
         await make(PATHS[0]).load()
+
+
+def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
+    """A copy of a bundle with one field of its certificate changed."""
+    path = shutil.copytree(source, folder / source.name)
+    edit_manifest(path, "certificate", *keys, value=value)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("layers", 0, "factor"), 0.5, r"layers\.0\.factor"),
+        (("layers", 0, "rule"), "a better one", r"layers\.0\.rule"),
+        (("contractive",), False, "contractive"),
+    ],
+    ids=["factor", "rule", "contractive"],
+)
+async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and_says_why(
+    tmp_path: Path,
+    believed: None,
+    caplog: pytest.LogCaptureFixture,
+    keys: tuple[str | int, ...],
+    value: object,
+    message: str,
+) -> None:
+    path = edited(STABLE, tmp_path, *keys, value=value)
+    with pytest.raises(CertificateError, match=message):
+        Bundle.read(path)
+    catalog = make(path)
+    await catalog.load()
+    engine = catalog.get()
+    certificate = engine.manifest.certificate
+    assert (certificate.contractive, certificate.certified, certificate.layers) == (False, False, ())
+    assert (certificate.error_bound, certificate.state_error, certificate.rounding) == ((), (), None)
+    assert certificate.reason is not None
+    assert re.search(
+        f"^the certificate does not hold: certificate.*{message}.* claimed, the weights", certificate.reason
+    )
+    assert str(tmp_path) not in certificate.reason, "clients are told nothing of the server's folders"
+    assert certificate.reason in caplog.text
+
+    tokens = tuple(range(2 * engine.manifest.max_window))
+    window = await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    assert (window.error_bound, window.state_error_bound, window.top1_proved) == (None, None, False)
+    for request in (PredictRequest(tokens), PredictRequest(tokens, tolerance=0.9)):
+        auto = await engine.predict(request)
+        assert (auto.mode, auto.state, auto.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+    await catalog.close()
+
+
+async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certificate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def verify(bundle: Bundle, run: object) -> float:
+        if bundle.manifest.certificate.layers:
+            raise CertificateError(f"{bundle.path}: step: hidden is 0.1 from the oracle, measured 1e-06")
+        return 0.0
+
+    monkeypatch.setattr("service.engine.catalog.verify_graphs", verify)
+    catalog = make(STABLE)
+    await catalog.load()
+    reason = "the certificate does not hold: step: hidden is 0.1 from the oracle, measured 1e-06"
+    assert catalog.get().manifest.certificate.reason == reason
+    assert reason in caplog.text
+    await catalog.close()
+
+
+async def test_a_model_that_is_not_certified_by_its_own_word_says_why(
+    believed: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog = make(FOLDER / "lstm")
+    await catalog.load()
+    certificate = catalog.get().manifest.certificate
+    assert not certificate.certified
+    assert certificate.reason is not None
+    assert f"model lstm is not certified: {certificate.reason}" in caplog.text
+    await catalog.close()
+
+
+async def test_a_graph_that_is_not_the_weights_is_fatal_with_a_certificate_that_does_not_hold_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = edited(STABLE, tmp_path, "layers", 0, "factor", value=0.5)
+    run = OnnxRunner.run
+
+    def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        outputs = run(self, role, feeds)
+        return outputs if role != "head" else {"logits": outputs["logits"] + outputs["logits"] ** 2}
+
+    monkeypatch.setattr(OnnxRunner, "run", wrong)
+    with pytest.raises(BundleError, match="head"):
+        await make(path).load()

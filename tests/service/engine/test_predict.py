@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from models.manifest import Certificate
 from service.engine.distribution import predictions
 from service.engine.types import Answer, Mode, Origin, PredictRequest
 from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
-from tests.service.engine.fakes import Bench, name_vocabulary
+from tests.service.engine.fakes import CONTRACTIVE, Bench, name_vocabulary
 
 MakeBench = Callable[..., Bench]
 EOS = 0
@@ -54,34 +56,96 @@ async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for
     assert window.error_bound == 0.0
 
 
-async def test_auto_is_the_models_own_window_where_its_error_is_bounded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+async def test_auto_of_a_certified_model_is_its_own_window(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=130, max_window=200, tail_tokens=200)
+    assert bench.manifest.certificate.certified
+    tokens = TOKENS * 20
+    answer = await bench.engine.predict(PredictRequest(tokens))
+    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 130, Origin.WINDOW)
+    assert answer.error_bound == bench.manifest.certificate.error_bound_at(130)
+    short = await bench.engine.predict(PredictRequest(tokens[:130]))
+    assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
+
+
+@pytest.mark.parametrize("tolerance", [0.5, 0.1, 1e-3])
+async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
+    make_bench: MakeBench, tolerance: float
 ) -> None:
-    monkeypatch.setattr("service.engine.routing.error_bound", lambda _, k, position: 0.0 if k >= position else 0.25)
-    answer = await bench.engine.predict(PredictRequest(TOKENS))
+    bench = make_bench(certified=True, window=4, max_window=200)
+    answer = await bench.engine.predict(PredictRequest(TOKENS * 30, tolerance=tolerance))
+    k = bench.manifest.certificate.smallest_window(tolerance)
+    assert k is not None
+    assert (answer.mode, answer.window) == (Mode.WINDOW, k)
+    assert bench.runner.calls == [("window", [list((TOKENS * 30)[-k:])])]
+    assert answer.error_bound is not None and answer.error_bound <= tolerance
+    whole = await bench.engine.predict(PredictRequest(TOKENS * 30, tolerance=1e-12))
+    assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+
+
+async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=4, max_window=200, radius=1e-5)
+    tokens = TOKENS * 30
+    answer = await bench.engine.predict(PredictRequest(tokens, tolerance=1e-3))
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, Origin.WINDOW)
-    assert answer.error_bound == 0.25
+    assert bench.runner.roles() == ["window"]
+    assert answer.error_bound is not None and answer.error_bound <= 1e-3
+    assert answer.state_error_bound == pytest.approx(1e-5 + 1e-6)
+
+
+async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=4, max_window=200, radius=1.0)
+    tokens = TOKENS * 30
+    answer = await bench.engine.predict(PredictRequest(tokens, tolerance=1e-3))
+    k = bench.manifest.certificate.smallest_window(1e-3)
+    assert (answer.mode, answer.window) == (Mode.WINDOW, k)
+    assert [len(rows[0]) for _, rows in bench.runner.calls] == [4, k]
+    exact = await bench.engine.predict(PredictRequest(tokens, tolerance=0.0, window=9))
+    assert (exact.mode, exact.error_bound) == (Mode.RECURRENT, 0.0)
+    assert [len(rows[0]) for _, rows in bench.runner.calls[2:]] == [9, 301]
+    report: Any = await bench.engine.report()
+    assert {mode: part["requests"] for mode, part in report["modes"].items()} == {"recurrent": 1, "window": 1}
+
+
+async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_bench: MakeBench) -> None:
+    tokens = TOKENS * 30
+    plain = make_bench(certified=True, window=130, max_window=200)
+    curve = await plain.engine.predict(PredictRequest(tokens))
+    for radius in (1e-9, 1.0, 1e9, float("inf"), float("nan")):
+        bench = make_bench(certified=True, window=130, max_window=200, radius=radius)
+        answer = await bench.engine.predict(PredictRequest(tokens))
+        assert answer.error_bound is not None and curve.error_bound is not None
+        assert (answer.error_bound < curve.error_bound) is (radius == 1e-9)
+        assert answer.error_bound <= curve.error_bound
 
 
 @pytest.mark.parametrize(
-    ("contractive", "request_"),
+    "request_",
     [
-        (False, PredictRequest(TOKENS)),
-        (False, PredictRequest(TOKENS, window=8)),
-        (True, PredictRequest(TOKENS)),
-        (True, PredictRequest(TOKENS, tolerance=0.5)),
-        (True, PredictRequest(TOKENS, tolerance=0.5, window=8)),
-        (True, PredictRequest(TOKENS, tolerance=0.0)),
-        (True, PredictRequest(TOKENS[:4])),
+        PredictRequest(TOKENS),
+        PredictRequest(TOKENS, window=8),
+        PredictRequest(TOKENS, tolerance=0.5),
+        PredictRequest(TOKENS, tolerance=0.5, window=8),
+        PredictRequest(TOKENS, tolerance=0.0),
+        PredictRequest(TOKENS[:4]),
     ],
-    ids=["uncertified", "uncertified-k", "contractive", "tolerance", "tolerance-k", "exact", "short"],
+    ids=["plain", "k", "tolerance", "tolerance-k", "exact", "short"],
 )
-async def test_auto_runs_everything_where_no_window_is_known_to_do(
-    make_bench: MakeBench, contractive: bool, request_: PredictRequest
+@pytest.mark.parametrize("certificate", [CONTRACTIVE, Certificate(contractive=False, layers=())])
+async def test_auto_runs_everything_where_the_model_is_not_certified(
+    make_bench: MakeBench, certificate: Certificate, request_: PredictRequest
 ) -> None:
-    bench = make_bench(contractive=contractive)
+    bench = make_bench(certificate=certificate, radius=1e-9)
     answer = await bench.engine.predict(request_)
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+
+
+async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_bench: MakeBench) -> None:
+    bench = make_bench(certificate=Certificate(contractive=False, layers=()), radius=1e-9)
+    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    assert answer.agreement is not None
+    assert (answer.error_bound, answer.top1_proved) == (0.0, False)
+    assert answer.agreement.error_bound is answer.agreement.state_error_bound is None
+    assert answer.agreement.top1_proved is False
 
 
 async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench: Bench) -> None:

@@ -32,7 +32,7 @@ from service.errors import Unavailable, UnknownModel, UnknownSession
 
 LATENCY = Latency(0.25, 0.5, 1.0)
 PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
-AGREEMENT = Agreement(True, False, 1e-4, 1e-8, 1e-3, 1e-2, None, 1e-2)
+AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
 MANIFEST = Manifest.model_validate(
     {
         "schema_version": 1,
@@ -49,7 +49,16 @@ MANIFEST = Manifest.model_validate(
         "weights": "weights.safetensors",
         "tokenizer": "tokenizer.json",
         "files": {},
-        "certificate": {"contractive": True, "layers": []},
+        "certificate": {
+            "contractive": True,
+            "certified": False,
+            "reason": "the bound is still 0.02",
+            "layers": [],
+            "state_error": [0.4, 0.2, 0.02],
+            "error_bound": [0.5, 0.1, 0.02],
+            "head_diameter": 4.0,
+            "rounding": {"dtype": "float32", "measured": 1e-6, "tokens": 9, "safety": 2.0, "worst_case": None},
+        },
         "quality": None,
         "provenance": {
             "created": "2026-01-02T03:04:05+00:00",
@@ -108,10 +117,12 @@ class FakeEngine:
     async def predict(self, request: PredictRequest) -> Answer:
         await self._ask(request)
         if request.mode is not Mode.BOTH:
-            return Answer(request.mode, PREDICTIONS, LATENCY, Origin.FULL, 0.0)
+            return Answer(
+                request.mode, PREDICTIONS, LATENCY, Origin.FULL, 0.25, state_error_bound=0.5, top1_proved=True
+            )
         part = ModeAnswer(PREDICTIONS, LATENCY)
         modes = {Mode.RECURRENT: part, Mode.WINDOW: part}
-        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, Origin.FULL, 0.0, 8, modes, AGREEMENT)
+        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, Origin.FULL, 0.0, 8, modes, AGREEMENT, 0.0, True)
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         outcomes: list[Answer | Exception] = []

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from service.engine.types import GenerateRequest, Mode, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
-from tests.service.http.fake import FakeCatalog, FakeEngine
+from tests.service.http.fake import MANIFEST, FakeCatalog, FakeEngine
 
 WHO = {"model": "fake", "model_version": "3", "device": "cpu"}
 LATENCY = {"queue_ms": 0.25, "compute_ms": 0.5, "total_ms": 1.0}
@@ -29,7 +29,9 @@ async def test_a_prediction_says_who_answered_how_long_it_took_and_how_sure_it_i
         "predictions": PREDICTIONS,
         "latency": LATENCY,
         "state": "full",
-        "error_bound": 0.0,
+        "error_bound": 0.25,
+        "state_error_bound": 0.5,
+        "top1_proved": True,
     }
 
 
@@ -41,12 +43,12 @@ async def test_both_modes_stand_beside_each_other_with_their_agreement(client: h
     }
     assert answer["agreement"] == {
         "top1_match": True,
-        "top1_proved": False,
+        "top1_proved": True,
         "total_variation": 1e-4,
         "kl": 1e-8,
         "max_logit_difference": 1e-3,
         "state_distance": 1e-2,
-        "state_error_bound": None,
+        "state_error_bound": 2e-2,
         "error_bound": 1e-2,
     }
 
@@ -211,9 +213,29 @@ async def test_models_have_openai_s_shape_and_the_manifest_beside_it(client: htt
     (card,) = answer["data"]
     assert (card["id"], card["object"], card["created"]) == ("fake", "model", 1767323045)
     assert (card["family"], card["k"], card["max_window"]) == ("gated", 8, 16)
-    assert card["certificate"] == {"contractive": True, "layers": []}
+    assert card["k_epsilon"] == {"1e-1": 2, "1e-2": None, "1e-3": None, "1e-4": None}
     assert card["quality"] is None
-    assert (await client.get("/v1/models/fake")).json() == card
+    whole = (await client.get("/v1/models/fake")).json()
+    assert {**whole, "certificate": None} == {**card, "certificate": None}
+
+
+async def test_a_model_shows_its_certificate_and_the_list_leaves_out_the_curve(client: httpx.AsyncClient) -> None:
+    (card,) = (await client.get("/v1/models")).json()["data"]
+    whole = (await client.get("/v1/models/fake")).json()["certificate"]
+    assert whole == MANIFEST.certificate.model_dump(mode="json")
+    assert whole["error_bound"] == [0.5, 0.1, 0.02]
+    curves = ("state_error", "error_bound")
+    assert card["certificate"] == {name: value for name, value in whole.items() if name not in curves}
+    assert card["certificate"]["reason"] == "the bound is still 0.02"
+
+
+async def test_readiness_lists_the_models_and_says_why_one_is_not_certified(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    ready = (await client.get("/readyz")).json()
+    assert ready["models"] == [{**WHO, "certified": False, "reason": "the bound is still 0.02"}]
+    catalog.status = "draining"
+    assert (await client.get("/readyz")).json()["models"] == []
 
 
 async def test_the_first_page_leads_to_the_documentation(client: httpx.AsyncClient) -> None:

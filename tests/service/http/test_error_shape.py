@@ -199,7 +199,10 @@ async def test_while_the_models_are_loaded_nothing_is_said_of_them(
 
 async def test_while_the_models_are_loaded_the_device_is_not_known(loading: httpx.AsyncClient) -> None:
     response = await loading.get("/readyz")
-    assert (response.status_code, response.json()) == (503, {"ready": False, "status": "loading", "device": None})
+    assert (response.status_code, response.json()) == (
+        503,
+        {"ready": False, "status": "loading", "device": None, "models": []},
+    )
 
 
 async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id(

@@ -1,0 +1,62 @@
+"""Whether the first token of an answer is proved to be the never-interrupted model's, by the margin it leads by.
+
+With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at most E apart, the lead l_a - l_b of
+a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved where, for every other b,
+
+    l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
+
+The rounding is a theorem too: n terms summed in float32, in whatever order, are off by at most gamma = n u / (1 - n u)
+of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
+here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.weights import Weights, head_weight
+
+UNIT = 2.0**-24  # u of float32
+OUTWARD = 1 + 1e-9  # relative: far above what float64 makes of distances and norms
+AT_ONCE = 64  # rows whose distance from the first token's row is computed in one go
+
+
+class Margin:
+    """The output layer's geometry, of which whatever does not depend on a request is computed once."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._rows = head_weight(weights)
+        rows = self._rows.astype(np.float64)
+        self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
+        terms = rows.shape[1] + 2  # the products, the bias, and one to spare
+        self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
+        self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
+        self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
+
+    def proves(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
+        """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
+        of it, in any float32 run of the output layer."""
+        if not math.isfinite(error):
+            return False
+        first = int(logits.argmax())
+        length = float(np.sqrt(np.square(hidden, dtype=np.float64).sum())) * OUTWARD + error
+        lead: NDArray[np.float64] = float(logits[first]) - logits.astype(np.float64)
+        lead -= self._of_norm * length + self._of_bias
+        lead -= float(self._of_norm[first] * length + self._of_bias[first])
+        lead[first] = np.inf
+        second = int(lead.argmin())
+        if lead[second] <= 0 or not self._leads(lead, first, np.array([second]), error):
+            return False
+        # |V_a - V_b| <= |V_a| + |V_b| settles nearly all; the rest are looked at, nearest first.
+        unsettled = np.flatnonzero(lead <= (self._norms + self._norms[first]) * error)
+        unsettled = unsettled[np.argsort(lead[unsettled])]
+        chunks = (unsettled[start : start + AT_ONCE] for start in range(0, len(unsettled), AT_ONCE))
+        return all(self._leads(lead, first, chunk, error) for chunk in chunks)
+
+    def _leads(self, lead: NDArray[np.float64], first: int, others: NDArray[np.intp], error: float) -> bool:
+        """Whether the first token leads over each of the others by more than the error can take away."""
+        apart = np.sqrt(np.square(self._rows[others].astype(np.float64) - self._rows[first]).sum(axis=1)) * OUTWARD
+        return bool((lead[others] > apart * error).all())

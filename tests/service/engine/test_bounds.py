@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from models.manifest import Certificate, Rounding
+from service.engine.bounds import Bound, bound, meets
+
+ROUNDING = 1e-3
+D = 2.0
+CERTIFICATE = Certificate(
+    contractive=True,
+    certified=False,
+    layers=(),
+    state_error=(0.8, 0.4, 0.2),
+    error_bound=(1.0, 0.3, 0.1),
+    head_diameter=D,
+    rounding=Rounding(measured=ROUNDING, tokens=1, safety=2),
+)
+NOTHING = Certificate(contractive=False, layers=())
+
+
+@pytest.mark.parametrize("certificate", [CERTIFICATE, NOTHING], ids=["contractive", "nothing known"])
+@pytest.mark.parametrize(("k", "position"), [(5, 5), (6, 5), (0, 0)])
+@pytest.mark.parametrize("radius", [None, 0.5])
+def test_an_answer_that_knows_every_token_is_exact_whatever_is_proved(
+    certificate: Certificate, k: int, position: int, radius: float | None
+) -> None:
+    found = bound(certificate, k, position, radius)
+    assert found is not None
+    assert (found.state, found.variation) == (0.0, 0.0)
+    assert found.runs == (ROUNDING if certificate is CERTIFICATE else None)
+
+
+@pytest.mark.parametrize(("k", "state", "variation"), [(1, 0.8, 1.0), (2, 0.4, 0.3), (3, 0.2, 0.1), (9, 0.2, 0.1)])
+def test_a_window_has_the_curve_s_bound_and_a_longer_one_than_the_curve_its_last(
+    k: int, state: float, variation: float
+) -> None:
+    assert bound(CERTIFICATE, k, 100) == Bound(state + ROUNDING, variation, state + ROUNDING)
+
+
+def test_a_bound_that_says_nothing_is_told_as_such() -> None:
+    found = bound(CERTIFICATE, 1, 100)
+    assert found is not None and found.variation == 1.0
+
+
+def test_the_smaller_of_curve_and_radius_counts_for_state_and_answer_each() -> None:
+    found = bound(CERTIFICATE, 2, 100, 0.1)
+    assert found is not None
+    assert found.state == found.runs == 0.1 + ROUNDING
+    assert found.variation == pytest.approx(math.tanh(D * (0.1 + ROUNDING) / 4), rel=1e-12)
+    assert found.variation >= math.tanh(D * (0.1 + ROUNDING) / 4)
+    assert bound(CERTIFICATE, 2, 100, 9.0) == bound(CERTIFICATE, 2, 100)
+
+
+@pytest.mark.parametrize("radius", [None, 0.1])
+def test_nothing_is_claimed_where_rounding_was_not_measured(radius: float | None) -> None:
+    assert bound(NOTHING, 4, 5, radius) is None
+    assert bound(CERTIFICATE.model_copy(update={"rounding": None}), 4, 5, radius) is None
+
+
+def test_a_run_can_be_bounded_where_no_curve_is() -> None:
+    without = CERTIFICATE.model_copy(update={"state_error": (), "error_bound": ()})
+    assert bound(without, 4, 5) is None
+    found = bound(without, 4, 5, 0.1)
+    assert found is not None and 0 < found.variation < 1
+
+
+@pytest.mark.parametrize(
+    ("found", "tolerance", "met"),
+    [
+        (None, 1.0, False),
+        (Bound(0.0, 0.0, None), 0.0, True),
+        (Bound(1.0, 0.25, 1.0), 0.25, True),
+        (Bound(1.0, 0.25, 1.0), 0.2, False),
+    ],
+)
+def test_a_tolerance_is_met_by_a_bound_that_is_no_larger(found: Bound | None, tolerance: float, met: bool) -> None:
+    assert meets(found, tolerance) is met
