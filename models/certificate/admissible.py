@@ -13,31 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from models.certificate.outward import SPARE, UNIT, Matrix, Vector, product_above, roundoff
+from models.certificate.spread import LinearMap
 from models.reference import layer_norm, sigmoid
 
-Vector = NDArray[np.float64]
-Matrix = NDArray[np.float64]
-
 ROWS_AT_ONCE = 4096
-
-UNIT = 2.0**-53
-"""float64's unit roundoff."""
-
-SPARE = 16
-"""Roundings allowed for beside a sum's own: those of the few functions that made its terms, and second orders."""
-
-
-def roundoff(terms: int) -> float:
-    """How far a sum of products is off in float64, in any order, per unit of the sum of their absolute values."""
-    return (terms + SPARE) * UNIT
-
-
-def product_above(magnitude: Matrix, bound: Vector) -> Vector:
-    """`magnitude @ bound` from above, both without a negative entry; (R, I) and (I)."""
-    result: Vector = (magnitude @ bound) * (1 + roundoff(len(bound)))
-    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +64,9 @@ class Inputs(Protocol):
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
         """How far `weight x + bias` reaches; weight: (R, I), bias: (R)."""
 
+    def seen_by(self, weight: Matrix) -> LinearMap:
+        """What `weight` (R, I) makes of a difference of two inputs; behind a LayerNorm, of two normalised vectors n."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -116,15 +100,31 @@ class Rows:
         off = relative * np.abs(self.rows).max(axis=0) + (1 + relative) * self.error
         return Reach(low + bias, high + bias).wider(product_above(np.abs(weight), off) + relative * np.abs(bias))
 
+    def each(self, weight: Matrix, bias: Vector) -> Matrix:
+        """`weight x + bias` from above, row by row: (V, R)."""
+        relative = roundoff(weight.shape[1])
+        off = relative * np.abs(self.rows).max(axis=0) + (1 + relative) * self.error
+        margin = product_above(np.abs(weight), off) + relative * np.abs(bias)
+        above: Matrix = np.nextafter(self.rows @ weight.T + (bias + margin), np.inf)
+        return above
+
+    def seen_by(self, weight: Matrix) -> LinearMap:
+        return LinearMap(weight)
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """All x with |x_i| <= bound_i."""
+    """All x with |x_i| <= bound_i; a bound that is not finite is none, for any of them."""
 
     bound: Vector
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
+        if not np.isfinite(self.bound).all():
+            return Reach(np.full(len(bias), -np.inf), np.full(len(bias), np.inf))
         return Reach(bias, bias).wider(product_above(np.abs(weight), self.bound))
+
+    def seen_by(self, weight: Matrix) -> LinearMap:
+        return LinearMap(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,12 @@ class Normalised:
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
         relative = roundoff(len(self.gain))
-        scaled = weight * self.gain
-        centred = scaled - scaled.mean(axis=1, keepdims=True)  # n is orthogonal to the constant vector
-        length = np.linalg.norm(centred, axis=1) + 2 * relative * np.linalg.norm(scaled, axis=1)
+        length = self.seen_by(weight).rows
         centre = weight @ self.shift + bias
         off = relative * (np.abs(weight) @ np.abs(self.shift) + np.abs(bias))
         return Reach(centre, centre).wider((1 + relative) * (np.sqrt(len(self.gain)) * length + off))
+
+    def seen_by(self, weight: Matrix) -> LinearMap:
+        scaled = weight * self.gain
+        centred = scaled - scaled.mean(axis=1, keepdims=True)  # n is orthogonal to the constant vector
+        return LinearMap(centred, 2 * roundoff(len(self.gain)) * np.linalg.norm(scaled, axis=1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Matrix, Vector, roundoff
+from models.certificate.outward import Matrix, Vector, roundoff
 
 EXACT_ROWS = 16_384
 """Up to this vocabulary D is the maximum over all pairs; beyond, twice the radius around the rows' mean."""

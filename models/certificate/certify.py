@@ -6,9 +6,10 @@ import numpy as np
 
 from models.certificate.answer import head_diameter, total_variation
 from models.certificate.layer_bound import LayerBound
-from models.certificate.layers import layer_bounds
-from models.certificate.stack import state_error_curve
-from models.manifest import Architecture, Certificate, Contraction, Rounding
+from models.certificate.layers import build_layers
+from models.certificate.outward import norm_above
+from models.certificate.stack import Stack, state_error_curve
+from models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
 from models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
@@ -20,19 +21,20 @@ def certify(architecture: Architecture, weights: Weights, max_window: int, round
 
     `rounding`, where there is one, is what was measured of float32 runs: it is added to the answers' bound.
     """
-    bounds = layer_bounds(architecture, weights)
+    layers = build_layers(architecture, weights)
+    bounds = [layer.bound for layer in layers]
     diameter = head_diameter(head_weight(weights).astype(np.float64))
     reason: str | None
     failing = [(layer, bound) for layer, bound in enumerate(bounds) if not bound.factor < 1]
-    layers = tuple(_contraction(layer, bound) for layer, bound in enumerate(bounds))
+    proved = tuple(_contraction(layer, bound) for layer, bound in enumerate(bounds))
     if failing:
         layer, bound = failing[0]
         reason = (
             f"layer {layer} is not proved to forget: the smallest factor found by which two of its states come closer "
-            f"at a token is {bound.factor:.4g} ({bound.rule}), and it would have to be below 1"
+            f"at a token is {bound.factor:.4g} ({bound.best.rule}), and it would have to be below 1"
         )
-        return Certificate(contractive=False, reason=reason, layers=layers, head_diameter=diameter, rounding=rounding)
-    state_error = state_error_curve(architecture, weights, bounds, max_window)
+        return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter, rounding=rounding)
+    state_error = state_error_curve(Stack(architecture, weights, layers), max_window)
     added = rounding.measured if rounding else 0.0
     error = total_variation(diameter, state_error + added)
     certified = bool(error[-1] <= CERTIFIED)
@@ -45,7 +47,7 @@ def certify(architecture: Architecture, weights: Weights, max_window: int, round
         contractive=True,
         certified=certified,
         reason=reason,
-        layers=layers,
+        layers=proved,
         state_error=tuple(state_error.tolist()),
         error_bound=tuple(error.tolist()),
         head_diameter=diameter,
@@ -54,12 +56,16 @@ def certify(architecture: Architecture, weights: Weights, max_window: int, round
 
 
 def _contraction(layer: int, bound: LayerBound) -> Contraction:
-    reach = float(np.linalg.norm(bound.reach[0]))
+    best, reach = bound.best, norm_above(bound.reach[0])
     return Contraction(
         layer=layer,
         factor=bound.factor,
-        rule=bound.rule,
-        norm=bound.norm_name,
-        weights=bound.stated_weights,
+        rule=best.rule,
+        norm=str(best.norm),
+        weights=best.norm.stated_weights,
+        conditions=tuple(
+            Condition(rule=proof.rule, norm=str(proof.norm), factor=proof.factor) for proof in bound.proofs
+        ),
+        input_gain=bound.input_gain,
         reach=reach if np.isfinite(reach) else None,
     )

@@ -1,4 +1,4 @@
-"""The GRU's contraction, by a scalar comparison. The reset gate stands after the matrix, as torch has it:
+"""The GRU's contraction, by comparison. The reset gate stands after the matrix, as torch has it:
 
     r = sigma(U_r x + W_r h + d_r),  z = sigma(U_z x + W_z h + d_z),  q = W_n h + d_n
     n = tanh(U_n x + b_n + r * q),   h' = (1 - z) * n + z * h
@@ -6,23 +6,23 @@
 **The box.** h' is a convex combination of n and h, so from the zero state |h| <= n^, the greatest |n|, unit by unit;
 |n| < 1 to begin with, and then: a box for h bounds r and q, hence n, hence h; this only ever shrinks the box.
 
-**Two states** h, h~ in the box, one input:
+**Two states** h, h~ in the box, inputs x and x~:
 
-    h' - h~' = z (h - h~) + (1 - z) (n - n~) + (z - z~) (h~ - n~)
+    h' - h~' = z (h - h~) + (1 - z) (n - n~) + (z - z~) (h~ - n~) = z~ (h - h~) + (1 - z~) (n - n~) + (z - z~) (h - n)
 
-(check: the terms in z h~ and z n~ cancel). With R, Z the greatest slopes of the sigmoids and N that of tanh
-within reach, unit by unit, and q^ the greatest |q|, r^ the greatest r:
+(check: the terms in z h~ and z n~ cancel), so z may be taken as the smaller of its two values; with m its
+pre-activation, `|z - z~| <= Z(m) y_z`, Z(m) the sigmoid's greatest slope from m on (`models/certificate/cases.py`),
+y_z <= |W_z dh| + |U_z dx| unit by unit, likewise y_r, y_n. With R, N the greatest slopes within reach, q^ the greatest
+|q|, r^ the greatest r, and |h - n| <= h^ + n^:
 
-    |n - n~| <= N |r q - r~ q~| <= N (r^ |W_n dh| + q^ R |W_r dh|),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
-    |z - z~| |h~ - n~| <= Z (h^ + n^) |W_z dh|
+    |n - n~| <= N (|U_n dx| + r^ |W_n dh| + q^ R y_r),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
 
-2-norm: z <= max z^ on the first term and 1 - z <= max(1 - z_) on the second, each at its own worst,
+**elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit,
+which shrinks a maximum norm that is weighted by unit (`models/certificate/perron.py`).
+
+**2-norm**: z <= max z^ on the first term and 1 - z <= max(1 - z_) on the second, each at its own worst,
 
     factor = max z^ + |(1 - z_) N r^ W_n| + |(1 - z_) N q^ R W_r| + |Z (h^ + n^) W_z|
-
-Maximum norm: unit by unit the first two terms are z + (1 - z) A, A = N (r^ |W_n| + q^ R |W_r|) by rows, linear in z, so
-greatest at an end of its range: factor = max over units of max(z^ + (1 - z^) A, z_ + (1 - z_) A) + C, C the last
-term's row.
 
 Kin: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
 """
@@ -31,52 +31,103 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Inputs, Matrix, Reach, Vector, product_above, roundoff
-from models.certificate.layer_bound import LayerBound
+from models.certificate.admissible import Inputs, Reach, Rows
+from models.certificate.cases import Cases
+from models.certificate.layer_bound import Errors, LayerBound, Proof
+from models.certificate.norm import Norm
+from models.certificate.outward import UP, Matrix, Vector, product_above, roundoff
+from models.certificate.perron import perron
+from models.certificate.spread import LinearMap, Spread
 from models.reference import sigmoid
 
 ITERATIONS = 100
 SETTLED = 1e-13
 
 
-def gru_bound(weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> LayerBound:
-    """weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H); gates in the order r, z, n. The smaller of two norms."""
+class GruLayer:
+    """weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H); gates in the order r, z, n."""
+
+    def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> None:
+        self.hidden = hidden = weight_hh.shape[1]
+        r, z, q, n, self.h = _box(weight_ih, weight_hh, bias_ih, bias_hh, inputs)
+        self.gate = Cases.of(z)
+        self.range = (self.h + np.tanh(n.magnitude())) * UP
+        self.slope_n = n.tanh_slope() * sigmoid(r.high) * UP, n.tanh_slope() * UP
+        self.slope_r = n.tanh_slope() * q.magnitude() * r.sigmoid_slope() * UP
+        self.maps = tuple(LinearMap(block) for block in np.split(weight_hh, 3))
+        self.into = None if isinstance(inputs, Rows) else tuple(map(inputs.seen_by, np.split(weight_ih, 3)))
+        self.enter = np.minimum(sigmoid(-z.low) * UP, 1.0)
+        self.kept = min(float(sigmoid(z.high).max()) * UP, 1.0)
+        self.switch = self.range * z.sigmoid_slope() * UP
+        recurrent = self._scaled(self.maps, self.slope_n[0])
+        self.recurrent_gain = sum(each.norm for each in recurrent) * UP
+        self.inward = self._scaled(self.into, self.slope_n[1]) if self.into else ()
+        two = (self.kept + self.recurrent_gain) * UP
+        rows, ones = self._comparison(np.ones(hidden)), np.ones(hidden)
+        weighted, weights = perron(self._comparison, hidden)
+        proofs = (
+            Proof("gru_comparison_2", Norm("2"), two),
+            Proof("gru_comparison_inf", Norm("inf"), float(np.max(rows / ones)) * UP),
+            Proof("gru_elementwise", Norm("inf", (weights,)), weighted),
+        )
+        gain = sum(each.norm for each in self.inward) * UP if self.into else None
+        self.bound = LayerBound(proofs, (self.h,), gain)
+        self.cap = Spread.within(2 * self.h)
+
+    def _scaled(self, maps: tuple[LinearMap, ...], slope_n: Vector) -> tuple[LinearMap, ...]:
+        """What reaches dh' through r, z and n, the greatest 1 - z let in."""
+        r, z, n = maps
+        return (r.scaled(self.enter * self.slope_r), z.scaled(self.switch), n.scaled(self.enter * slope_n))
+
+    def _comparison(self, bounds: Vector) -> Vector:
+        """One step of unit by unit bounds of dh, for equal inputs; homogeneous."""
+        r, z, n = (each.magnitude @ bounds for each in self.maps)
+        return self._combined(bounds, (self.slope_n[0] * n + self.slope_r * r) * UP, z)
+
+    def _combined(self, h: Vector, n: Vector, z: Vector) -> Vector:
+        ends = [keep * h + (1 - keep) * n for keep in (self.gate.low, self.gate.high)]
+        bound: Vector = np.max(np.maximum(*ends) + self.gate.slope * (self.range * z), axis=0) * UP
+        return bound
+
+    def start(self) -> Errors:
+        return Errors((Spread.within(self.h),))
+
+    def step(self, errors: Errors, fed: Spread | None) -> Errors:
+        h = errors.spreads[0]
+        r, z, n = (each.rows_of(h) for each in self.maps)
+        n = self.slope_n[0] * n
+        ball = self.kept * h.ball + self.recurrent_gain * h.ball
+        if self.into is not None and fed is not None:
+            fed_r, fed_z, fed_n = (each.rows_of(fed) for each in self.into)
+            r, z, n = r + fed_r, z + fed_z, n + self.slope_n[1] * fed_n
+            ball += sum(each(fed).ball for each in self.inward)
+        moved = np.minimum((n + self.slope_r * r) * UP, self.range)
+        after = Spread.within(self._combined(h.box, moved, z), ball * UP)
+        return Errors((after.cut(self.cap),), (), errors.steps + 1)
+
+
+def _box(
+    weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs
+) -> tuple[Reach, Reach, Reach, Reach, Vector]:
+    """How far the pre-activations of r and z, q, the pre-activation of n, and |h| reach from the zero state."""
     hidden = weight_hh.shape[1]
     gates = slice(0, 2 * hidden)
     added = bias_ih.copy()
     added[gates] += bias_hh[gates]
     driven, magnitude = inputs.reach(weight_ih, added), np.abs(weight_hh)
     recalled_bias = bias_hh[2 * hidden :]
-
     h = np.ones(hidden)
     for _ in range(ITERATIONS):
         radius = product_above(magnitude, h)
         r, z = (driven[rows].wider(radius[rows]) for rows in (slice(hidden), slice(hidden, 2 * hidden)))
         q = Reach(recalled_bias, recalled_bias).wider(radius[2 * hidden :])
         n = _candidate(driven[slice(2 * hidden, 3 * hidden)], r, q)
-        n_bound = np.tanh(n.magnitude())
-        if np.all(h - n_bound <= SETTLED):
+        reached = np.minimum(np.tanh(n.magnitude()) * UP, 1.0)
+        settled = bool(np.all(h - reached <= SETTLED))
+        h = np.minimum(h, reached)
+        if settled:
             break
-        h = np.minimum(h, n_bound)
-
-    w_r, w_z, w_n = np.split(weight_hh, 3)
-    keep_low, keep_high = sigmoid(z.low), sigmoid(z.high)
-    slope = n.tanh_slope()
-    terms = ((slope * sigmoid(r.high), w_n), (slope * q.magnitude() * r.sigmoid_slope(), w_r))
-    switching = z.sigmoid_slope() * (h + n_bound)
-
-    enter = sigmoid(-z.low)  # the greatest 1 - z
-    two = float(
-        keep_high.max()
-        + sum(np.linalg.norm((enter * scale)[:, None] * weight, 2) for scale, weight in terms)
-        + np.linalg.norm(switching[:, None] * w_z, 2)
-    )
-    row = np.sum([scale * np.abs(weight).sum(axis=1) for scale, weight in terms], axis=0)
-    kept = np.maximum(keep_high + sigmoid(-z.high) * row, keep_low + enter * row)
-    maximum = float(np.max(kept + switching * np.abs(w_z).sum(axis=1)))
-    if two <= maximum:
-        return LayerBound(two, "gru_comparison_2", "2", (h,))
-    return LayerBound(maximum, "gru_comparison_inf", "inf", (h,))
+    return r, z, q, n, h
 
 
 def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:

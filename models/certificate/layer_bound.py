@@ -1,49 +1,92 @@
-"""What is proved of one layer: a contraction factor, the norm that it holds in, and how large the state can be."""
+"""What is proved of one layer, and what every kind of layer can tell."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 
-from models.certificate.admissible import Matrix, Vector
+from models.certificate.norm import Norm
+from models.certificate.outward import Matrix, Vector
+from models.certificate.spread import Spread
 
-Norm = Literal["2", "inf"]
+TIE = 1e-9
+"""Relative: a later rule wins only if its factor is smaller by more, so that rounding does not choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, in its norm; factor None where it does not apply."""
+
+    rule: str
+    norm: Norm
+    factor: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBound:
-    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|` for every admissible x and all s, s~ within `reach`.
+    """For every admissible x and all states s, s~ within `reach`, by the best of `proofs`.
 
-    The norm is the greatest, over the layer's state tensors, of their own norm (2 or maximum) divided by its weight.
     reach: by state tensor, in the manifest's order, the greatest |value| of each unit from the zero state, (H).
+    input_gain: 2-norm of the state's change in one step for each unit of change of the input; None over embeddings,
+    which are the same for both trajectories.
     """
 
-    factor: float
-    rule: str
-    norm: Norm
+    proofs: tuple[Proof, ...]
     reach: tuple[Vector, ...]
-    weights: tuple[float, ...] = (1.0,)
+    input_gain: float | None = None
 
     @property
-    def stated_weights(self) -> tuple[float, ...]:
-        """The weights that `norm_name` speaks of: p and q, or none."""
-        return self.weights if len(self.weights) > 1 else ()
+    def best(self) -> Proof:
+        """The proof with the smallest factor."""
+        chosen = self.proofs[0]
+        for proof in self.proofs[1:]:
+            if proof.factor is not None and (chosen.factor is None or proof.factor < chosen.factor * (1 - TIE)):
+                chosen = proof
+        return chosen
 
     @property
-    def norm_name(self) -> str:
-        """The norm, for people: `|s|_2`, or with two state tensors `max(|h|_2 / p, |c|_2 / q)`."""
-        if len(self.weights) == 1:
-            return f"|s|_{self.norm}"
-        return f"max(|h|_{self.norm} / p, |c|_{self.norm} / q)"
+    def factor(self) -> float:
+        factor = self.best.factor
+        assert factor is not None, "this is a bug: every layer has a rule that always applies"
+        return factor
 
     def distance(self, *differences: Matrix) -> Vector:
-        """The norm of differences of states, (B, H) for each state tensor: (B)."""
-        order = 2 if self.norm == "2" else np.inf
-        sizes = [
-            np.linalg.norm(difference, order, axis=1) / weight
-            for difference, weight in zip(differences, self.weights, strict=True)
-        ]
-        longest: Vector = np.max(sizes, axis=0)
-        return longest
+        """The best proof's norm of differences of states, (B, H) for each state tensor: (B)."""
+        return self.best.norm.distance(*differences)
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far apart two trajectories' states of one layer can be, a number of steps after the cut.
+
+    spreads: by state tensor; the first is what the layer puts out. gauges: bounds in other norms. steps: since the cut.
+    """
+
+    spreads: tuple[Spread, ...]
+    gauges: tuple[float, ...] = ()
+    steps: int = 0
+
+    def flat(self) -> Vector:
+        """All numbers in a row."""
+        parts = [np.append(spread.box, spread.ball) for spread in self.spreads]
+        return np.concatenate([*parts, np.array(self.gauges)])
+
+
+class Layer(Protocol):
+    """One recurrent layer of a model.
+
+    `step` is monotone: larger errors in give larger errors out. Differences never leave the box of what is reached, so
+    neither do the errors. `fed` is how far the layer's inputs are apart, None where they are equal.
+    """
+
+    @property
+    def bound(self) -> LayerBound:
+        """What is proved of the state map."""
+
+    def start(self) -> Errors:
+        """Right after the cut: the zero state, and any state that is reached from it."""
+
+    def step(self, errors: Errors, fed: Spread | None) -> Errors:
+        """One token later."""

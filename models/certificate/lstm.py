@@ -1,123 +1,159 @@
-"""The LSTM's contraction, by comparison with a 2 x 2 matrix.
+"""The LSTM's contraction, by comparison with non-negative matrices.
 
 **The box.** A unit's h is less than 1; hence its gates are at most so far open: f <= f^, i <= i^, o <= o^, |g| <= g^;
-hence |c| <= c^ = i^ g^ / (1 - f^) and |h| <= o^ tanh(c^); and again, which only ever shrinks the box. Every iterate
-bounds all states that are reached from zero, for all admissible inputs.
+hence |c| <= c^ = i^ g^ / (1 - f^) and |h| <= h^ = o^ tanh(c^); and again, which only ever shrinks the box. Every
+iterate bounds all states that are reached from zero, for all admissible inputs.
 
-**Two states** (c, h) and (c~, h~) in the box, one input. Write `df = f - f~` and so on; then
+**Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Write `df = f - f~` and so on; then
 
-    dc' = f dc + c~ df + g di + i~ dg        dh' = o (tanh c' - tanh c~') + tanh(c~') do
+    dc' = f dc + c~ df + g di + i~ dg = f~ dc + c df + ...     dh' = o dt + t~ do = o~ dt + t do,   t = tanh(c')
 
-and by the mean value theorem on the box, which is convex, `|df| <= F |W_f dh|` unit by unit, F the greatest slope of
-the sigmoid within reach (1/4 at most), likewise I, O, and G for tanh. So with `|.|` the 2-norm or the maximum norm,
+so f and o may each be taken as the smaller of its two values; with m its pre-activation, `|df| <= F(m) |y_f|`, F(m) the
+sigmoid's greatest slope from m on (`models/certificate/cases.py`) and `|y_f| <= |W_f dh| + |U_f dx|` unit by unit,
+likewise y_i, y_g, y_o; |di| <= I |y_i|, |dg| <= G |y_g| with the greatest slopes within reach. So unit by unit
+
+    |dc'| <= max over m of  f(m) |dc| + c^ F(m) y_f  +  g^ I y_i + i^ G y_g
+    |dh'| <= max over m of  o(m) |dt| + t^ O(m) y_o,    |dt| <= min(|dc'|, 2 tanh(|dc'| / 2)),   t^ = tanh(c^)
+
+**elementwise comparison**: this map of (|dh|, |dc|), with |dt| <= |dc'|, shrinks a maximum norm that is weighted by
+unit (`models/certificate/perron.py`). It is at least as small as the 2 x 2 comparison in the maximum norm.
+
+**2 x 2 comparison**, in the 2-norm or the maximum norm:
 
     |dc'| <= max(f^) |dc| + a |dh|,                  a = |c^ F W_f| + |g^ I W_i| + |i^ G W_g|
-    |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |tanh(c^) O W_o|, a_o: as a, rows scaled by o^
+    |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|, a_o: as a, rows scaled by o^
 
 (products of vectors and matrices scale rows). With p > 0 the Perron vector of this matrix and r its spectral radius,
 max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
 
-Kin: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020); Miller and Hardt,
-"Stable recurrent models" (2019), whose condition in the maximum norm makes both row sums of this matrix < 1.
+**Miller and Hardt** ("Stable recurrent models", 2019): in the maximum norm, with f the largest forget gate, if
+|W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with
+b = |W_f| / (4 (1 - f)) + |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|: max(|dc|, |dh|) shrinks by
+f + b + |W_o| / 4. For comparison: the rules above are never worse.
+
+Kin: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
-from models.certificate.admissible import Inputs, Matrix, Reach, Vector, product_above
-from models.certificate.layer_bound import LayerBound, Norm
+from models.certificate.admissible import Inputs, Rows
+from models.certificate.cases import Cases
+from models.certificate.layer_bound import Errors, LayerBound, Proof
+from models.certificate.lstm_box import LstmBox
+from models.certificate.norm import Norm, Order
+from models.certificate.outward import UP, Matrix, Vector, norm_above
+from models.certificate.perron import perron, perron_2x2
+from models.certificate.spread import LinearMap, Spread
 from models.reference import sigmoid
 
-RULES: dict[Norm, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
-
-ITERATIONS = 100
-SETTLED = 1e-13
-
-SATURATED = 1e-9
-"""A forget gate that may come this close to 1 leaves c without a bound worth the name: the factor is then >= 1."""
+RULES: dict[Order, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
 
 POSITIVE = 1e-9
 """Added to the comparison matrix, so that its Perron vector is positive and weighs a norm."""
 
 
-def lstm_bound(weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> LayerBound:
-    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), both biases added; gates in the order i, f, g, o.
+class LstmLayer:
+    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), both biases added; gates in the order i, f, g, o."""
 
-    The smaller factor of the two norms.
-    """
-    box = _Box.settle(weight_ih, weight_hh, bias, inputs)
-    candidates = [(*perron(box.matrix(weight_hh, norm)), norm) for norm in RULES]
-    factor, (cell_weight, output_weight), norm = min(candidates, key=lambda candidate: candidate[0])
-    return LayerBound(
-        factor=max(factor, 1.0) if box.saturated.any() else factor,
-        rule=RULES[norm],
-        norm=norm,
-        reach=(box.h, np.where(box.saturated, np.inf, box.c)),
-        weights=(float(output_weight), float(cell_weight)),
-    )
+    def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
+        self.hidden = hidden = weight_hh.shape[1]
+        self.box = box = LstmBox.settle(weight_ih, weight_hh, bias, inputs)
+        i, f, g, o = box.reach
+        self.forget, self.output = Cases.of(f), Cases.of(o)
+        self.open_i, self.open_f, self.open_o = (np.minimum(sigmoid(gate.high) * UP, 1) for gate in (i, f, o))
+        self.shown = np.tanh(box.c) * UP
+        slopes = (np.tanh(g.magnitude()) * i.sigmoid_slope(), box.c * f.sigmoid_slope(), self.open_i * g.tanh_slope())
+        self.cell_slopes = tuple(slope * UP for slope in slopes)  # of y_i, y_f, y_g in dc'
+        self.output_slope = self.shown * o.sigmoid_slope() * UP
+        self.maps = tuple(LinearMap(block) for block in np.split(weight_hh, 4))
+        self.into = None if isinstance(inputs, Rows) else tuple(map(inputs.seen_by, np.split(weight_ih, 4)))
+        self.in_cell, self.in_output = self._scaled(self.maps)
+        self.into_cell: tuple[LinearMap, ...] = ()
+        self.into_output: LinearMap | None = None
+        if self.into is not None:
+            self.into_cell, self.into_output = self._scaled(self.into)
+        self.kept, self.kept_shown = float(self.open_f.max()), float((self.open_o * self.open_f).max()) * UP
+        self.cell_gain = sum(each.norm for each in self.in_cell) * UP
+        self.shown_gain = (sum(each.scaled(self.open_o).norm for each in self.in_cell) + self.in_output.norm) * UP
+        weighted, weights = perron(self._comparison, 2 * hidden)
+        proofs = [
+            *(self._two_by_two(order) for order in RULES),
+            Proof("lstm_elementwise", Norm("inf", (weights[:hidden], weights[hidden:])), weighted),
+        ]
+        if box.saturated.any():
+            proofs = [Proof(proof.rule, proof.norm, max(proof.factor or 0.0, 1.0)) for proof in proofs]
+        proofs.append(_miller_hardt(np.split(np.abs(weight_hh), 4), inputs.reach(weight_ih, bias).high[hidden:]))
+        self.bound = LayerBound(tuple(proofs), (box.h, np.where(box.saturated, np.inf, box.c)), self._input_gain())
+        self.caps = Spread.within(2 * box.h), Spread.within(2 * self.bound.reach[1])
+
+    def _scaled(self, maps: tuple[LinearMap, ...]) -> tuple[tuple[LinearMap, ...], LinearMap]:
+        """What reaches dc' through i, f, g, and dh' through o, by the spectral norm of rows already scaled."""
+        cell = tuple(each.scaled(slope) for each, slope in zip(maps[:3], self.cell_slopes, strict=True))
+        return cell, maps[3].scaled(self.output_slope)
+
+    def _input_gain(self) -> float | None:
+        if self.into_output is None:
+            return None
+        moved = sum(each.norm for each in self.into_cell) * UP
+        return float(np.hypot(moved, float(self.open_o.max()) * moved + self.into_output.norm)) * UP
+
+    def _comparison(self, bounds: Vector) -> Vector:
+        """One step of unit by unit bounds of (dh, dc), for equal inputs; homogeneous."""
+        h, c = bounds[: self.hidden], bounds[self.hidden :]
+        y = tuple(each.magnitude @ h for each in self.maps)
+        cell = self._cell(c, y)
+        return np.concatenate([self._shown(cell, y[3]), cell])
+
+    def _cell(self, c: Vector, y: tuple[Vector, ...]) -> Vector:
+        kept = np.max(self.forget.high * c + self.forget.slope * (self.box.c * y[1]), axis=0)
+        bound: Vector = (kept + self.cell_slopes[0] * y[0] + self.cell_slopes[2] * y[2]) * UP
+        return bound
+
+    def _shown(self, moved: Vector, y: Vector) -> Vector:
+        bound: Vector = np.max(self.output.high * moved + self.output.slope * (self.shown * y), axis=0) * UP
+        return bound
+
+    def _two_by_two(self, order: Order) -> Proof:
+        if order == "2":
+            cell, shown = self.cell_gain, self.shown_gain
+        else:
+            rows = np.sum([each.magnitude.sum(axis=1) for each in self.in_cell], axis=0)
+            cell = float(rows.max())
+            shown = float((self.open_o * rows + self.in_output.magnitude.sum(axis=1)).max())
+        matrix = np.array([[self.kept, cell], [self.kept_shown, shown]]) * UP + POSITIVE
+        factor, weights = perron_2x2(matrix)
+        return Proof(RULES[order], Norm(order, (float(weights[1]), float(weights[0]))), factor)
+
+    def start(self) -> Errors:
+        return Errors(tuple(Spread.within(reach) for reach in self.bound.reach))
+
+    def step(self, errors: Errors, fed: Spread | None) -> Errors:
+        h, c = errors.spreads
+        y = tuple(each.rows_of(h) for each in self.maps)
+        fed_cell = fed_output = 0.0
+        if self.into is not None and self.into_output is not None and fed is not None:
+            y = tuple(old + each.rows_of(fed) for old, each in zip(y, self.into, strict=True))
+            fed_cell = sum(each(fed).ball for each in self.into_cell)
+            fed_output = self.into_output(fed).ball
+        ball = self.kept * c.ball + self.cell_gain * h.ball + fed_cell
+        after_c = Spread.within(self._cell(c.box, y), ball * UP).cut(self.caps[1])
+        moved = np.minimum(after_c.box, 2 * np.tanh(after_c.box / 2) * UP)
+        widest = float(self.open_o.max())
+        through_c = widest * min(after_c.ball, norm_above(moved)) + self.in_output.norm * h.ball
+        at_once = self.kept_shown * c.ball + self.shown_gain * h.ball + widest * fed_cell
+        ball = min(through_c, at_once) + fed_output
+        after_h = Spread.within(self._shown(moved, y[3]), ball * UP).cut(self.caps[0])
+        return Errors((after_h, after_c), (), errors.steps + 1)
 
 
-def perron(matrix: Matrix) -> tuple[float, Vector]:
-    """Spectral radius and Perron vector, its greatest entry 1, of a 2 x 2 matrix of positive entries."""
-    (a, b), (c, d) = matrix
-    half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
-    root = float((a + d) / 2 + slant)
-    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # root - a, or root - d
-    return root, vector / vector.max()
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """What every unit stays within: gates i, f, o and candidate g (H each), and the slopes that they meet."""
-
-    reach: tuple[Reach, Reach, Reach, Reach]
-    c: Vector
-    h: Vector
-    saturated: NDArray[np.bool_]
-
-    @classmethod
-    def settle(cls, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> _Box:
-        hidden = weight_hh.shape[1]
-        driven, magnitude = inputs.reach(weight_ih, bias), np.abs(weight_hh)
-        h = np.ones(hidden)
-        for _ in range(ITERATIONS):
-            reach = driven.wider(product_above(magnitude, h))
-            i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
-            room = sigmoid(-f.high)  # 1 - f^
-            saturated = room < SATURATED
-            c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.where(saturated, SATURATED, room)
-            shown = np.where(saturated, 1.0, np.tanh(c))
-            box = cls((i, f, g, o), c, sigmoid(o.high) * shown, saturated)
-            if np.all(h - box.h <= SETTLED):
-                break
-            h = np.minimum(h, box.h)
-        return box
-
-    def matrix(self, weight_hh: Matrix, norm: Norm) -> Matrix:
-        """The comparison matrix in the norm; the maximum norm takes whole rows together."""
-        i, f, g, o = self.reach
-        w_i, w_f, w_g, w_o = np.split(weight_hh, 4)
-        open_i, open_f, open_o = (sigmoid(gate.high) for gate in (i, f, o))
-        cell = (
-            (self.c * f.sigmoid_slope(), w_f),
-            (np.tanh(g.magnitude()) * i.sigmoid_slope(), w_i),
-            (open_i * g.tanh_slope(), w_g),
-        )
-        shown = (*((open_o * scale, w) for scale, w in cell), (np.tanh(self.c) * o.sigmoid_slope(), w_o))
-        gain = _spectral_sum if norm == "2" else _row_sum
-        matrix = np.array([[open_f.max(), gain(cell)], [(open_o * open_f).max(), gain(shown)]])
-        return matrix + POSITIVE
-
-
-def _spectral_sum(terms: tuple[tuple[Vector, Matrix], ...]) -> float:
-    """The sum of |scale W|_2."""
-    return float(sum(np.linalg.norm(scale[:, None] * weight, 2) for scale, weight in terms))
-
-
-def _row_sum(terms: tuple[tuple[Vector, Matrix], ...]) -> float:
-    """The greatest row sum of all |scale W| together."""
-    return float(np.max(sum(scale * np.abs(weight).sum(axis=1) for scale, weight in terms)))
+def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
+    """Their condition, |h_i| up to 1; weights: |W_i|, |W_f|, |W_g|, |W_o|, forget_driven: greatest input to f (H)."""
+    hidden = len(weights[0])
+    i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
+    forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP
+    room = 1 - forget
+    holds = room > 0 and i < room and o < room and g <= room / 4 and f < room**2
+    factor = (forget + f / (4 * room) + i / 4 + g + o / 4) * UP if holds else None
+    return Proof("miller_hardt_inf", Norm("inf", (1.0, 1.0)), factor)

@@ -1,32 +1,143 @@
-"""The k-step bound of a whole stack."""
+"""The k-step bound of a whole stack: how far `hidden` is, after k tokens from the zero state, from the full run's.
+
+Just before the last k tokens one trajectory is in the zero state, the other anywhere that is reached from it. From
+there both read the same tokens. Layer by layer and token by token, a layer's error after a token is bounded from its
+error before it and from how far its inputs are apart, which the layers below say; errors never exceed what is reached.
+Between the layers: matrices by their rows and their spectral norm, relu by 1, LayerNorm by `layer_norm.py`, and the
+mean, which no LayerNorm sees, projected away.
+
+**The tail.** All errors of one token are a monotone function F of those of the token before, always the same one (the
+first gated layer's exact maximum only ever falls, and is cut in). Hence, once no error of the whole stack is larger
+than a token before, none ever grows again: x_(j+1) <= x_j gives F(x_(j+1)) <= F(x_j). The curve is run on until that
+is so; it then holds for every longer window, and e_k is the largest value from k on. If it is not so within
+`PATIENCE` tokens, what is left of the curve is what can be reached at all.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Vector
-from models.certificate.layer_bound import LayerBound
+from models.certificate.admissible import Normalised
+from models.certificate.layer_bound import Errors, Layer
+from models.certificate.layer_norm import normalised_apart
+from models.certificate.outward import UP, Matrix, Vector, norm_above, roundoff
+from models.certificate.spread import LinearMap, Spread
 from models.manifest import Architecture
 from models.weights import Weights
 
-MARGIN = 1e-10
+PATIENCE = 1024
+"""Tokens beyond the largest window that a curve may take to start to fall for good."""
 
 
-def state_error_curve(
-    architecture: Architecture, weights: Weights, bounds: list[LayerBound], max_window: int
-) -> Vector:
+class Stack:
+    """The layers of a model with what stands between them."""
+
+    def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer]) -> None:
+        self.layers = layers
+        self.architecture = architecture
+        self.residual = architecture.block == "residual"
+        if self.residual:
+            least = _least_length(weights["embedding.weight"].astype(np.float64))
+            self.blocks = []
+            for index, layer in enumerate(layers):
+                self.blocks.append(_Block(architecture, weights, index, layer.bound.reach[0], least))
+                least = self.blocks[-1].least
+            self.gain = np.abs(weights["norm.weight"].astype(np.float64))
+
+    def start(self) -> list[Errors]:
+        """Right after the cut."""
+        return [layer.start() for layer in self.layers]
+
+    def step(self, errors: list[Errors]) -> tuple[list[Errors], float]:
+        """One token later; and how far `hidden` is then apart, in the 2-norm."""
+        apart: Spread | None = None
+        after = []
+        for index, (layer, before) in enumerate(zip(self.layers, errors, strict=True)):
+            fed = apart
+            if self.residual and apart is not None:
+                fed = Spread.of_ball(self._normalised(apart, index), self.architecture.hidden)
+            moved = layer.step(before, fed)
+            after.append(moved)
+            apart = self.blocks[index](apart, moved.spreads[0]) if self.residual else moved.spreads[0]
+        assert apart is not None, "this is a bug: there is a layer"
+        if not self.residual:
+            return after, apart.ball
+        return after, float(self.gain.max()) * self._normalised(apart, len(self.layers)) * UP
+
+    def furthest(self) -> float:
+        """What `hidden` can be apart at all."""
+        if self.residual:
+            return float(2 * np.sqrt(self.architecture.hidden) * self.gain.max()) * UP
+        return 2 * norm_above(self.layers[-1].bound.reach[0])
+
+    def _normalised(self, apart: Spread, above: int) -> float:
+        """Behind the LayerNorm over the output of the first `above` layers."""
+        least = self.blocks[above - 1].least
+        return normalised_apart(apart.ball, self.architecture.hidden, self.architecture.norm_epsilon, least)
+
+
+class _Block:
+    """`x + mix(y)`, then `x + feed_forward(LayerNorm(x))`, of differences; x without its mean.
+
+    least: the least length of x without its mean, over all inputs, behind the block; what the block adds to x, at its
+    longest, is taken from what it was before. Often nothing is left.
+    """
+
+    def __init__(self, architecture: Architecture, weights: Weights, layer: int, reach: Vector, least: float) -> None:
+        def tensor(name: str) -> Matrix:
+            return weights[f"layers.{layer}.{name}"].astype(np.float64)
+
+        self.hidden, self.epsilon = architecture.hidden, architecture.norm_epsilon
+        self.mix = _centred(tensor("mix.weight"))
+        self.between = self.least = max(0.0, least - self.mix(Spread.within(reach)).ball * UP)
+        self.wide = None
+        if architecture.feed_forward:
+            normalised = Normalised(tensor("feed_forward_norm.weight"), tensor("feed_forward_norm.bias"))
+            self.wide = normalised.seen_by(tensor("feed_forward_in.weight"))
+            self.narrow = _centred(tensor("feed_forward_out.weight"))
+            widest = normalised.reach(tensor("feed_forward_in.weight"), tensor("feed_forward_in.bias")).high
+            longest = self.narrow(Spread.within(np.maximum(widest, 0))).ball
+            bias = norm_above(tensor("feed_forward_out.bias"))
+            self.least = max(0.0, self.between - (longest + bias) * UP)
+
+    def __call__(self, apart: Spread | None, moved: Spread) -> Spread:
+        mixed = self.mix(moved)
+        apart = mixed if apart is None else apart + mixed
+        if self.wide is None:
+            return apart
+        normalised = normalised_apart(apart.ball, self.hidden, self.epsilon, self.between)
+        return apart + self.narrow(self.wide(Spread.of_ball(normalised, self.hidden)))
+
+
+def _least_length(rows: Matrix) -> float:
+    """The least 2-norm of a row without its mean, from below."""
+    centred = rows - rows.mean(axis=1, keepdims=True)
+    off = roundoff(rows.shape[1]) * float(np.abs(rows).max()) * float(np.sqrt(rows.shape[1]))
+    return max(0.0, float(np.linalg.norm(centred, axis=1).min()) / UP - 2 * off)
+
+
+def _centred(matrix: Matrix) -> LinearMap:
+    """The matrix without the mean of what it puts out."""
+    centred = matrix - matrix.mean(axis=0)
+    return LinearMap(centred, np.full(len(matrix), 1e-15 * norm_above(matrix.ravel())))
+
+
+def state_error_curve(stack: Stack, max_window: int) -> Vector:
     """e_k for k = 1 to max_window, (max_window): non-increasing, rounded outward."""
-    if architecture.block == "residual":
-        gain = np.abs(weights["norm.weight"].astype(np.float64)).max()
-        return np.full(max_window, 2 * np.sqrt(architecture.hidden) * gain * (1 + MARGIN))
-    top, width = bounds[-1], np.sqrt(architecture.hidden)
-    reach = float(np.linalg.norm(top.reach[0])) if np.isfinite(top.reach[0]).all() else 1e30
-    if architecture.layers > 1:
-        return np.full(max_window, 2 * reach * (1 + MARGIN))
-    order, into = (2, 1.0) if top.norm == "2" else (np.inf, width)
-    cut = max(float(np.linalg.norm(r, order)) / w for r, w in zip(top.reach, top.weights, strict=True))
-    cut = min(cut, 1e30)
-    steps = np.arange(1, max_window + 1)
-    curve = np.minimum(cut * top.factor**steps * top.weights[0] * into, 2 * reach)
-    result: Vector = curve * (1 + MARGIN) + 1e-300
+    errors, curve = stack.start(), []
+    before = np.concatenate([each.flat() for each in errors])
+    while True:
+        errors, apart = stack.step(errors)
+        curve.append(apart)
+        now = np.concatenate([each.flat() for each in errors])
+        falls = bool(np.all(now <= before))
+        if falls and (len(curve) >= max_window or np.array_equal(now, before)):
+            break
+        if len(curve) >= max_window + PATIENCE:
+            curve.append(stack.furthest())
+            break
+        before = now
+    whole = np.maximum.accumulate(np.array(curve)[::-1])[::-1]
+    missing = max(0, max_window - len(whole))
+    result: Vector = np.append(whole, np.full(missing, whole[-1]))[:max_window]
     return result

@@ -1,0 +1,104 @@
+"""The gated cell: `s' = f(x) * s + (1 - f(x)) * z(x)`.
+
+**The box.** s' lies between s and z, so from zero each unit stays between the least and the greatest of 0 and z.
+
+**One input.** Every unit's difference shrinks by f: the factor is the largest f over units and inputs, in the maximum
+norm, and never more than the cap, the larger of the manifest's and its float32 rounding, which is what multiplies.
+
+**Two inputs**, as another layer below is also off:
+
+    s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
+
+so f may be taken as the smaller of the two; its pre-activation m then has `|f - f~| <= F(m) |W_f dx|`, F(m) the
+greatest slope from m on: where f is large, F is small (`models/certificate/cases.py`). |s - z| is at most the box.
+
+**First layer**: one sequence of tokens for all units. By Hoelder's inequality the error k tokens after the cut,
+
+    sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
+
+is largest for one token k times over: the maximum over the vocabulary is exact, given the box r.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models.certificate.admissible import Inputs, Rows
+from models.certificate.cases import Cases
+from models.certificate.layer_bound import Errors, LayerBound, Proof
+from models.certificate.norm import Norm
+from models.certificate.outward import TINY, UP, Matrix, Vector
+from models.certificate.spread import Spread
+from models.reference import sigmoid
+
+JOINT_TABLE = 4_000_000
+"""Gates of all tokens and units, (V, H), that are followed one by one: 32 MB."""
+
+
+class GatedLayer:
+    """weight: (2H, I), bias: (2H), gates first; cap: the greatest gate that the graph can compute."""
+
+    def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
+        self.hidden = len(bias) // 2
+        reach = inputs.reach(weight, bias)
+        gate, candidate = reach[: self.hidden], reach[self.hidden :]
+        self.low = np.minimum(0.0, np.tanh(candidate.low) * np.where(candidate.low < 0, UP, 1))
+        self.high = np.maximum(0.0, np.tanh(candidate.high) * np.where(candidate.high > 0, UP, 1))
+        self.width = (self.high - self.low) * UP
+        self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
+        self.cases = Cases.of(gate, cap)
+        self.tanh_slope = candidate.tanh_slope() * UP
+        self.into = None
+        if not isinstance(inputs, Rows):
+            gates, candidates = inputs.seen_by(weight[: self.hidden]), inputs.seen_by(weight[self.hidden :])
+            self.into = gates, candidates
+        self.table: Matrix | None = None
+        if isinstance(inputs, Rows) and len(inputs.rows) * self.hidden <= JOINT_TABLE:
+            each = inputs.each(weight[: self.hidden], bias[: self.hidden])
+            self.table = np.minimum(cap * sigmoid(each) * UP, cap) * UP
+        self._joint = [np.inf]
+        self._powers: Matrix | None = None
+        widest = float(self.gate.max())
+        proofs = [Proof("gate_maximum", Norm("inf"), widest), Proof("gate_cap", Norm("inf"), cap)]
+        if widest >= cap:
+            proofs.reverse()
+        self.bound = LayerBound(tuple(proofs), (np.maximum(-self.low, self.high),), self._input_gain())
+
+    def _input_gain(self) -> float | None:
+        if self.into is None:
+            return None
+        gates, candidates = self.into
+        slope = self.cases.slope.max(axis=0)
+        enter = 1 - self.cases.low.min(axis=0)
+        return (
+            gates.scaled(slope * self.width).norm + candidates.scaled(np.minimum(enter, 1.0) * self.tanh_slope).norm
+        ) * UP
+
+    def start(self) -> Errors:
+        return Errors((Spread.within(self.bound.reach[0]),))
+
+    def step(self, errors: Errors, fed: Spread | None) -> Errors:
+        before, steps = errors.spreads[0], errors.steps + 1
+        if fed is None:
+            after = Spread.within(self.gate * before.box * UP, self._joint_error(steps))
+            return Errors((after,), steps=steps)
+        assert self.into is not None, "this is a bug: embeddings are equal"
+        gates, candidates = self.into
+        moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
+        off = self.width * gates.rows_of(fed) * UP
+        ends = [keep * before.box + (1 - keep) * moved for keep in (self.cases.low, self.cases.high)]
+        box = np.max(np.maximum(*ends) + self.cases.slope * off, axis=0) * UP
+        return Errors((Spread.within(np.minimum(box, self.width)),), steps=steps)
+
+    def _joint_error(self, steps: int) -> float:
+        """The 2-norm error of the first layer, `steps` tokens after the cut."""
+        if self.table is None:
+            return np.inf
+        if self._powers is None:
+            self._powers = np.tile(self.bound.reach[0], (len(self.table), 1))
+        while len(self._joint) <= steps:
+            self._powers *= self.table
+            np.maximum(self._powers, TINY, out=self._powers)
+            squares = np.einsum("vh,vh->v", self._powers, self._powers)
+            self._joint.append(float(np.sqrt(squares.max())) * UP)
+        return self._joint[steps]

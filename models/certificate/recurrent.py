@@ -1,0 +1,105 @@
+"""Linear and RNN layers: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
+
+`|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, N the greatest slope of rho within reach, 1 at most. So the
+difference shrinks by |N W| in the 2-norm and in the maximum norm, in both weighted by a number for each unit, and a
+linear layer's in any norm that is weighted by a matrix (`models/certificate/scaling.py`).
+
+**Reach.** |tanh| <= 1, and what feeds back is then smaller still. Linear and relu layers: |h'| <= |W h + U x + b| for
+either, so in each norm that shrinks by r < 1 from zero |h| <= max |U x + b| / (1 - r); without one there is no bound.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models.certificate.admissible import Inputs, Rows
+from models.certificate.layer_bound import Errors, LayerBound, Proof
+from models.certificate.norm import Norm
+from models.certificate.outward import UP, Matrix, Vector, product_above
+from models.certificate.perron import perron
+from models.certificate.scaling import Gauge, balanced, lyapunov
+from models.certificate.spread import LinearMap, Spread
+from models.manifest import Cell
+
+SETTLING = 12
+"""Rounds in which the reach is fed back."""
+
+
+class RecurrentLayer:
+    """weight_ih: (H, I), weight_hh: (H, H), bias: (H), both biases added."""
+
+    def __init__(self, cell: Cell, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
+        self.hidden, self.cell = len(bias), cell
+        driven = inputs.reach(weight_ih, bias)
+        slope = np.ones(self.hidden)
+        if cell == "rnn_tanh":
+            reach = np.ones(self.hidden)
+            for _ in range(SETTLING):
+                within = driven.wider(product_above(np.abs(weight_hh), reach))
+                reach = np.minimum(reach, np.tanh(within.magnitude()) * UP)
+            slope = np.minimum(within.tanh_slope() * UP, 1.0)
+        self.recurrent = LinearMap(weight_hh).scaled(slope)
+        self.into = None if isinstance(inputs, Rows) else inputs.seen_by(weight_ih).scaled(slope)
+        proofs, self.gauges = self._proofs()
+        if cell != "rnn_tanh":
+            reach = self._settle(Spread.within(driven.magnitude()), proofs)
+        gain = self.into.norm if self.into else None
+        self.bound = LayerBound(proofs, (reach,), gain)
+        self.cap = Spread.within(2 * reach)
+
+    def _proofs(self) -> tuple[tuple[Proof, ...], tuple[Gauge, ...]]:
+        matrix, magnitude = self.recurrent.matrix, self.recurrent.magnitude
+        norm = self.recurrent.norm
+        factor, self.weights = perron(lambda bound: magnitude @ bound, self.hidden)
+        diagonal = balanced(matrix)
+        proofs = [
+            Proof("spectral_norm", Norm("2"), norm),
+            Proof("row_sum", Norm("inf"), float(magnitude.sum(axis=1).max()) * UP),
+            Proof("elementwise_comparison", Norm("inf", (self.weights,)), factor),
+            Proof("diagonal_scaling", diagonal.norm, diagonal.factor),
+        ]
+        tried = [diagonal]
+        if self.cell == "linear":
+            found = lyapunov(matrix)
+            proofs.append(Proof("lyapunov", found.norm if found else Norm("2"), found.factor if found else None))
+            tried += [found] if found else []
+        return tuple(proofs), tuple(gauge for gauge in tried if gauge.factor < norm)
+
+    def _settle(self, driven: Spread, proofs: tuple[Proof, ...]) -> Vector:
+        """How far a layer without a bounded function can be driven, (H); infinite where nothing shrinks."""
+        hidden = self.hidden
+        bounds: list[Vector] = [np.full(hidden, np.inf)]
+        if self.recurrent.norm < 1:
+            bounds.append(np.full(hidden, driven.ball / (1 - self.recurrent.norm) * UP))
+        bounds += [
+            gauge.spread(gauge.of(driven) / (1 - gauge.factor) * UP, hidden).box
+            for gauge in self.gauges
+            if gauge.factor < 1
+        ]
+        for proof in proofs:
+            (scale,) = proof.norm.scales
+            if proof.norm.order == "inf" and proof.factor is not None and proof.factor < 1:
+                bounds.append(scale * float(np.max(driven.box / scale)) / (1 - proof.factor) * np.full(hidden, UP))
+        reach: Vector = np.min(bounds, axis=0)
+        if np.isfinite(reach).all():
+            for _ in range(SETTLING):
+                reach = np.minimum(reach, (self.recurrent.magnitude @ reach + driven.box) * UP)
+        return reach
+
+    def start(self) -> Errors:
+        spread = Spread.within(self.bound.reach[0])
+        return Errors((spread,), tuple(gauge.of(spread) for gauge in self.gauges))
+
+    def step(self, errors: Errors, fed: Spread | None) -> Errors:
+        after = self.recurrent(errors.spreads[0])
+        driven = self.into(fed) if self.into is not None and fed is not None else None
+        if driven is not None:
+            after = after + driven
+        values = []
+        for gauge, value in zip(self.gauges, errors.gauges, strict=True):
+            grown = gauge.factor * value * UP + (gauge.of(driven) if driven is not None else 0.0)
+            after = after.cut(gauge.spread(grown * UP, self.hidden))
+            values.append(grown * UP)
+        after = after.cut(self.cap)
+        gauges = tuple(min(value, gauge.of(after)) for value, gauge in zip(values, self.gauges, strict=True))
+        return Errors((after,), gauges, errors.steps + 1)
