@@ -1,4 +1,4 @@
-"""`python -m training train | evaluate | export`: the offline half of Wane."""
+"""`python -m training train | evaluate | export | audit`: the offline half of Wane."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from training.audit import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions, audit
+from training.audit import POSITIONS as AUDITED
 from training.config import Experiment
 from training.errors import TrainingError
 from training.evaluate import POSITIONS
@@ -22,7 +24,7 @@ from training.run_folder import RunFolder
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train | evaluate | export")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train | evaluate | export | audit")
 
     command = commands.add_parser("train", help="train an experiment, or go on with a run that was stopped")
     command.add_argument("experiment", type=Path, help="experiment file (TOML)")
@@ -44,7 +46,57 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--version", type=_version, default="1", help="version number in the manifest (default: %(default)s)"
     )
+    _add_audit(commands)
     return parser
+
+
+def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "audit",
+        help="what is proved and measured of a model's memory; makes a bundle of a checkpoint from elsewhere",
+        description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "
+        "(torch.save or safetensors), or the folder of a bundle or a run.",
+    )
+    command.add_argument("file", type=Path, help="checkpoint, bundle or run folder")
+    command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: a list a line)")
+    command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
+    command.add_argument(
+        "--vocabulary",
+        type=Path,
+        help="names in the order of their ids: JSON, or one a line; words, characters, events",
+    )
+    command.add_argument("--eos", metavar="TOKEN", help="the token that begins a sequence and stands for a line break")
+    command.add_argument(
+        "--tolerance", type=_share, default=TOLERANCE, help="total variation to recommend k for (default: %(default)s)"
+    )
+    command.add_argument(
+        "--positions", type=_positive, default=AUDITED, help="positions compared (default: %(default)s)"
+    )
+    command.add_argument(
+        "--tokens", type=_positive, default=TOKENS, help="at most so many tokens of the data (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-window", type=_positive, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
+    )
+    command.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (default: audits/NAME)")
+    command.add_argument("--export", type=Path, metavar="BUNDLES", help="write the bundle BUNDLES/NAME")
+    command.add_argument("--name", type=_name, help="name of report and bundle (default: the file's)")
+    command.add_argument("--version", type=_version, default="1", help="version of the bundle (default: %(default)s)")
+    command.add_argument("--attribution", help="whose the weights and their data are; kept in the bundle")
+    unusual = command.add_argument_group("where the file is unusual")
+    unusual.add_argument("--state-dict", metavar="KEY", help="where in the file the tensors are, as in model.best")
+    unusual.add_argument(
+        "--map",
+        dest="mapping",
+        action="append",
+        default=[],
+        metavar="NAME=THEIRS",
+        help="embedding, head or head.bias and their tensor; layers.0 and their module; layers.0.weight_ih and so on",
+    )
+    unusual.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="tensors that are no part of the model"
+    )
+    unusual.add_argument("--nonlinearity", choices=("tanh", "relu"), help="of an RNN; no file says it (default: tanh)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             train(experiment, options.data, options.run, options.tokenizer, _as_typed(options), console)
         elif options.command == "evaluate":
             evaluate_run(options.run, options.data, options.positions, console)
+        elif options.command == "audit":
+            given = {name: value for name, value in vars(options).items() if name != "command"}
+            audit(AuditOptions(command=_audit_as_typed(options), **given), console)
         else:
             export_run(options.run, options.bundles, options.data, options.version, console)
     except (TrainingError, FloatingPointError) as error:
@@ -79,6 +134,22 @@ def _as_typed(options: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
+def _audit_as_typed(options: argparse.Namespace) -> str:
+    """The command's essentials, with the names of files and not where they lay."""
+    words = ["python", "-m", "training", "audit", options.file.name]
+    for option in ("data", "tokenizer", "vocabulary", "export"):
+        if (path := getattr(options, option)) is not None:
+            words += [f"--{option}", path.name]
+    words += [word for pair in options.mapping for word in ("--map", pair)]
+    words += [word for pattern in options.ignore for word in ("--ignore", pattern)]
+    for option in ("eos", "state_dict", "nonlinearity"):
+        if (value := getattr(options, option)) is not None:
+            words += [f"--{option.replace('_', '-')}", value]
+    words += ["--tolerance", f"{options.tolerance:g}", "--positions", str(options.positions)]
+    words += ["--tokens", str(options.tokens), "--max-window", str(options.max_window)]
+    return shlex.join(words)
+
+
 def _can_go_on(options: argparse.Namespace) -> bool:
     if options.command != "train":
         return False
@@ -89,6 +160,22 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name: letters, digits, '.', '_' and '-', up to 64")
+    return text
 
 
 def _version(text: str) -> str:

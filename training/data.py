@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,8 +99,17 @@ def _lines(text: str) -> list[str]:
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
+def data_kind(path: Path) -> Literal["text", "events"]:
+    """Events where every file is JSON lines by its name (.jsonl, .ndjson), text where none is. Raises DataError."""
+    files = _files(path) if path.is_dir() else [path]
+    lines = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
+    if lines and len(lines) < len(files):
+        raise DataError(f"{path}: holds both text and events (JSON lines, such as {lines[0].name})")
+    return "events" if lines else "text"
+
+
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
-    """Text, or events for a vocabulary of events, as one stream `all`: whole sequences, until `tokens` are reached.
+    """Text, or events for a vocabulary of events, as one stream `audit`: whole sequences, until `tokens` are reached.
 
     A folder is its files in name order. Raises DataError.
     """
@@ -128,8 +137,8 @@ def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: 
                 sequences.append(sequence)
                 length += len(sequence) + 1
                 words += len(some[index].split()) + 1 if vocabulary.kind != "events" else 0
-    counted = {} if vocabulary.kind == "events" else {"all": words}
-    streams = {"all": _stream(sequences, vocabulary.eos_id)}
+    counted = {} if vocabulary.kind == "events" else {"audit": words}
+    streams = {"audit": _stream(sequences, vocabulary.eos_id)}
     return _checked(Corpus(vocabulary, tokenizer_json, streams, counted, hashes), path)
 
 

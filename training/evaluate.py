@@ -8,8 +8,9 @@ recurrent figure at the very same positions: what is compared differs in nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -47,18 +48,39 @@ class SplitLosses:
         return Perplexity(per_token=math.exp(nats), per_word=per_word)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of the never-interrupted run. `hidden`: float32 (tokens, H), the output layer's input after each token;
+    `losses`: float32 (tokens,), of the tokens that came next; `state`: after the last one.
+    """
+
+    start: int
+    hidden: Tensor
+    losses: Tensor
+    state: list[Tensor]
+
+
 @torch.inference_mode()
+def recurrent_pieces(
+    network: Network, stream: NDArray[np.int64], stops: Sequence[int] = (), advance: Advance | None = None
+) -> Iterator[Piece]:
+    """The network over all tokens but the last, its state never interrupted; a piece ends at each of `stops`, too."""
+    tokens = torch.from_numpy(np.ascontiguousarray(stream)).to(network.embedding.weight.device)
+    length = len(tokens) - 1
+    ends = sorted({*range(PIECE, length, PIECE), *(stop for stop in stops if 0 < stop < length), length})
+    state = None
+    for start, end in pairwise([0, *ends]):
+        hidden, state = network(tokens[start:end, None], state)
+        hidden = hidden[:, 0]
+        losses = functional.cross_entropy(network.logits(hidden), tokens[start + 1 : end + 1], reduction="none")
+        if advance is not None:
+            advance(end - start)
+        yield Piece(start, hidden, losses, state)
+
+
 def recurrent_losses(network: Network, stream: NDArray[np.int64], advance: Advance | None = None) -> Tensor:
     """-log p(stream[t + 1] | stream[0..t]) for every t: float32 (tokens - 1,), the state never interrupted."""
-    tokens = torch.from_numpy(np.ascontiguousarray(stream)).to(network.embedding.weight.device)
-    losses, state = [], None
-    for start in range(0, len(tokens) - 1, PIECE):
-        piece = tokens[start : start + PIECE + 1]
-        hidden, state = network(piece[:-1, None], state)
-        losses.append(functional.cross_entropy(network.logits(hidden[:, 0]), piece[1:], reduction="none"))
-        if advance is not None:
-            advance(len(piece) - 1)
-    return torch.cat(losses)
+    return torch.cat([piece.losses for piece in recurrent_pieces(network, stream, advance=advance)])
 
 
 @torch.inference_mode()
@@ -70,17 +92,23 @@ def window_losses(
     advance: Advance | None = None,
 ) -> Tensor:
     """-log p(stream[t + 1] | stream[t - k + 1 .. t]) from the zero state, for every t in `positions`."""
-    device = network.embedding.weight.device
     losses = []
     for start in range(0, len(positions), ROWS):
         ends = positions[start : start + ROWS]
-        inputs = torch.from_numpy(stream[np.arange(1 - k, 1)[:, None] + ends[None, :]]).to(device)
-        targets = torch.from_numpy(stream[ends + 1]).to(device)
-        hidden, _ = network(inputs)
-        losses.append(functional.cross_entropy(network.logits(hidden[-1]), targets, reduction="none"))
+        targets = torch.from_numpy(stream[ends + 1]).to(network.embedding.weight.device)
+        logits = network.logits(window_hidden(network, stream, k, ends))
+        losses.append(functional.cross_entropy(logits, targets, reduction="none"))
         if advance is not None:
             advance(k * len(ends))
     return torch.cat(losses)
+
+
+@torch.inference_mode()
+def window_hidden(network: Network, stream: NDArray[np.int64], k: int, ends: NDArray[np.int64]) -> Tensor:
+    """The output layer's input after stream[t - k + 1 .. t] from the zero state, for every t in `ends`: (ends, H)."""
+    inputs = torch.from_numpy(stream[np.arange(1 - k, 1)[:, None] + ends[None, :]])
+    hidden: Tensor = network(inputs.to(network.embedding.weight.device))[0][-1]
+    return hidden
 
 
 def spread_positions(stream: NDArray[np.int64], count: int, longest: int) -> NDArray[np.int64]:
@@ -122,8 +150,8 @@ def evaluation_steps(corpus: Corpus, splits: Sequence[str], windows: Sequence[in
     )
 
 
-def quality(splits: dict[str, SplitLosses]) -> Quality:
-    """The manifest's record of an evaluation."""
+def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
+    """The manifest's record of an evaluation. `judged`: the split that tells which window is close to recurrent."""
     return Quality(
         tokens={name: losses.tokens for name, losses in splits.items()},
         words={name: losses.words for name, losses in splits.items() if losses.words is not None},
@@ -136,11 +164,11 @@ def quality(splits: dict[str, SplitLosses]) -> Quality:
             )
             for name, losses in splits.items()
         },
-        window_within_half_percent=_smallest_close_window(splits["valid"]) if "valid" in splits else None,
+        window_within_half_percent=smallest_close_window(splits[judged]) if judged in splits else None,
     )
 
 
-def _smallest_close_window(losses: SplitLosses) -> int | None:
+def smallest_close_window(losses: SplitLosses) -> int | None:
     """The smallest evaluated k from which on the perplexity per token is within 0.5 % of the recurrent one."""
     close = None
     for k, nats in sorted(losses.window.items(), reverse=True):

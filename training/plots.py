@@ -11,10 +11,14 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from models.manifest import Quality
+from training.audit_report import AuditReport
+from training.forgetting import Spread
 
 FIGURE = (7.0, 4.2)
+AUDIT = (11.0, 8.0)
 
 
 def plot_quality(name: str, quality: Quality, path: Path) -> None:
@@ -64,3 +68,57 @@ def plot_log(name: str, log: Path, path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def plot_audit(report: AuditReport, path: Path) -> None:
+    """Forgetting by k in four panels: distance, total variation, perplexity, and the gradient by i."""
+    figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
+    windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
+    certificate = report.certificate
+
+    _spreads(distance, ks, [at.distance for at in windows])
+    distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by the tokens they share")
+    if certificate.state_error:
+        curve = certificate.state_error
+        distance.plot(range(1, len(curve) + 1), curve, "--", color="C3", label="proved, for every text")
+
+    _spreads(variation, ks, [at.total_variation for at in windows])
+    variation.set(ylabel="total variation", title="predicted distributions: the last k tokens, or all")
+    if certificate.error_bound:
+        curve = certificate.error_bound
+        variation.plot(range(1, len(curve) + 1), curve, "--", color="C3", label="proved, for every text")
+    variation.axhline(recommended.tolerance, color="0.4", linestyle=":", label=f"tolerance {recommended.tolerance:g}")
+    if recommended.p99 is not None:
+        variation.axvline(recommended.p99, color="C1", alpha=0.5, label=f"k = {recommended.p99}: 99 % within it")
+
+    perplexity.plot(ks, [100 * (at.perplexity_ratio - 1) for at in windows], "o-", markersize=4, label="window")
+    perplexity.axhspan(-0.5, 0.5, color="C2", alpha=0.25, label="within 0.5 %")
+    perplexity.set(yscale="symlog", ylabel="perplexity above recurrent (%)", title="perplexity of the last k tokens")
+
+    _spreads(gradient, [at.i + 1 for at in report.gradients], [at.gradient for at in report.gradients])
+    gradient.set(
+        ylabel="$|\\partial p_{t+i}\\,/\\,\\partial x_t|$", title="how far back a prediction is moved by its inputs"
+    )
+
+    for axes in (distance, variation, perplexity, gradient):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([k for k in ks if k & (k - 1) == 0])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("i + 1 (tokens)" if axes is gradient else "k (tokens)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    verdict = "certified" if certificate.certified else "not certified"
+    figure.suptitle(
+        f"{report.model.file}: {verdict}; {report.text.positions:,} positions of {report.text.tokens:,} tokens"
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _spreads(axes: Axes, at: list[int], spreads: list[Spread]) -> None:
+    """Median, p99 and maximum, on a logarithmic axis that starts above nothing."""
+    for name, style in (("median", "o-"), ("p99", "s-"), ("max", "^-")):
+        values = [getattr(spread, name) for spread in spreads]
+        shown = [value if value > 0 else math.nan for value in values]
+        axes.plot(at, shown, style, markersize=4, label="99th percentile" if name == "p99" else name)
+    axes.set_yscale("log")

@@ -22,11 +22,11 @@ from training.foreign.shelf import Array, Shelf
 
 @dataclass(frozen=True, slots=True)
 class ForeignModel:
-    """Architecture and weights as `models/weights.py` names them; `names`: what each was called in the file."""
+    """Architecture and weights as `models/weights.py` names them; `tensors`: what each was called in the file."""
 
     architecture: Architecture
     weights: dict[str, Array]
-    names: dict[str, str]
+    tensors: dict[str, str]
     notes: tuple[str, ...]
 
 

@@ -101,9 +101,7 @@ def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary
 def _characters(table: dict[str, int]) -> str:
     """Characters as byte-level BPE spells their bytes, one token each."""
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    spelling = {
-        name if len(name) > 1 else spelled.pre_tokenize_str(name)[0][0]: index for name, index in table.items()
-    }
+    spelling = {name if len(name) > 1 else spelled.pre_tokenize_str(name)[0][0]: index for name, index in table.items()}
     tokenizer = Tokenizer(models.WordLevel(spelling, unk_token=UNK))
     split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, spelled])

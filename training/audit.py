@@ -1,0 +1,284 @@
+"""The audit of a model, wherever it comes from: what is proved of its memory, what is measured, which k will do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from models.bundle import Bundle, BundleError
+from models.certificate import certify
+from models.export import ExportError, export_bundle
+from models.manifest import Architecture, Manifest, Provenance
+from models.networks import Network
+from models.vocabulary import UNK
+from models.weights import Weights
+from training.audit_report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
+from training.data import Corpus, data_kind, load_whole
+from training.errors import ForeignError, RunError
+from training.evaluate import quality, smallest_close_window
+from training.foreign.checkpoint import read_checkpoint
+from training.foreign.model import understand
+from training.foreign.names import parse_mapping
+from training.foreign.vocabulary import read_names, read_tokenizer
+from training.forgetting import Forgetting, measure, smallest_window, token_steps, window_grid
+from training.loop import choose_device
+from training.origin import describe_origin
+from training.plots import plot_audit
+from training.run import SAMPLE_TOKENS, open_run
+
+TOLERANCE = 1e-2
+POSITIONS = 1024
+TOKENS = 200_000
+MAX_WINDOW = 256
+
+LEAST_WINDOW = 8
+"""A text that does not even hold positions for this window is too short to say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """The command's options. `file`: a checkpoint, or the folder of a bundle or a run."""
+
+    file: Path
+    command: str
+    data: Path | None = None
+    tokenizer: Path | None = None
+    vocabulary: Path | None = None
+    eos: str | None = None
+    state_dict: str | None = None
+    mapping: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    nonlinearity: str | None = None
+    tolerance: float = TOLERANCE
+    positions: int = POSITIONS
+    tokens: int = TOKENS
+    max_window: int = MAX_WINDOW
+    report: Path | None = None
+    export: Path | None = None
+    name: str | None = None
+    version: str = "1"
+    attribution: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model under audit, and the text for it. `split`: the stream of `corpus` that is read."""
+
+    source: Literal["checkpoint", "bundle", "run"]
+    architecture: Architecture
+    weights: Weights
+    corpus: Corpus
+    split: str
+    sha256: str | None = None
+    tensors: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def audit(options: AuditOptions, console: Console) -> AuditReport:
+    """Audits, shows what it found, writes it as JSON and as a plot, and exports where asked. Raises TrainingError."""
+    name = options.name or _name(options.file)
+    if options.export is not None and options.file.is_dir():
+        raise RunError(
+            f"{options.file}: --export is for checkpoints; a bundle can be served as it is, and of a run "
+            "`python -m training export` makes one"
+        )
+    subject = _subject(options)
+    network = Network(subject.architecture)
+    network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
+    stream = subject.corpus.streams[subject.split][: options.tokens + 1]
+    subject.corpus.streams[subject.split] = stream
+    windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
+    if max(windows, default=0) < min(LEAST_WINDOW, options.max_window):
+        raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW}")
+    device = choose_device("auto")
+    network.to(device)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        proving = bar.add_task("proving", total=None)
+        certificate = certify(subject.architecture, subject.weights, options.max_window, None)
+        bar.update(proving, total=1, completed=1)
+        task = bar.add_task("measuring", total=token_steps(len(stream), windows, options.positions))
+        found = measure(
+            network, subject.corpus, subject.split, windows, options.positions, lambda steps: bar.advance(task, steps)
+        )
+        bar.update(task, completed=bar.tasks[task].total)
+    report = AuditReport(
+        model=AuditedModel(
+            source=subject.source,
+            file=options.file.resolve().name,
+            sha256=subject.sha256,
+            architecture=subject.architecture,
+            parameters=sum(tensor.size for tensor in subject.weights.values()),
+            tensors=subject.tensors or {},
+            notes=subject.notes,
+        ),
+        text=_text(subject, found, windows),
+        perplexity=found.losses.perplexity(found.losses.recurrent),
+        certificate=certificate,
+        margins=margins(certificate),
+        windows=found.windows,
+        gradients=found.lags,
+        recommended=Recommended(
+            tolerance=options.tolerance,
+            p99=smallest_window(found.windows, options.tolerance, "p99"),
+            max=smallest_window(found.windows, options.tolerance, "max"),
+            certified=certificate.smallest_window(options.tolerance),
+            perplexity=smallest_close_window(found.losses),
+        ),
+    )
+    show(report, console)
+    folder = options.report or Path("audits") / name
+    _write(report, folder)
+    console.print(f"written: {folder / 'audit.json'}, {folder / 'audit.png'}", highlight=False, soft_wrap=True)
+    if options.export is not None:
+        _export(options, options.export / name, subject, found, report, network.cpu(), console)
+    return report
+
+
+def _name(file: Path) -> str:
+    """A name for what is audited, of the characters that a bundle's name may have."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().stem if file.is_file() else file.resolve().name)
+    return plain.lstrip("._-")[:64] or "model"
+
+
+def _subject(options: AuditOptions) -> Subject:
+    """The model and its text. Raises TrainingError."""
+    if (options.file / "experiment.json").exists():
+        run = open_run(options.file, options.data)
+        weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
+        return Subject("run", run.network.architecture, weights, run.corpus, "valid")
+    if options.data is None:
+        raise RunError("no text: name a file or folder with --data")
+    if options.file.is_dir():
+        try:
+            bundle = Bundle.read(options.file)
+            weights = bundle.weights()
+        except BundleError as error:
+            raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
+        json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
+        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens)
+        return Subject("bundle", bundle.manifest.architecture, weights, corpus, "audit")
+    return _foreign(options, options.data)
+
+
+def _foreign(options: AuditOptions, data: Path) -> Subject:
+    checkpoint = read_checkpoint(options.file, options.state_dict)
+    model = understand(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
+    kind = data_kind(data)
+    if (options.tokenizer is None) == (options.vocabulary is None):
+        raise ForeignError("the vocabulary of a checkpoint: give --tokenizer tokenizer.json or --vocabulary NAMES")
+    if options.tokenizer is not None:
+        path, read = options.tokenizer, read_tokenizer(options.tokenizer, kind, options.eos)
+    else:
+        assert options.vocabulary is not None, "this is a bug"
+        path, read = options.vocabulary, read_names(options.vocabulary, kind, options.eos)
+    if read.vocabulary.size != model.architecture.vocabulary_size:
+        source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
+        raise ForeignError(
+            f"{path} has {read.vocabulary.size} tokens, {options.file}: {source} has "
+            f"{model.architecture.vocabulary_size} rows: not the vocabulary that the model was trained with"
+        )
+    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens)
+    notes = (*model.notes, *read.notes)
+    return Subject(
+        "checkpoint", model.architecture, model.weights, corpus, "audit", checkpoint.sha256, model.tensors, notes
+    )
+
+
+def _text(subject: Subject, found: Forgetting, windows: Sequence[int]) -> AuditedText:
+    corpus, stream = subject.corpus, subject.corpus.streams[subject.split]
+    vocabulary = corpus.vocabulary
+    unknown = [index for index in range(vocabulary.size) if vocabulary.token(index) == UNK]
+    return AuditedText(
+        split="all of the data that was given" if subject.split == "audit" else f"its {subject.split} split",
+        files=corpus.hashes,
+        tokens=found.losses.tokens,
+        words=found.losses.words,
+        unknown=int(np.isin(stream, unknown).sum()),
+        positions=found.losses.positions,
+        behind=2 * max(windows),
+        gradient_positions=found.gradient_positions,
+    )
+
+
+def _write(report: AuditReport, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "audit.json").write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        plot_audit(report, folder / "audit.png")
+    except OSError as error:
+        raise RunError(f"{folder}: {error.strerror}") from error
+
+
+def _export(
+    options: AuditOptions,
+    target: Path,
+    subject: Subject,
+    found: Forgetting,
+    report: AuditReport,
+    network: Network,
+    console: Console,
+) -> None:
+    """Writes the bundle `target`, whose own k is the recommended one, else the largest. Raises RunError."""
+    recommended = report.recommended.p99
+    window = min(recommended or options.max_window, options.max_window)
+    try:
+        manifest = export_bundle(
+            target,
+            architecture=subject.architecture,
+            weights=subject.weights,
+            vocabulary_kind=subject.corpus.vocabulary.kind,
+            tokenizer_json=subject.corpus.tokenizer_json,
+            name=target.name,
+            version=options.version,
+            description=f"Imported from {report.model.file}; quality is of the text that it was audited on.",
+            window=window,
+            max_window=options.max_window,
+            quality=quality({"audit": found.losses}, judged="audit"),
+            provenance=_provenance(options, report),
+            sample_tokens=subject.corpus.streams["audit"][:SAMPLE_TOKENS].tolist(),
+            torch_network=network,
+        )
+    except (ExportError, OSError) as error:
+        raise RunError(f"{target} was not written: {error}") from error
+    _tell(manifest, target, recommended, report, console)
+
+
+def _tell(manifest: Manifest, target: Path, recommended: int | None, report: AuditReport, console: Console) -> None:
+    size = sum(file.stat().st_size for file in target.iterdir())
+    certified = "certified" if manifest.certificate.certified else "not certified"
+    console.print(f"{target}: {size:,} bytes, k = {manifest.window}, {certified}", highlight=False, soft_wrap=True)
+    if recommended is None:
+        console.print(
+            f"no evaluated window is within {report.recommended.tolerance:g}: the bundle's own k is its largest",
+            highlight=False,
+        )
+
+
+def _provenance(options: AuditOptions, report: AuditReport) -> Provenance:
+    """An import is not a training: what the file says of none is 0, and `config` says what was imported."""
+    origin = describe_origin(options.command, torch.device("cpu"))
+    imported = report.model.model_dump(mode="json", include={"file", "sha256", "tensors", "notes"})
+    return Provenance(
+        created=origin.started,
+        command=options.command,
+        config={"imported": imported, "recommended": report.recommended.model_dump(mode="json")},
+        seed=0,
+        steps=0,
+        best_step=0,
+        git_commit=origin.git_commit,
+        data=report.text.files,
+        versions=origin.versions | {name: version(name) for name in ("onnx", "onnxruntime")},
+        hardware=origin.hardware,
+        train_wall_s=0.0,
+        attribution=options.attribution,
+    )

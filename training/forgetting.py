@@ -1,0 +1,234 @@
+"""How fast a model forgets, measured: the window of the last k tokens against the never-interrupted run, by k.
+
+Two trajectories of the same weights read the same last k tokens, one from the state that the whole past has left,
+one from zero. Compared after them: `hidden`, the output layer's input, by its 2-norm distance; the predicted
+distributions by total variation and top-1; the tokens that came next by perplexity. And by how much the probability of
+the token that came next moves with the input of i steps before it: the norm of the gradient.
+
+All of it is what was seen at so many positions of one text, in float32; nothing of it is a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call
+
+from models.manifest import Frozen, Perplexity, Positive
+from models.networks import Network
+from training.data import Corpus
+from training.evaluate import (
+    ROWS,
+    Advance,
+    SplitLosses,
+    recurrent_pieces,
+    spread_positions,
+    window_hidden,
+)
+
+GRADIENT_ROWS = 32
+GRADIENT_POSITIONS = 256
+"""At most so many positions are run backwards."""
+
+
+class Spread(Frozen):
+    """A quantity over all positions."""
+
+    median: float = Field(ge=0)
+    p99: float = Field(ge=0)
+    max: float = Field(ge=0)
+
+
+class AtWindow(Frozen):
+    """The window of k tokens against the never-interrupted run, at the same positions.
+
+    `distance`: 2-norm, of the output layer's input. `perplexity_ratio`: the window's over the recurrent one.
+    """
+
+    k: Positive
+    distance: Spread
+    total_variation: Spread
+    top1_match: float = Field(ge=0, le=1)
+    perplexity: Perplexity
+    perplexity_ratio: float = Field(gt=0)
+
+
+class AtLag(Frozen):
+    """|d p_{t+i} / d x_t|: p the probability of the token that came after t+i, x_t the embedding of token t."""
+
+    i: int = Field(ge=0)
+    gradient: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetting:
+    """What was measured of one stream. `losses` has the same figures as an evaluation of a split."""
+
+    windows: tuple[AtWindow, ...]
+    lags: tuple[AtLag, ...]
+    gradient_positions: int
+    losses: SplitLosses
+
+
+def window_grid(longest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... up to `longest`."""
+    powers = [2**n for n in range(longest.bit_length())]
+    return sorted(k for k in {*powers, *(3 * power // 2 for power in powers[1:])} if k <= longest)
+
+
+def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
+    """About how many tokens a measurement runs: the total of its progress bar. A step backwards counts as two."""
+    return tokens - 1 + count * sum(windows) + 3 * min(count, GRADIENT_POSITIONS) * max(windows)
+
+
+def measure(
+    network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
+) -> Forgetting:
+    """Measures at `count` positions spread evenly over those with at least twice the largest window behind them."""
+    network.eval()
+    stream = corpus.streams[split]
+    longest = max(windows)
+    positions = spread_positions(stream, count, 2 * longest)
+    picked = np.linspace(0, len(positions) - 1, min(len(positions), GRADIENT_POSITIONS)).round().astype(int)
+    chosen = positions[picked]
+    starts = chosen - longest + 1
+    hidden, losses, states = _recurrent(network, stream, positions, set(starts.tolist()), advance)
+    at_positions = losses[torch.from_numpy(positions)]
+    found = _compare(network, stream, positions, hidden, windows, advance)
+    gradients = _gradients(network, stream, starts, longest, states, advance)
+    window_losses = {k: each.losses.double().mean().item() for k, each in found.items()}
+    summary = SplitLosses(
+        tokens=len(stream) - 1,
+        words=corpus.words.get(split),
+        recurrent=losses.double().mean().item(),
+        positions=len(positions),
+        recurrent_at_positions=at_positions.double().mean().item(),
+        window=window_losses,
+    )
+    lags = [i for i in (0, *windows) if i < longest]
+    return Forgetting(
+        windows=tuple(
+            AtWindow(
+                k=k,
+                distance=_spread(each.distance),
+                total_variation=_spread(each.total_variation),
+                top1_match=each.top1.double().mean().item(),
+                perplexity=summary.perplexity(window_losses[k]),
+                perplexity_ratio=math.exp(window_losses[k] - summary.recurrent_at_positions),
+            )
+            for k, each in found.items()
+        ),
+        lags=tuple(AtLag(i=i, gradient=_spread(gradients[longest - 1 - i])) for i in lags),
+        gradient_positions=len(chosen),
+        losses=summary,
+    )
+
+
+def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str) -> int | None:
+    """The smallest evaluated k from which on the total variation (its `p99` or `max`) is within the tolerance."""
+    within = None
+    for at in sorted(windows, key=lambda at: at.k, reverse=True):
+        if not getattr(at.total_variation, quantile) <= tolerance:
+            break
+        within = at.k
+    return within
+
+
+def _recurrent(
+    network: Network, stream: NDArray[np.int64], positions: NDArray[np.int64], starts: set[int], advance: Advance | None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The uninterrupted run: hidden at `positions`, every loss, and the states before the tokens at `starts`."""
+    hidden, losses, states = [], [], []
+    for piece in recurrent_pieces(network, stream, sorted(starts), advance):
+        inside = positions[(positions >= piece.start) & (positions < piece.start + len(piece.hidden))]
+        hidden.append(piece.hidden[torch.from_numpy(inside - piece.start)])
+        losses.append(piece.losses)
+        if piece.start + len(piece.hidden) in starts:
+            states.append([tensor.clone() for tensor in piece.state])
+    return torch.cat(hidden), torch.cat(losses), [torch.cat(each) for each in zip(*states, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """One k at every position: float32 (positions,), `top1` bool."""
+
+    distance: Tensor
+    total_variation: Tensor
+    top1: Tensor
+    losses: Tensor
+
+
+@torch.inference_mode()
+def _compare(
+    network: Network,
+    stream: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    hidden: Tensor,
+    windows: Sequence[int],
+    advance: Advance | None,
+) -> dict[int, _Pairs]:
+    found: dict[int, list[_Pairs]] = {k: [] for k in windows}
+    for start in range(0, len(positions), ROWS):
+        ends = positions[start : start + ROWS]
+        recurrent = hidden[start : start + ROWS]
+        target = torch.from_numpy(stream[ends + 1])[:, None].to(hidden.device)
+        truth = torch.softmax(network.logits(recurrent), -1)
+        for k in windows:
+            window = window_hidden(network, stream, k, ends)
+            logprobs = torch.log_softmax(network.logits(window), -1)
+            found[k].append(
+                _Pairs(
+                    distance=torch.linalg.vector_norm(window - recurrent, dim=-1),
+                    total_variation=(logprobs.exp() - truth).abs().sum(-1) / 2,
+                    top1=logprobs.argmax(-1) == truth.argmax(-1),
+                    losses=-logprobs.gather(1, target)[:, 0],
+                )
+            )
+            if advance is not None:
+                advance(k * len(ends))
+    return {
+        k: _Pairs(*(torch.cat([getattr(pair, name) for pair in pairs]) for name in _Pairs.__slots__))
+        for k, pairs in found.items()
+    }
+
+
+def _gradients(
+    network: Network,
+    stream: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    length: int,
+    states: list[Tensor],
+    advance: Advance | None,
+) -> Tensor:
+    """Norms (length, starts): of the gradient of the last prediction in each input, from the run's own state on."""
+    embedding = network.embedding.weight.detach()
+    norms = []
+    for first in range(0, len(starts), GRADIENT_ROWS):
+        begin = starts[first : first + GRADIENT_ROWS]
+        tokens = torch.from_numpy(stream[np.arange(length)[:, None] + begin[None, :]]).to(embedding.device)
+        target = torch.from_numpy(stream[begin + length])[:, None].to(embedding.device)
+        # each input is a row of its own in a table of them all, so that each has a gradient of its own
+        table = embedding[tokens.flatten()].requires_grad_()
+        rows = torch.arange(tokens.numel(), device=embedding.device).view_as(tokens)
+        state = [tensor[first : first + GRADIENT_ROWS].clone() for tensor in states]
+        weights = {"embedding.weight": table}
+        hidden, _ = functional_call(network, weights, (rows, state), tie_weights=False)
+        probability = torch.softmax(network.logits(hidden[-1]), -1).gather(1, target)
+        (gradient,) = torch.autograd.grad(probability.sum(), table)
+        norms.append(torch.linalg.vector_norm(gradient, dim=-1).view_as(tokens))
+        if advance is not None:
+            advance(3 * tokens.numel())
+    return torch.cat(norms, dim=1)
+
+
+def _spread(values: Tensor) -> Spread:
+    array = values.double().cpu().numpy()
+    median, p99 = np.quantile(array, [0.5, 0.99])
+    return Spread(median=float(median), p99=float(p99), max=float(array.max()))
