@@ -62,6 +62,14 @@ async def test_a_window_that_still_covers_everything_at_the_end_is_exact(bench: 
     assert finish.error_bound == 0.0
 
 
+async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=4, max_window=140)
+    epsilon = bench.manifest.certificate.error_bound_at(130)
+    for length, bound in ((127, 0.0), (128, epsilon), (135, epsilon)):  # the last is from three tokens more
+        request = GenerateRequest((5,) * length, max_tokens=4, temperature=0, mode=Mode.WINDOW, window=130)
+        assert (await generate(bench, request))[1].error_bound == bound
+
+
 async def test_the_same_seed_gives_the_same_text_and_another_another(bench: Bench) -> None:
     async def text(seed: int) -> tuple[int, ...]:
         return (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens

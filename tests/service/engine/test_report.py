@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from service.engine.types import GenerateRequest, Latency, Mode, PredictRequest,
 from service.metrics import Metrics
 from tests.service.engine.fakes import Bench
 
+MakeBench = Callable[..., Bench]
 TOKENS = tuple(range(10, 20))
 
 
@@ -94,3 +96,48 @@ async def test_prometheus_sees_the_same_and_no_session_id(bench: Bench) -> None:
     text = bench.metrics.render().decode()
     assert "a-session-by-name" not in text
     assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text
+
+
+async def test_what_was_claimed_of_answers_is_counted(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=130, max_window=140)
+    tokens = TOKENS * 20
+    exact = await bench.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    window = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    vacuous = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=1))
+    assert (exact.error_bound, exact.top1_proved, vacuous.top1_proved) == (0.0, True, False)
+    assert window.error_bound is not None and 0 < window.error_bound < 1e-2
+    assert vacuous.error_bound == pytest.approx(1.0)
+    for mode, le, count in (("recurrent", "0.0", 1), ("window", "0.0", 0), ("window", "0.01", 1), ("window", "1.0", 2)):
+        assert bench.sample("wane_answer_error_bound_bucket", mode=mode, le=le) == count
+    assert bench.sample("wane_answers_top1_proved_total", mode="recurrent") == 1
+    assert bench.sample("wane_answers_top1_proved_total", mode="window") == window.top1_proved
+    uncertified = make_bench()
+    await uncertified.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
+
+
+async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=130, max_window=140)
+    for window in (130, 1, 140):
+        await bench.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    agreement: Any = (await bench.engine.report())["agreement"]
+    epsilon = bench.manifest.certificate.error_bound_at
+    bounds = [epsilon(130), epsilon(1), epsilon(140), 0.0]
+    assert agreement["error_bound"] == {"bounded": 4, "mean": pytest.approx(sum(bounds) / 4), "max": max(bounds)}
+    assert agreement["top1_proved_rate"] == bench.sample("wane_agreement_top1_proved_total") / 4 >= 0.25
+    assert agreement["bound_violations"] == bench.sample("wane_agreement_bound_violations_total") == 0
+
+
+async def test_a_pair_further_apart_than_is_claimed_is_counted_and_logged(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
+    answer = await bench.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
+    assert answer.agreement is not None and answer.agreement.error_bound is not None
+    assert answer.agreement.total_variation > answer.agreement.error_bound
+    agreement: Any = (await bench.engine.report())["agreement"]
+    assert agreement["bound_violations"] == bench.sample("wane_agreement_bound_violations_total") == 1
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    fields = vars(record)["fields"]
+    assert (fields["model"], fields["error_bound"]) == ("fake", answer.agreement.error_bound)

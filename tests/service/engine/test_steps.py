@@ -730,3 +730,71 @@ async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(bench: B
     bench.runner.gate.set()
     assert (await step).position == 2
     await draining
+
+
+CUT = {"certified": True, "window": 130, "max_window": 140, "tail_tokens": 140}  # what a certified session keeps
+
+
+async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebuilding_does_not_add_to_it(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(**CUT)
+    epsilon = bench.manifest.certificate.error_bound_at
+    tokens = [5 + index % 90 for index in range(200)]
+    session = (await bench.engine.create_session()).session
+    stayed = await bench.engine.step(StepRequest(session, tuple(tokens)))
+    assert (stayed.error_bound, stayed.state_error_bound, stayed.top1_proved) == (0.0, 0.0, True)
+    bench.engine._slab.drop(session)
+    bounds = []
+    for token in range(5, 10):
+        tokens.append(token)
+        answer = await bench.engine.step(StepRequest(session, (token,)))
+        bounds.append(answer.error_bound)
+        assert answer.error_bound == (await bench.engine.get_session(session)).error_bound
+    assert bounds == [epsilon(141), epsilon(142), epsilon(143), epsilon(144), epsilon(145)]
+    bench.engine._slab.drop(session)
+    again = await bench.engine.predict(PredictRequest(session=session))
+    assert (again.state, again.error_bound) == (Origin.REBUILT, epsilon(140))
+    recurrent = await bench.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
+    assert again.predictions[0].token_id == recurrent.predictions[0].token_id
+
+
+async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_bench: MakeBench) -> None:
+    bench = make_bench(**CUT)
+    epsilon = bench.manifest.certificate.error_bound_at
+    session = (await bench.engine.create_session(mode=Mode.WINDOW)).session
+    answer = await bench.engine.step(StepRequest(session, (5,) * 150))
+    view = await bench.engine.get_session(session)
+    assert answer.error_bound == view.error_bound == epsilon(130)
+    loose = await bench.engine.predict(PredictRequest(session=session, tolerance=epsilon(130)))
+    assert loose.error_bound == epsilon(130)
+    with pytest.raises(InvalidRequest, match="tolerance is 1e-09, but the session's answer has an error bound of"):
+        await bench.engine.predict(PredictRequest(session=session, tolerance=1e-9))
+
+
+async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_bench: MakeBench) -> None:
+    bench = make_bench(**CUT, radius=1e-7)
+    session = (await bench.engine.create_session()).session
+    await bench.engine.step(StepRequest(session, (5,) * 150))
+    bench.engine._slab.drop(session)
+    epsilon = bench.manifest.certificate.error_bound_at(140)
+    assert epsilon is not None
+    answer = await bench.engine.predict(PredictRequest(session=session, tolerance=epsilon / 2))
+    assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
+    assert answer.state is Origin.REBUILT
+    resident = await bench.engine.predict(PredictRequest(session=session))
+    assert (resident.state, resident.error_bound) == (Origin.RESIDENT, epsilon)  # the run's own bound is not kept
+
+
+async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_the_window_may_be(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(**CUT)
+    session = (await bench.engine.create_session()).session
+    await bench.engine.step(StepRequest(session, (5,) * 150))
+    bench.engine._slab.drop(session)
+    answer = await bench.engine.predict(PredictRequest(session=session, mode=Mode.BOTH))
+    certificate = bench.manifest.certificate
+    assert answer.agreement is not None
+    assert answer.error_bound == certificate.error_bound_at(140)
+    assert answer.agreement.error_bound == certificate.error_bound_at(130)

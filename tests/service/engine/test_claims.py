@@ -1,0 +1,131 @@
+"""Whatever is claimed of an answer is true of the never-interrupted model: random models, streams, cuts, rebuilds."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.manifest import Cell
+from service.engine.agreement import FLOAT32_ROUNDING
+from service.engine.types import Answer, Mode, PredictRequest, StepRequest
+from tests.models.random_models import BLOCKS, CELLS
+from tests.service.engine.oracle import Small
+
+EVERYTHING = 11
+ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind", "prompt")
+
+
+@dataclass
+class Tally:
+    """What was claimed: answers, those with a bound that says something, and those proved."""
+
+    answers: int = 0
+    bounded: int = 0
+    proved: int = 0
+
+    def check(self, small: Small, tokens: list[int], answer: Answer) -> None:
+        """Holds one answer against the model that was never interrupted."""
+        truth, _ = small.uninterrupted(tokens)
+        self._check(answer, truth)
+        if answer.agreement is not None:
+            assert answer.modes is not None
+            assert not answer.agreement.top1_proved or answer.agreement.top1_match
+            if answer.agreement.top1_proved:
+                assert answer.modes[Mode.WINDOW].predictions[0].token_id == truth.argmax()
+
+    def _check(self, answer: Answer, truth: np.ndarray) -> None:
+        self.answers += 1
+        said = np.zeros(EVERYTHING)
+        for one in answer.predictions:
+            said[one.token_id] = one.probability
+        distance = float(np.abs(said - truth).sum()) / 2
+        if answer.error_bound is not None:
+            assert distance <= answer.error_bound + FLOAT32_ROUNDING
+            self.bounded += 0 < answer.error_bound < 1
+        if answer.top1_proved:
+            assert truth.argmax() == answer.predictions[0].token_id
+            self.proved += answer.error_bound != 0.0
+
+
+async def drive(small: Small, actions: list[str], random: np.random.Generator, tally: Tally) -> None:
+    """One session, whose states are dropped, rebuilt and cut, and the same tokens without a session beside it."""
+    engine = small.engine
+    session = (await engine.create_session()).session
+    tokens: list[int] = []
+
+    async def step(count: int, mode: Mode) -> None:
+        some = tuple(random.integers(EVERYTHING, size=count).tolist())
+        tokens.extend(some)
+        tally.check(small, tokens, await engine.step(StepRequest(session, some, mode=mode, top_k=EVERYTHING)))
+
+    await step(int(random.integers(20, 60)), Mode.RECURRENT)
+    for action in actions:
+        match action:
+            case "step":
+                await step(int(random.integers(1, 4)), Mode.RECURRENT)
+            case "window" | "both":
+                await step(1, Mode(action))
+            case "recall":
+                k = int(random.integers(1, 25))
+                asked = PredictRequest(session=session, mode=Mode.BOTH, window=min(k, 16), top_k=EVERYTHING)
+                tally.check(small, tokens, await engine.predict(asked))
+            case "evict":
+                engine._slab.drop(session)
+            case "rewind":
+                cut = int(random.integers(0, 4))
+                view = await engine.rewind(session, len(tokens) - cut)
+                del tokens[len(tokens) - cut :]
+                assert view.position == len(tokens)
+            case "prompt":
+                k = int(random.integers(1, 25))
+                for mode, window in ((Mode.WINDOW, k), (Mode.AUTO, None)):
+                    request = PredictRequest(tuple(tokens), mode=mode, window=window, top_k=EVERYTHING)
+                    tally.check(small, tokens, await engine.predict(request))
+                tolerance = float(10.0 ** -random.integers(0, 6))
+                request = PredictRequest(tuple(tokens), tolerance=tolerance, top_k=EVERYTHING)
+                answer = await engine.predict(request)
+                assert answer.error_bound is not None and answer.error_bound <= tolerance
+                tally.check(small, tokens, answer)
+    view = await engine.get_session(session)
+    answer = await engine.predict(PredictRequest(session=session, top_k=EVERYTHING))
+    if view.error_bound is not None:  # what is said before the run holds after it; the run may know better
+        assert answer.error_bound is not None and answer.error_bound <= view.error_bound
+    report: Any = await engine.report()
+    assert report["agreement"]["bound_violations"] == 0
+    await engine.close()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    cell=st.sampled_from(CELLS),
+    block=st.sampled_from(BLOCKS),
+    layers=st.integers(1, 2),
+    seed=st.integers(0, 10_000),
+    recurrent=st.sampled_from([0.05, 0.2, 0.45, 1.0]),
+    beside=st.booleans(),
+    actions=st.lists(st.sampled_from(ACTIONS), min_size=5, max_size=30),
+)
+def test_no_answer_is_further_from_the_uninterrupted_model_than_it_says(
+    cell: Cell, block: str, layers: int, seed: int, recurrent: float, beside: bool, actions: list[str]
+) -> None:
+    small = Small(cell, block, layers, seed, recurrent, beside=beside)
+    asyncio.run(drive(small, actions, np.random.default_rng(seed), Tally()))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["curve", "beside the run"])
+def test_of_models_that_forget_fast_much_is_claimed_and_all_of_it_is_true(beside: bool) -> None:
+    tally = Tally()
+    for seed in range(2 if beside else 6):
+        for cell in CELLS:
+            small = Small(cell, "plain", 1, seed, 0.05, beside=beside)
+            random = np.random.default_rng(seed)
+            asyncio.run(drive(small, [*random.choice(ACTIONS, size=30)], random, tally))
+    assert tally.answers > 200
+    assert tally.bounded > tally.answers / 4
+    assert tally.proved > tally.answers / 8
