@@ -102,7 +102,7 @@ def read_vocabulary(path: Path, manifest: Manifest) -> Vocabulary:
 
 
 def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -> None:
-    """Refuses a manifest whose certificate is not what its weights give; names the field and both values."""
+    """Raises CertificateError where a manifest's is not what its weights give; names the field and both values."""
     names = Certificate.model_fields
     for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):  # causes before what follows
         _check_alike(f"{path / MANIFEST}: certificate.{name}", getattr(claimed, name), getattr(computed, name))
@@ -115,12 +115,12 @@ def _check_alike(where: str, claimed: object, computed: object) -> None:
             _check_alike(f"{where}.{name}", getattr(claimed, name), getattr(computed, name))
     elif isinstance(claimed, tuple) and isinstance(computed, tuple):
         if len(claimed) != len(computed):
-            raise BundleError(f"{where}: {len(claimed)} claimed, the weights give {len(computed)}")
+            raise CertificateError(f"{where}: {len(claimed)} claimed, the weights give {len(computed)}")
         for index, (told, found) in enumerate(zip(claimed, computed, strict=True)):
             _check_alike(f"{where}.{index}", told, found)
     elif isinstance(claimed, float) and isinstance(computed, float):
         tolerance = WEIGHT_TOLERANCE if ".weights." in where else CERTIFICATE_TOLERANCE
         if not isclose(claimed, computed, rel_tol=tolerance):
-            raise BundleError(f"{where}: {claimed!r} claimed, the weights give {computed!r}")
+            raise CertificateError(f"{where}: {claimed!r} claimed, the weights give {computed!r}")
     elif claimed != computed:
-        raise BundleError(f"{where}: {claimed!r} claimed, the weights give {computed!r}")
+        raise CertificateError(f"{where}: {claimed!r} claimed, the weights give {computed!r}")
