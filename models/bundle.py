@@ -100,8 +100,9 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
     tokens = generator.integers(bundle.vocabulary.size, size=(len(lengths), lengths.max()), dtype=np.int64)
     zeros = reference.zero_state(len(lengths))
     start = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}
+    rounding = bundle.manifest.certificate.rounding
     try:
-        return check_graphs(reference, run, tokens, lengths, start)
+        return check_graphs(reference, run, tokens, lengths, start, rounding.measured if rounding else None)
     except ParityError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
 

@@ -46,14 +46,20 @@ def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def check_graphs(
-    reference: Reference, run: Run, tokens: NDArray[np.int64], lengths: NDArray[np.int64], start: State
+    reference: Reference,
+    run: Run,
+    tokens: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    start: State,
+    rounding: float | None = None,
 ) -> float:
     """Holds every graph against the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
 
     From the zero state and from `start`; whole and in two pieces; in a batch, row by row, and token by token.
-    Returns the worst difference; raises ParityError beyond TOLERANCE.
+    `rounding`: how far, in the 2-norm, `hidden` is said to be from exact arithmetic at most, from the zero state.
+    Returns the worst difference; raises ParityError beyond TOLERANCE, or beyond `rounding`.
     """
-    return _Check(reference, run, tokens, lengths).all(start)
+    return _Check(reference, run, tokens, lengths).all(start, rounding)
 
 
 class _Check:
@@ -65,11 +71,17 @@ class _Check:
         self._targets = np.roll(tokens, -1, axis=1)
         self._worst = 0.0
 
-    def all(self, start: State) -> float:
+    def all(self, start: State, rounding: float | None) -> float:
         batch = len(self._tokens)
         zeros = self._reference.zero_state(batch)
         expected = self._at(self._oracle(zeros), self._lengths)
-        self._compare("window", "a batch", {"tokens": self._tokens, "lengths": self._lengths}, expected)
+        outputs = self._compare("window", "a batch", {"tokens": self._tokens, "lengths": self._lengths}, expected)
+        apart = float(np.linalg.norm(outputs["hidden"].astype(np.float64) - expected["hidden"], axis=1).max())
+        if rounding is not None and not apart <= rounding:
+            raise ParityError(
+                f"window, a batch: hidden is {apart:.3g} from the oracle in the 2-norm, "
+                f"the certificate's rounding.measured is {rounding:.3g}"
+            )
         for row in range(batch):
             alone = slice(row, row + 1), slice(0, self._lengths[row])
             feeds: Tensors = {"tokens": self._tokens[alone], "lengths": self._lengths[alone[0]]}

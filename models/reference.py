@@ -51,7 +51,7 @@ class Reference:
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self.architecture = architecture
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
-        self._head = head_weight(weights).astype(np.float64)
+        self.head = head_weight(weights).astype(np.float64)
 
     def zero_state(self, batch: int) -> State:
         """The state before any token."""
@@ -89,7 +89,7 @@ class Reference:
 
     def logits(self, hidden: Array) -> Array:
         """hidden: (..., H) -> logits (..., V)."""
-        return hidden @ self._head.T + self._weights["head.bias"]
+        return hidden @ self.head.T + self._weights["head.bias"]
 
     def _front(self, prefix: str, x: Array, before: Array) -> tuple[Array, Array]:
         """A convolution block. x: (B, H), before: (B, kernel - 1, H), the inputs before, the oldest first."""

@@ -22,3 +22,8 @@ def normalised_apart(distance: float, width: int, epsilon: float, least: float =
     anywhere = distance / np.sqrt(distance**2 / 4 + lifted)
     apart = distance / np.sqrt(least**2 / UP + lifted)
     return float(np.sqrt(width) * min(anywhere, apart, 2.0)) * UP
+
+
+def normalised_furthest(width: int) -> float:
+    """The most that |n - n~|_2 can be, from above."""
+    return float(2 * np.sqrt(width)) * UP

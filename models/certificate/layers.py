@@ -45,10 +45,10 @@ def gate_cap(architecture: Architecture, layer: int) -> float:
 
 
 def _inputs(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
-    """What the cell of a layer reads."""
+    """What the cell of a layer reads; over a front, whatever a LayerNorm can put out."""
     gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
     residual = architecture.block == "residual"
-    if layer == 0:
+    if layer == 0 and architecture.front is None:
         rows = _float64(weights, "embedding.weight")
         if not residual:
             return Rows(rows)

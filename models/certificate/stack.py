@@ -3,8 +3,9 @@
 Just before the last k tokens one trajectory is in the zero state, the other anywhere that is reached from it. From
 there both read the same tokens. Layer by layer and token by token, a layer's error after a token is bounded from its
 error before it and from how far its inputs are apart, which the layers below say; errors never exceed what is reached.
-Between the layers: matrices by their rows and their spectral norm, relu by 1, LayerNorm by `layer_norm.py`, and the
-mean, which no LayerNorm sees, projected away.
+A front's convolutions see a cut for as long as they reach back; until then what they feed is anything a LayerNorm can
+put out, and then it is the same. Between the layers: matrices by their rows and their spectral norm, relu by 1,
+LayerNorm by `layer_norm.py`, and the mean, which no LayerNorm sees, projected away.
 
 **The tail.** All errors of one token are a monotone function F of those of the token before, always the same one (the
 first gated layer's exact maximum only ever falls, and is cut in). Hence, once no error of the whole stack is larger
@@ -19,7 +20,7 @@ import numpy as np
 
 from models.certificate.admissible import Normalised
 from models.certificate.layer_bound import Errors, Layer
-from models.certificate.layer_norm import normalised_apart
+from models.certificate.layer_norm import normalised_apart, normalised_furthest
 from models.certificate.outward import UP, Matrix, Vector, norm_above, roundoff
 from models.certificate.spread import LinearMap, Spread
 from models.manifest import Architecture
@@ -36,8 +37,10 @@ class Stack:
         self.layers = layers
         self.architecture = architecture
         self.residual = architecture.block == "residual"
+        self.reach = 0
         if self.residual:
-            least = _least_length(weights["embedding.weight"].astype(np.float64))
+            self.reach = architecture.front.reach if architecture.front else 0
+            least = 0.0 if self.reach else _least_length(weights["embedding.weight"].astype(np.float64))
             self.blocks = []
             for index, layer in enumerate(layers):
                 self.blocks.append(_Block(architecture, weights, index, layer.bound.reach[0], least))
@@ -50,15 +53,19 @@ class Stack:
 
     def step(self, errors: list[Errors]) -> tuple[list[Errors], float]:
         """One token later; and how far `hidden` is then apart, in the 2-norm."""
+        if errors[0].steps < self.reach:
+            anything = Spread.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
+            moved = [layer.step(before, anything) for layer, before in zip(self.layers, errors, strict=True)]
+            return moved, self.furthest()
         apart: Spread | None = None
         after = []
         for index, (layer, before) in enumerate(zip(self.layers, errors, strict=True)):
             fed = apart
             if self.residual and apart is not None:
                 fed = Spread.of_ball(self._normalised(apart, index), self.architecture.hidden)
-            moved = layer.step(before, fed)
-            after.append(moved)
-            apart = self.blocks[index](apart, moved.spreads[0]) if self.residual else moved.spreads[0]
+            after.append(layer.step(before, fed))
+            output = after[-1].spreads[0]
+            apart = self.blocks[index](apart, output) if self.residual else output
         assert apart is not None, "this is a bug: there is a layer"
         if not self.residual:
             return after, apart.ball
@@ -67,7 +74,7 @@ class Stack:
     def furthest(self) -> float:
         """What `hidden` can be apart at all."""
         if self.residual:
-            return float(2 * np.sqrt(self.architecture.hidden) * self.gain.max()) * UP
+            return normalised_furthest(self.architecture.hidden) * float(self.gain.max()) * UP
         return 2 * norm_above(self.layers[-1].bound.reach[0])
 
     def _normalised(self, apart: Spread, above: int) -> float:
@@ -130,7 +137,7 @@ def state_error_curve(stack: Stack, max_window: int) -> Vector:
         errors, apart = stack.step(errors)
         curve.append(apart)
         now = np.concatenate([each.flat() for each in errors])
-        falls = bool(np.all(now <= before))
+        falls = len(curve) > stack.reach and bool(np.all(now <= before))
         if falls and (len(curve) >= max_window or np.array_equal(now, before)):
             break
         if len(curve) >= max_window + PATIENCE:

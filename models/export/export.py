@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from models.bundle import Bundle, write_bundle
 from models.certificate import certify
+from models.certificate.answer import head_diameter
 from models.export.graph import OPSET
-from models.export.parity import ExportError, check_bundle
+from models.export.parity import ExportError, OnnxGraphs, check_bundle
 from models.export.roles import build_graphs
+from models.export.rounding import measure_rounding
 from models.manifest import (
     Architecture,
     Manifest,
     Provenance,
     Quality,
     Role,
+    Rounding,
     VocabularyInfo,
     VocabularyKind,
 )
 from models.networks import Network
+from models.reference import Reference
 from models.vocabulary import Vocabulary
 from models.weights import Weights, WeightsError, check_weights, encode_weights, tensor_extents
 
@@ -59,6 +64,7 @@ def export_bundle(
     weights_data = encode_weights(weights)
     graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data))
     graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
+    rounding = _measure_rounding(Reference(architecture, weights), graphs["step"], weights_data, sample_tokens)
     try:
         manifest = Manifest(
             schema_version=1,
@@ -77,7 +83,7 @@ def export_bundle(
             weights=WEIGHTS,
             tokenizer=TOKENIZER,
             files={},
-            certificate=certify(architecture, weights, max_window, None),
+            certificate=certify(architecture, weights, max_window, rounding),
             quality=quality,
             provenance=provenance,
         )
@@ -90,6 +96,16 @@ def export_bundle(
         check_bundle(bundle, sample_tokens, torch_network)
 
     return write_bundle(directory, manifest, files, check)
+
+
+def _measure_rounding(reference: Reference, step: bytes, weights_data: bytes, sample_tokens: list[int]) -> Rounding:
+    """Of the `step` graph, run from a directory of its own before there is a bundle."""
+    diameter = head_diameter(reference.head)
+    with tempfile.TemporaryDirectory() as directory:
+        graph = Path(directory) / "step.onnx"
+        graph.write_bytes(step)
+        graph.with_name(WEIGHTS).write_bytes(weights_data)
+        return measure_rounding(reference, OnnxGraphs.at({"step": graph}).run, sample_tokens, diameter)
 
 
 def _check_sample(tokens: list[int], size: int) -> None:

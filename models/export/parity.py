@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -39,7 +41,11 @@ def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | No
     lengths[-1] = (time + 1) // 2
     try:
         worst = verify_graphs(bundle, run)
-        worst = max(worst, check_graphs(reference, run, tokens, lengths, reference.zero_state(rows)))
+        rounding = bundle.manifest.certificate.rounding
+        zeros = reference.zero_state(rows)
+        worst = max(
+            worst, check_graphs(reference, run, tokens, lengths, zeros, rounding.measured if rounding else None)
+        )
         if network is not None:
             generator = np.random.default_rng(1)
             random = generator.integers(bundle.vocabulary.size, size=(rows, RANDOM_TIME), dtype=np.int64)
@@ -79,17 +85,23 @@ class OnnxGraphs:
     """A bundle's graphs on the CPU, one thread."""
 
     def __init__(self, bundle: Bundle) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        self._sessions = {
-            role: onnxruntime.InferenceSession(
-                str(bundle.graph_path(role)), options, providers=["CPUExecutionProvider"]
-            )
-            for role in bundle.manifest.graphs
-        }
+        self._sessions = {role: _session(bundle.graph_path(role)) for role in bundle.manifest.graphs}
+
+    @classmethod
+    def at(cls, paths: Mapping[Role, Path]) -> OnnxGraphs:
+        """Graphs that are in no bundle yet."""
+        graphs = cls.__new__(cls)
+        graphs._sessions = {role: _session(path) for role, path in paths.items()}
+        return graphs
 
     def run(self, role: Role, feeds: Tensors) -> Tensors:
         """All outputs of a graph, by name."""
         session = self._sessions[role]
         names = [output.name for output in session.get_outputs()]
         return cast(Tensors, dict(zip(names, session.run(names, feeds), strict=True)))
+
+
+def _session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
