@@ -31,7 +31,7 @@ from models.bundle_checks import (
 )
 from models.certificate import certify
 from models.manifest import Manifest, Role
-from models.parity import ParityError, Run, check_graphs
+from models.parity import ParityError, RoundingError, Run, check_graphs
 from models.reference import Reference
 from models.vocabulary import Vocabulary
 from models.weights import WeightsError, check_weights, decode_weights
@@ -92,7 +92,8 @@ class Bundle:
 def verify_graphs(bundle: Bundle, run: Run) -> float:
     """Holds every graph against the numpy oracle, on random tokens from zero and from random states.
 
-    `run(role, feeds)` runs one graph. Returns the worst difference; raises BundleError beyond the tolerance.
+    `run(role, feeds)` runs one graph. Returns the worst difference; raises BundleError beyond the tolerance, and
+    CertificateError where the graphs only round more than the certificate says.
     """
     generator = np.random.default_rng(0)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
@@ -103,6 +104,8 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
     rounding = bundle.manifest.certificate.rounding
     try:
         return check_graphs(reference, run, tokens, lengths, start, rounding.measured if rounding else None)
+    except RoundingError as error:
+        raise CertificateError(f"{bundle.path}: {error}") from error
     except ParityError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
 
