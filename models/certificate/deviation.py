@@ -14,12 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from models.certificate.admissible import Matrix, Vector, roundoff
+from models.certificate.outward import Matrix, Vector, roundoff
 from models.reference import sigmoid
 
 LARGE = 50.0
 """A pre-activation that may move by more than this moves its sigmoid from end to end."""
+
+FAR = 1e30
+"""Further than anything is: stands for no bound at all, and leaves room for its square."""
+
+TINY = 1e-300
 
 ULP = 2.0**-50
 """Of exp, tanh and the like and the few operations around them, relative."""
@@ -27,10 +33,11 @@ ULP = 2.0**-50
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """|x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B)."""
+    """|x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B); no_box: the ball is all that is known."""
 
     box: Matrix
     ball: Vector
+    no_box: bool = False
 
     @classmethod
     def within(cls, box: Matrix, ball: Vector | None = None) -> Deviation:
@@ -38,6 +45,11 @@ class Deviation:
         length = np.linalg.norm(box, axis=1)
         ball = length if ball is None else np.minimum(ball, length)
         return cls(np.minimum(box, ball[:, None]), ball)
+
+    @classmethod
+    def ball_only(cls, ball: Vector, width: int) -> Deviation:
+        """What a ball says of each entry is the ball."""
+        return cls(np.broadcast_to(ball[:, None], (len(ball), width)), ball, no_box=True)
 
 
 class Linear:
@@ -75,8 +87,8 @@ class Linear:
 
     def moved(self, x: Deviation) -> Matrix:
         """Entry by entry, how far the product moves: (B, R)."""
-        result: Matrix = np.minimum(x.box @ self.magnitude.T, x.ball[:, None] * self.rows)
-        return result
+        by_ball: Matrix = x.ball[:, None] * self.rows
+        return by_ball if x.no_box else np.minimum(x.box @ self.magnitude.T, by_ball)
 
     def scaled_norm(self, scale: Matrix) -> Vector:
         """`|diag(scale) weight|_2` from above, scale >= 0: (B, R) -> (B).
@@ -120,40 +132,91 @@ def tanh_slope(pre: Matrix, radius: Matrix) -> Matrix:
 
 
 def longest(kept: Matrix, deviation: Deviation) -> Vector:
-    """The greatest `|kept * d|_2` over all d within the deviation, kept >= 0: (B, H) -> (B).
-
-    The most of the ball's squared length goes where `kept` is largest, as far as the box lets it.
-    """
-    order = np.argsort(-kept, axis=1)
-    factors = np.take_along_axis(kept, order, axis=1) ** 2
-    room = np.take_along_axis(deviation.box, order, axis=1) ** 2
-    before = np.cumsum(room, axis=1) - room
-    spent = np.clip(deviation.ball[:, None] ** 2 - before, 0, room)
-    result: Vector = np.sqrt((factors * spent).sum(axis=1))
+    """The greatest `|kept * d|_2` over all d within the deviation, from above, kept >= 0: (B, H) -> (B)."""
+    result: Vector = np.minimum(np.linalg.norm(kept * deviation.box, axis=1), kept.max(axis=1) * deviation.ball)
     return result
 
 
-def normalised(x: Matrix, epsilon: float, ball: Vector) -> tuple[Matrix, Vector]:
-    """A LayerNorm without gain and shift: (x - mean) / sqrt(variance + epsilon), and how far in the 2-norm it is
-    from that of any x~ with |x~ - x|_2 <= ball.
+class Normalised:
+    """LayerNorms without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`, of rows x (B, H), and how far
+    in the 2-norm, `ball` (B), each is from that of any x~ with |x~ - x|_2 <= r.
 
     Let v be x less its mean. Centring shortens differences, and `n = sqrt(d) v / w`, w = sqrt(|v|^2 + d epsilon), is
     sqrt(d) times the unit vector along v with sqrt(d epsilon) for one more coordinate. Two such vectors at most r
-    apart, one of them w long, are at most asin(r / w) apart in angle. For larger r, as both roots are at least
-    sqrt(d epsilon), |n - n~| <= r / sqrt(epsilon); and neither n is longer than its own |v| allows.
-    """
-    width = x.shape[1]
-    relative = roundoff(width)
-    centred = x - x.mean(axis=1, keepdims=True)
-    length = np.linalg.norm(centred, axis=1)
-    whole = np.sqrt(length**2 + width * epsilon)
-    n = np.sqrt(width) * centred / whole[:, None]
+    apart, one of them w long, are at most asin(r / w) apart in angle. For larger r: |n - n~| <= r / sqrt(epsilon), as
+    both roots are at least sqrt(d epsilon); and neither n is longer than its own |v| allows.
 
-    # centring is off by relative * |x|, entry by entry; that moves n as the same deviation of x would
-    ball = ball + relative * np.sqrt(width) * np.abs(x).max(axis=1)
-    turned = np.arcsin(np.minimum(ball / whole, 1.0))
-    near = np.where(ball < whole, 2 * np.sqrt(width) * np.sin(turned / 2), np.inf)
-    farthest = length + ball
-    apart = np.sqrt(width) * (length / whole + farthest / np.sqrt(farthest**2 + width * epsilon))
-    moved = np.minimum(np.minimum(near, apart), ball / np.sqrt(epsilon))
-    return n, moved + relative * np.sqrt(width)
+    `remainder` (B): how far n~ - n is at most from `D (x~ - x)`, D the derivative at x. A unit vector's second
+    derivative along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the way.
+    """
+
+    def __init__(self, x: Matrix, epsilon: float, r: Vector) -> None:
+        width = x.shape[1]
+        relative, root = roundoff(width), np.sqrt(width)
+        centred = x - x.mean(axis=1, keepdims=True)
+        length = np.linalg.norm(centred, axis=1)
+        whole = np.sqrt(length**2 + width * epsilon)
+        self.value: Matrix = root * centred / whole[:, None]
+        self._unit, self._factor = centred / whole[:, None], root / whole
+
+        # centring is off by `relative * max|x|`, entry by entry, which moves n as the same change of x would
+        r = r + relative * root * np.abs(x).max(axis=1)
+        inside = r < whole
+        near = np.where(inside, 2 * root * np.sin(np.arcsin(np.minimum(r / whole, 1.0)) / 2), np.inf)
+        farthest = np.minimum(length + r, FAR)
+        apart = root * (length / whole + farthest / np.sqrt(farthest**2 + width * epsilon))
+        moved = np.minimum(np.minimum(near, apart), r / np.sqrt(epsilon))
+        self.ball: Vector = moved + relative * root
+        least = np.where(inside, whole - r, 1.0)
+        second = np.where(inside, root / np.sqrt(3) * (r / least) ** 2, np.inf)
+        self.remainder: Vector = np.minimum(second, moved + self._factor * r) + 2 * relative * (root + moved)
+
+    def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
+        """Of functions `g . n` (P, H), each of one of the rows (P): their gradients at x, and what that leaves out."""
+        g = g - g.mean(axis=1, keepdims=True)
+        unit = self._unit[rows]
+        turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
+        return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
+
+
+class FeedForward:
+    """`W_2 relu(W_1 x + b_1) + b_2`."""
+
+    def __init__(self, inner: Linear, outer: Linear) -> None:
+        self.inner = inner
+        self.outer = outer
+        self.columns = Linear(outer.weight.T)
+
+    def __call__(self, x: Matrix, ball: Vector) -> Fed:
+        """x: (B, H), which moves by at most `ball` (B)."""
+        return Fed(self, x, ball)
+
+
+class Fed:
+    """What a feed-forward puts out, `value` (B, H), and how far that moves, `ball` (B).
+
+    A unit that stays off moves nothing and one that stays on is linear. In between, with a pre-activation p that
+    moves by at most r > |p|, relu is within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
+    """
+
+    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector) -> None:
+        self._layer = layer
+        p, off = layer.inner(x), layer.inner.rounding(x)
+        r = ball[:, None] * layer.inner.rows + off
+        live = (p + r > 0).astype(np.float64)
+        unit = np.minimum(r, np.maximum(0, p + r))
+        through = layer.inner.scaled_norm(live) * ball + np.linalg.norm(live * off, axis=1)
+        through = np.minimum(through, np.linalg.norm(unit, axis=1))
+        active = np.maximum(p, 0)
+        self.value: Matrix = layer.outer(active)
+        self._off = np.linalg.norm(layer.outer.rounding(active), axis=1)
+        self.ball: Vector = layer.columns.scaled_norm(live) * through + self._off
+        self._slope = np.clip((p + r) / (2 * np.maximum(r, TINY)), 0, 1)
+        self._slack = np.maximum(0, (r - np.abs(p)) / 2) + off
+
+    def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
+        """Of functions `g . value` (P, H), each of one of the rows (P): a linear function of x, and how far off."""
+        units = g @ self._layer.outer.weight
+        left = np.einsum("pu,pu->p", np.abs(units), self._slack[rows])
+        left = left + np.linalg.norm(g, axis=1) * self._off[rows]
+        return (units * self._slope[rows]) @ self._layer.inner.weight, left

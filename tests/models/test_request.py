@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.certificate.request import window_bound
+from models.certificate.request import RequestBound
+from models.certificate.top1 import Top1
 from models.manifest import Cell
 from models.reference import Array, Reference
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
@@ -26,14 +27,20 @@ def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
     return hidden
 
 
+def after(pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each past (B, P) and then the window (k)."""
+    return np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
+
+
 def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> Array:
-    """How far from the window's own end each past (B, P) leads, (B); window: (k)."""
-    whole = np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
-    return np.linalg.norm(run(reference, whole) - run(reference, window[None]), axis=1)
+    """How far from the window's own end each past leads, (B)."""
+    return np.linalg.norm(run(reference, after(pasts, window)) - run(reference, window[None]), axis=1)
 
 
-def worst_distance(reference: Reference, window: NDArray[np.int64], generator: np.random.Generator) -> float:
-    """The largest distance found by random pasts, pasts of one token repeated, and then changing them for the worse."""
+def worst_pasts(
+    reference: Reference, window: NDArray[np.int64], generator: np.random.Generator
+) -> tuple[NDArray[np.int64], Array]:
+    """Pasts and how far they lead: random ones, one token repeated, and then changed wherever that is for the worse."""
     vocabulary = reference.architecture.vocabulary_size
     pasts = generator.integers(vocabulary, size=(PASTS, LONGEST_PAST))
     pasts[:vocabulary] = np.arange(vocabulary)[:, None]
@@ -43,7 +50,7 @@ def worst_distance(reference: Reference, window: NDArray[np.int64], generator: n
         moved = distances(reference, changed, window)
         better = moved > found
         pasts[better], found[better] = changed[better], moved[better]
-    return float(found.max())
+    return pasts, found
 
 
 @settings(max_examples=30, deadline=None)
@@ -55,6 +62,7 @@ def worst_distance(reference: Reference, window: NDArray[np.int64], generator: n
     hidden=st.integers(1, 8),
     feed_forward=st.sampled_from((0, 5)),
     epsilon=st.sampled_from((1e-5, 0.25)),
+    front=st.sampled_from((None, {"blocks": 2, "kernel_size": 3, "feed_forward": 4})),
     length=st.integers(1, 30),
 )
 @pytest.mark.parametrize("block", BLOCKS)
@@ -69,15 +77,23 @@ def test_no_past_leads_further_from_the_window_s_end_than_the_radius(
     hidden: int,
     feed_forward: int,
     epsilon: float,
+    front: dict[str, int] | None,
     length: int,
 ) -> None:
-    fields = {"hidden": hidden, "embedding": hidden}
-    fields |= {"feed_forward": feed_forward, "norm_epsilon": epsilon} if block == "residual" else {}
-    fields |= {"gate_caps": (0.7,) * layers} if cell == "gated" and seed % 2 else {}
+    fields: dict[str, object] = {"hidden": hidden, "embedding": hidden}
+    if block == "residual":
+        fields |= {"feed_forward": feed_forward, "norm_epsilon": epsilon, "front": front, "units": hidden + seed % 3}
+    if cell == "gated" and seed % 2:
+        fields["gate_caps"] = (0.7,) * layers
     model = architecture(cell, block, layers, **fields)
     weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
     window = generator.integers(model.vocabulary_size, size=length)
-    bound = window_bound(model, weights, window[None])
+    request = RequestBound(model, weights)
+    bound = request(window[None])
     reference = Reference(model, weights)
     np.testing.assert_allclose(bound.hidden, run(reference, window[None]), rtol=0, atol=1e-9)
-    assert worst_distance(reference, window, generator) <= bound.radius[0]
+    pasts, found = worst_pasts(reference, window, generator)
+    assert found.max() <= bound.radius[0]
+    if Top1(model, weights, request).proved(bound)[0]:
+        logits = reference.logits(run(reference, after(pasts, window)))
+        assert (logits.argmax(axis=1) == reference.logits(bound.hidden[0]).argmax()).all()

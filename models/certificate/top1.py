@@ -1,0 +1,91 @@
+"""Whether a window's most probable token is proved to be the run's: the margin test, as sharp as it gets.
+
+With output rows V_a, the lead of a over b moves by `(V_a - V_b) . (hidden~ - hidden)`. Three tests, each only for
+the tokens b that the one before left open:
+
+1. `(|V_a| + |V_b|) radius`, which settles nearly all;
+2. `|V_a - V_b| radius`;
+3. by direction. At the last token nothing accumulates any more, so the lead's gradient is pulled back through the last
+   LayerNorm, the feed-forward blocks and the mixing matrices to each layer's state, at the window's own values. There
+   the state is known unit by unit: `sum_i |gradient_i| error_i`. What the gradient leaves out is bounded on the way:
+   a LayerNorm's second order, and the relu units that may turn (`deviation.py`).
+
+Exact logits are meant; those of the window are computed here, and their rounding is part of the test.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.certificate.deviation import FAR
+from models.certificate.outward import Matrix, Vector, roundoff
+from models.certificate.request import MARGIN, RequestBound, WindowBound
+from models.manifest import Architecture
+from models.weights import Weights, head_weight
+
+PAIRS_AT_ONCE = 4096
+
+Flags = NDArray[np.bool_]
+
+
+class Top1:
+    """The test for one model. Windows and their bounds come from its `RequestBound`."""
+
+    def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
+        self._mixes = [layer.mix.weight for layer in request.layers] if architecture.block == "residual" else []
+        self._rows = head_weight(weights).astype(np.float64)
+        self._bias = weights["head.bias"].astype(np.float64)
+        self._norms = np.linalg.norm(self._rows, axis=1) * (1 + MARGIN)
+        self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
+
+    def proved(self, bound: WindowBound) -> Flags:
+        """For each window, whether every run's most probable token is the window's: (B)."""
+        logits = bound.hidden @ self._rows.T + self._bias
+        length = np.linalg.norm(bound.hidden, axis=1)[:, None]
+        off = 2 * roundoff(self._rows.shape[1]) * (length * self._norms + np.abs(self._bias))
+        first, every = logits.argmax(axis=1), np.arange(len(logits))
+        lead = logits[every, first][:, None] - logits - off - off[every, first][:, None]
+        lead[every, first] = np.inf
+        radius = np.minimum(bound.radius, FAR)
+        taken = (self._norms + self._norms[first][:, None]) * radius[:, None]
+        rows, others = np.nonzero(~(lead > taken))
+        proved = np.ones(len(logits), dtype=np.bool_)
+        proved[rows[lead[rows, others] <= 0]] = False
+        for start in range(0, len(rows), PAIRS_AT_ONCE):
+            part = slice(start, start + PAIRS_AT_ONCE)
+            row, other = rows[part], others[part]
+            going = proved[row]
+            row, other = row[going], other[going]
+            gap = self._rows[first[row]] - self._rows[other]
+            settled = lead[row, other] > np.linalg.norm(gap, axis=1) * radius[row] * (1 + MARGIN)
+            row, other, gap = row[~settled], other[~settled], gap[~settled]
+            proved[row[~(lead[row, other] > self.moved(bound, gap, row))]] = False
+        return proved
+
+    def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
+        """How far `gap . hidden` (P, H) moves at most, each of one of the windows (P): (P)."""
+        if bound.norm is None:
+            error = bound.steps[-1].error[0]
+            return _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
+        g, left = bound.norm.pull(gap * self._gain, rows)
+        left = left + np.linalg.norm(gap, axis=1) * bound.off[rows]
+        for step, mix in zip(reversed(bound.steps), reversed(self._mixes), strict=True):
+            left = left + np.linalg.norm(g, axis=1) * step.off[rows]
+            if step.fed is not None and step.norm is not None:
+                inner, units_left = step.fed.pull(g, rows)
+                inner, norm_left = step.norm.pull(inner, rows)
+                g = g + inner
+                left = left + units_left + norm_left + np.linalg.norm(g, axis=1) * step.off[rows]
+            error = step.error[0]
+            left = left + _support(g @ mix, error.box[rows], error.ball[rows])
+        result: Vector = (left + np.linalg.norm(g, axis=1) * bound.below[rows]) * (1 + MARGIN)
+        return result
+
+
+def _support(g: Matrix, box: Matrix, ball: Vector) -> Vector:
+    """The most that `g . d` is where d is within both, and the rounding of g itself: (P)."""
+    by_unit = np.einsum("pu,pu->p", np.abs(g), box)
+    length = np.linalg.norm(g, axis=1)
+    result: Vector = np.minimum(by_unit, length * ball) + MARGIN * length * ball
+    return result
