@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from models.bundle import Bundle, BundleError, CertificateError
-from models.manifest import Role
+from models.certificate import certify
+from models.manifest import Role, Rounding
 from service.engine.catalog import Catalog, CatalogError
 from service.engine.types import Mode, Origin, PredictRequest, StepRequest
 from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession
@@ -209,19 +210,21 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
 
 
 async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certificate(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def verify(bundle: Bundle, run: object) -> float:
-        if bundle.manifest.certificate.layers:
-            raise CertificateError(f"{bundle.path}: step: hidden is 0.1 from the oracle, measured 1e-06")
-        return 0.0
-
-    monkeypatch.setattr("service.engine.catalog.verify_graphs", verify)
-    catalog = make(STABLE)
+    bundle = Bundle.read(STABLE)
+    boast = Rounding(measured=1e-12, tokens=1, safety=1)
+    claimed = certify(bundle.manifest.architecture, bundle.weights(), bundle.manifest.max_window, boast)
+    path = shutil.copytree(STABLE, tmp_path / STABLE.name)
+    edit_manifest(path, "certificate", value=claimed.model_dump(mode="json"))
+    assert Bundle.read(path).manifest.certificate == claimed, "of the weights it says nothing wrong"
+    catalog = make(path)
     await catalog.load()
-    reason = "the certificate does not hold: step: hidden is 0.1 from the oracle, measured 1e-06"
-    assert catalog.get().manifest.certificate.reason == reason
-    assert reason in caplog.text
+    certificate = catalog.get().manifest.certificate
+    assert not certificate.certified
+    assert certificate.reason is not None
+    assert re.search(r"^the certificate does not hold: .*hidden is .* from the oracle.* is 1e-12$", certificate.reason)
+    assert certificate.reason in caplog.text
     await catalog.close()
 
 
