@@ -16,8 +16,12 @@ TRAIN_FILES = [
         "models/test_export.py",
         "models/test_parallel_scan.py",
         "models/test_spectral_limit.py",
+        "training/test_audit.py",
+        "training/test_audit_served.py",
         "training/test_end_to_end.py",
         "training/test_evaluate.py",
+        "training/test_foreign.py",
+        "training/test_forgetting.py",
         "training/test_loop.py",
     )
 ]

@@ -78,6 +78,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--max-window", type=_positive, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
     )
+    command.add_argument("--threads", type=_positive, help="of torch; 1 where the machine is busy (default: torch's)")
     command.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (default: audits/NAME)")
     command.add_argument("--export", type=Path, metavar="BUNDLES", help="write the bundle BUNDLES/NAME")
     command.add_argument("--name", type=_name, help="name of report and bundle (default: the file's)")

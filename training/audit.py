@@ -62,6 +62,7 @@ class AuditOptions:
     positions: int = POSITIONS
     tokens: int = TOKENS
     max_window: int = MAX_WINDOW
+    threads: int | None = None
     report: Path | None = None
     export: Path | None = None
     name: str | None = None
@@ -86,6 +87,8 @@ class Subject:
 def audit(options: AuditOptions, console: Console) -> AuditReport:
     """Audits, shows what it found, writes it as JSON and as a plot, and exports where asked. Raises TrainingError."""
     name = options.name or _name(options.file)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     if options.export is not None and options.file.is_dir():
         raise RunError(
             f"{options.file}: --export is for checkpoints; a bundle can be served as it is, and of a run "

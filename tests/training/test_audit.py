@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with events, their names, and a text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    torch.set_num_threads(1)
     generator = np.random.default_rng(0)
     sequences = [[NAMES[2 + index] for index in generator.integers(11, size=12)] for _ in range(30)]
     write_events(tmp_path / "events.jsonl", sequences)
@@ -44,7 +45,16 @@ def calm(module: Plain, recurrent: float) -> Plain:
 
 
 def audited(folder: Path, *options: str) -> AuditReport:
-    command = ["audit", str(folder / "model.pt"), "--data", str(folder / "events.jsonl"), "--positions", "20"]
+    command = [
+        "audit",
+        str(folder / "model.pt"),
+        "--data",
+        str(folder / "events.jsonl"),
+        "--positions",
+        "20",
+        "--threads",
+        "1",
+    ]
     assert main([*command, "--vocabulary", str(folder / "names.json"), "--max-window", "16", *options]) == 0
     return AuditReport.model_validate_json((folder / "audits" / "model" / "audit.json").read_text())
 

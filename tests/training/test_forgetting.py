@@ -20,6 +20,12 @@ WINDOWS = (1, 3, 8)
 COUNT = 11
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Matrices this small are slower on more."""
+    torch.set_num_threads(1)
+
+
 def short_corpus(tokens: int = 90) -> Corpus:
     return Corpus(CORPUS.vocabulary, CORPUS.tokenizer_json, {"audit": CORPUS.streams["train"][:tokens]}, {}, {})
 

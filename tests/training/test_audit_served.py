@@ -1,0 +1,89 @@
+"""A model that was trained outside Wane, audited, exported and served: the commands themselves, as a user runs them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.training.corpora import REAL_TEXT
+from tests.training.test_end_to_end import ROOT, TIMEOUT_S, is_ready, run, start, wait_until
+from training.audit_report import AuditReport
+
+EXAMPLE = ROOT / "examples" / "outside_lstm.py"
+PROMPT = "You may reproduce and"
+
+
+def test_the_example_knows_nothing_of_wane() -> None:
+    imported = {
+        (node.module or "").partition(".")[0] if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0]
+        for node in ast.walk(ast.parse(EXAMPLE.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == {"__future__", "argparse", "pathlib", "tokenizers", "torch"}
+
+
+def outside_predictions(folder: Path) -> torch.Tensor:
+    """What the model's own code predicts after the prompt: probabilities (V)."""
+    spec = importlib.util.spec_from_file_location("outside_lstm", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = example.LanguageModel(tokenizer.get_vocab_size(), 32, 2).eval()
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True)["model"])
+    tokens = [tokenizer.token_to_id("<|endoftext|>"), *tokenizer.encode(PROMPT).ids]
+    with torch.no_grad():
+        return torch.softmax(model(torch.tensor([tokens]))[0][0, -1], -1)
+
+
+@pytest.mark.slow
+def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command(tmp_path: Path) -> None:
+    outside, bundles = tmp_path / "outside", tmp_path / "bundles"
+    sizes = ("--width", "32", "--steps", "60", "--vocabulary", "300")
+    trained = subprocess.run(
+        [sys.executable, str(EXAMPLE), str(REAL_TEXT), str(outside), *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert trained.returncode == 0, trained.stderr
+    command = ("audit", outside / "model.pt", "--data", REAL_TEXT, "--tokenizer", outside / "tokenizer.json")
+    sample = ("--tolerance", "1e-2", "--positions", "64", "--max-window", "64", "--threads", "1")
+    printed = run("training", *command, *sample, "--report", tmp_path / "report", "--export", bundles)
+    assert "model.pt: lstm, 2 layer(s) of 32, vocabulary 300" in printed
+    assert "'<|endoftext|>' is taken to begin a sequence" in printed
+    report = AuditReport.model_validate_json((tmp_path / "report" / "audit.json").read_text())
+    assert report.text.positions == 64
+    manifest = json.loads((bundles / "model" / "manifest.json").read_text())
+    assert manifest["certificate"]["certified"] is report.certificate.certified
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = start("service", "--bundles", bundles, "--port", port)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            wait_until(lambda: is_ready(client), server)
+            answer = client.post("/v1/predict", json={"input": PROMPT, "mode": "recurrent", "top_k": 5}).json()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        output, _ = server.communicate(timeout=TIMEOUT_S)
+    assert server.returncode == 0, output
+    expected = outside_predictions(outside)
+    top = torch.topk(expected, 5)
+    assert answer["model"] == "model"
+    assert [one["token_id"] for one in answer["predictions"]] == top.indices.tolist()
+    assert [one["probability"] for one in answer["predictions"]] == pytest.approx(top.values.tolist(), abs=1e-5)
