@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -30,7 +31,6 @@ from training.foreign.model import understand
 from training.foreign.names import parse_mapping
 from training.foreign.vocabulary import read_names, read_tokenizer
 from training.forgetting import Forgetting, measure, smallest_window, token_steps, window_grid
-from training.loop import choose_device
 from training.origin import describe_origin
 from training.plots import plot_audit
 from training.run import SAMPLE_TOKENS, open_run
@@ -97,13 +97,10 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     subject = _subject(options)
     network = Network(subject.architecture)
     network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
-    stream = subject.corpus.streams[subject.split][: options.tokens + 1]
-    subject.corpus.streams[subject.split] = stream
+    stream = _cut(subject, options.tokens)
     windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
     if max(windows, default=0) < min(LEAST_WINDOW, options.max_window):
         raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW}")
-    device = choose_device("auto")
-    network.to(device)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         proving = bar.add_task("proving", total=None)
@@ -143,7 +140,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     _write(report, folder)
     console.print(f"written: {folder / 'audit.json'}, {folder / 'audit.png'}", highlight=False, soft_wrap=True)
     if options.export is not None:
-        _export(options, options.export / name, subject, found, report, network.cpu(), console)
+        _export(options, options.export / name, subject, found, report, network, console)
     return report
 
 
@@ -195,6 +192,15 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     return Subject(
         "checkpoint", model.architecture, model.weights, corpus, "audit", checkpoint.sha256, model.tensors, notes
     )
+
+
+def _cut(subject: Subject, tokens: int) -> NDArray[np.int64]:
+    """The first tokens of the subject's stream, in whose place they are put; how many words they are is not known."""
+    corpus, split = subject.corpus, subject.split
+    if len(corpus.streams[split]) > tokens + 1:
+        corpus.streams[split] = corpus.streams[split][: tokens + 1]
+        corpus.words.pop(split, None)
+    return corpus.streams[split]
 
 
 def _text(subject: Subject, found: Forgetting, windows: Sequence[int]) -> AuditedText:

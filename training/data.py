@@ -109,9 +109,9 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
-    """Text, or events for a vocabulary of events, as one stream `audit`: whole sequences, until `tokens` are reached.
+    """Text, or events for a vocabulary of events, as one stream `audit`: the sequences that end within `tokens`.
 
-    A folder is its files in name order. Raises DataError.
+    The first sequence is read whole, however long. A folder is its files in name order. Raises DataError.
     """
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
@@ -122,6 +122,8 @@ def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: 
         text, hashes[str(file.relative_to(path)) if path.is_dir() else file.name] = _read_file(file)
         lines = _lines(text)
         for start in range(0, len(lines), LINES_AT_ONCE):
+            if length >= tokens:
+                break
             some = lines[start : start + LINES_AT_ONCE]
             try:
                 if vocabulary.kind == "events":
@@ -132,7 +134,8 @@ def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: 
             except ValueError as error:
                 raise DataError(f"{file}, lines {start + 1} to {start + len(some)}: {error}") from error
             for index, sequence in enumerate(encoded):
-                if length >= tokens:
+                if sequences and length + len(sequence) + 1 > tokens:
+                    length = tokens
                     break
                 sequences.append(sequence)
                 length += len(sequence) + 1
