@@ -205,8 +205,9 @@ class Rounding(Frozen):
     """How far runs in `dtype` may be from exact arithmetic, as 2-norm distances of `hidden`.
 
     `measured`: the largest distance between the streamed float32 graphs and the float64 oracle over `tokens` tokens,
-    times `safety`. It is what was seen, and no theorem. `worst_case`: a theorem, of one run, given the accuracy of
-    exp and tanh that `models/certificate/rounding.py` states; null where the model is not contractive.
+    times `safety`, which counts that two runs are compared. It is what was seen, and no theorem. `worst_case`: what two
+    runs can be apart by rounding at most, a priori, to first order in the unit roundoff and given the accuracy of exp
+    and tanh that `models/certificate/rounding.py` states; null where the model is not contractive, or has a front.
     """
 
     dtype: Literal["float32"] = "float32"

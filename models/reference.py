@@ -46,12 +46,15 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 
 
 class Reference:
-    """The network of an architecture, stepped in float64."""
+    """The network of an architecture, stepped in float64, or in `dtype` to see what rounding does."""
 
-    def __init__(self, architecture: Architecture, weights: Weights) -> None:
+    def __init__(
+        self, architecture: Architecture, weights: Weights, dtype: type[np.float64 | np.float32] = np.float64
+    ) -> None:
         self.architecture = architecture
-        self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
-        self.head = head_weight(weights).astype(np.float64)
+        self._dtype = dtype
+        self._weights = {name: self._cast(tensor) for name, tensor in weights.items()}
+        self.head: Array = head_weight(weights).astype(np.float64)
 
     def zero_state(self, batch: int) -> State:
         """The state before any token."""
@@ -69,13 +72,13 @@ class Reference:
         x: Array = w["embedding.weight"][tokens]
         after: State = {}
         for block in range(0 if architecture.front is None else architecture.front.blocks):
-            x, inputs = self._front(f"front.{block}.", x, state[f"front.{block}.inputs"].astype(np.float64))
+            x, inputs = self._front(f"front.{block}.", x, self._cast(state[f"front.{block}.inputs"]))
             after[f"front.{block}.inputs"] = inputs
         for layer in range(architecture.layers):
             prefix = f"layers.{layer}."
             names = [prefix + name for name in STATE_NAMES[architecture.cell]]
             fed = self._normalise(prefix + "norm", x) if residual else x
-            new = self._cell(layer, fed, *(state[name].astype(np.float64) for name in names))
+            new = self._cell(layer, fed, *(self._cast(state[name]) for name in names))
             after |= dict(zip(names, new, strict=True))
             if not residual:
                 x = new[0]
@@ -90,6 +93,10 @@ class Reference:
     def logits(self, hidden: Array) -> Array:
         """hidden: (..., H) -> logits (..., V)."""
         return hidden @ self.head.T + self._weights["head.bias"]
+
+    def _cast(self, tensor: NDArray[np.floating]) -> Array:
+        cast: Array = tensor.astype(self._dtype)
+        return cast
 
     def _front(self, prefix: str, x: Array, before: Array) -> tuple[Array, Array]:
         """A convolution block. x: (B, H), before: (B, kernel - 1, H), the inputs before, the oldest first."""

@@ -19,6 +19,7 @@ from models.certificate.spread import LinearMap
 from models.reference import layer_norm, sigmoid
 
 ROWS_AT_ONCE = 4096
+EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ class Inputs(Protocol):
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
         """How far `weight x + bias` reaches; weight: (R, I), bias: (R)."""
 
+    def magnitude(self, weight: Matrix) -> Vector:
+        """`|weight| |x|` at most: (R)."""
+
     def seen_by(self, weight: Matrix) -> LinearMap:
         """What `weight` (R, I) makes of a difference of two inputs; behind a LayerNorm, of two normalised vectors n."""
 
@@ -100,13 +104,20 @@ class Rows:
         off = relative * np.abs(self.rows).max(axis=0) + (1 + relative) * self.error
         return Reach(low + bias, high + bias).wider(product_above(np.abs(weight), off) + relative * np.abs(bias))
 
-    def each(self, weight: Matrix, bias: Vector) -> Matrix:
+    def parts(self) -> list[slice]:
+        """The rows in portions of a bounded size."""
+        return [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(self.rows), ROWS_AT_ONCE)]
+
+    def each(self, weight: Matrix, bias: Vector, part: slice = EVERY) -> Matrix:
         """`weight x + bias` from above, row by row: (V, R)."""
-        relative = roundoff(weight.shape[1])
-        off = relative * np.abs(self.rows).max(axis=0) + (1 + relative) * self.error
+        rows, relative = self.rows[part], roundoff(weight.shape[1])
+        off = relative * np.abs(rows).max(axis=0) + (1 + relative) * self.error
         margin = product_above(np.abs(weight), off) + relative * np.abs(bias)
-        above: Matrix = np.nextafter(self.rows @ weight.T + (bias + margin), np.inf)
+        above: Matrix = np.nextafter(rows @ weight.T + (bias + margin), np.inf)
         return above
+
+    def magnitude(self, weight: Matrix) -> Vector:
+        return product_above(np.abs(weight), np.abs(self.rows).max(axis=0) + self.error)
 
     def seen_by(self, weight: Matrix) -> LinearMap:
         return LinearMap(weight)
@@ -122,6 +133,9 @@ class Box:
         if not np.isfinite(self.bound).all():
             return Reach(np.full(len(bias), -np.inf), np.full(len(bias), np.inf))
         return Reach(bias, bias).wider(product_above(np.abs(weight), self.bound))
+
+    def magnitude(self, weight: Matrix) -> Vector:
+        return product_above(np.abs(weight), self.bound)
 
     def seen_by(self, weight: Matrix) -> LinearMap:
         return LinearMap(weight)
@@ -140,6 +154,9 @@ class Normalised:
         centre = weight @ self.shift + bias
         off = relative * (np.abs(weight) @ np.abs(self.shift) + np.abs(bias))
         return Reach(centre, centre).wider((1 + relative) * (np.sqrt(len(self.gain)) * length + off))
+
+    def magnitude(self, weight: Matrix) -> Vector:
+        return product_above(np.abs(weight), np.abs(self.gain) * np.sqrt(len(self.gain)) + np.abs(self.shift))
 
     def seen_by(self, weight: Matrix) -> LinearMap:
         scaled = weight * self.gain

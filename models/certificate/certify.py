@@ -8,6 +8,7 @@ from models.certificate.answer import head_diameter, total_variation
 from models.certificate.layer_bound import LayerBound
 from models.certificate.layers import build_layers
 from models.certificate.outward import norm_above
+from models.certificate.rounding import worst_case
 from models.certificate.stack import Stack, state_error_curve
 from models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
 from models.weights import Weights, head_weight
@@ -19,7 +20,8 @@ CERTIFIED = 1e-3
 def certify(architecture: Architecture, weights: Weights, max_window: int, rounding: Rounding | None) -> Certificate:
     """What is proved of these float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, where there is one, is what was measured of float32 runs: it is added to the answers' bound.
+    `rounding`, where there is one, is what was measured of float32 runs: it is added to the answers' bound. Its worst
+    case is computed here.
     """
     layers = build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]
@@ -34,8 +36,11 @@ def certify(architecture: Architecture, weights: Weights, max_window: int, round
             f"at a token is {bound.factor:.4g} ({bound.best.rule}), and it would have to be below 1"
         )
         return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter, rounding=rounding)
-    state_error = state_error_curve(Stack(architecture, weights, layers), max_window)
+    stack = Stack(architecture, weights, layers)
+    state_error = state_error_curve(stack, max_window)
     added = rounding.measured if rounding else 0.0
+    if rounding:
+        rounding = rounding.model_copy(update={"worst_case": worst_case(architecture, weights, stack, "float32")})
     error = total_variation(diameter, state_error + added)
     certified = bool(error[-1] <= CERTIFIED)
     reason = (

@@ -80,15 +80,24 @@ class GatedLayer:
     def step(self, errors: Errors, fed: Spread | None) -> Errors:
         before, steps = errors.spreads[0], errors.steps + 1
         if fed is None:
-            after = Spread.within(self.gate * before.box * UP, self._joint_error(steps))
-            return Errors((after,), steps=steps)
+            joint = self._joint_error(steps) if errors.cut_only else np.inf
+            after = Spread.within(self.gate * before.box * UP, joint)
+            return Errors((after,), (), steps, errors.cut_only)
         assert self.into is not None, "this is a bug: embeddings are equal"
         gates, candidates = self.into
         moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
         off = self.width * gates.rows_of(fed) * UP
         ends = [keep * before.box + (1 - keep) * moved for keep in (self.cases.low, self.cases.high)]
         box = np.max(np.maximum(*ends) + self.cases.slope * off, axis=0) * UP
-        return Errors((Spread.within(np.minimum(box, self.width)),), steps=steps)
+        return Errors((Spread.within(np.minimum(box, self.width)),), (), steps, cut_only=False)
+
+    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
+        return Errors(spreads, cut_only=False)
+
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+        gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
+        off = self.width * (self.cases.slope.max(axis=0) * gate + function)
+        return (Spread.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
 
     def _joint_error(self, steps: int) -> float:
         """The 2-norm error of the first layer, `steps` tokens after the cut."""

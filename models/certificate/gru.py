@@ -53,6 +53,7 @@ class GruLayer:
         self.gate = Cases.of(z)
         self.range = (self.h + np.tanh(n.magnitude())) * UP
         self.slope_n = n.tanh_slope() * sigmoid(r.high) * UP, n.tanh_slope() * UP
+        self.recalled = q.magnitude()
         self.slope_r = n.tanh_slope() * q.magnitude() * r.sigmoid_slope() * UP
         self.maps = tuple(LinearMap(block) for block in np.split(weight_hh, 3))
         self.into = None if isinstance(inputs, Rows) else tuple(map(inputs.seen_by, np.split(weight_ih, 3)))
@@ -104,6 +105,15 @@ class GruLayer:
         moved = np.minimum((n + self.slope_r * r) * UP, self.range)
         after = Spread.within(self._combined(h.box, moved, z), ball * UP)
         return Errors((after.cut(self.cap),), (), errors.steps + 1)
+
+    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
+        return Errors(spreads)
+
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+        r, z, n = np.split(before_gates, 3)
+        reset = self.slope_r * r + self.slope_n[1] * self.recalled * (function + 2 * unit)
+        candidate = self.slope_n[1] * n + reset + function
+        return (Spread.within(candidate + self.range * (self.gate.slope.max(axis=0) * z + function) + 4 * unit),)
 
 
 def _box(

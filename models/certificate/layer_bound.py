@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from models.certificate.norm import Norm
-from models.certificate.outward import Matrix, Vector
+from models.certificate.outward import UP, Matrix, Vector
 from models.certificate.spread import Spread
 
 TIE = 1e-9
@@ -62,11 +62,18 @@ class Errors:
     """How far apart two trajectories' states of one layer can be, a number of steps after the cut.
 
     spreads: by state tensor; the first is what the layer puts out. gauges: bounds in other norms. steps: since the cut.
+    cut_only: nothing else has come in since.
     """
 
     spreads: tuple[Spread, ...]
     gauges: tuple[float, ...] = ()
     steps: int = 0
+    cut_only: bool = True
+
+    def __add__(self, other: Errors) -> Errors:
+        spreads = tuple(one + more for one, more in zip(self.spreads, other.spreads, strict=True))
+        gauges = tuple((one + more) * UP for one, more in zip(self.gauges, other.gauges, strict=True))
+        return Errors(spreads, gauges, self.steps, self.cut_only and other.cut_only)
 
     def flat(self) -> Vector:
         """All numbers in a row."""
@@ -90,3 +97,13 @@ class Layer(Protocol):
 
     def step(self, errors: Errors, fed: Spread | None) -> Errors:
         """One token later."""
+
+    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
+        """These errors of the state tensors, and the gauges that belong to them."""
+
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+        """What one step of the cell in floating point adds to each state tensor's error.
+
+        Its pre-activations are off by `before_gates` (G H), in the order of the weights' rows, its functions by
+        `function`, every multiplication and addition by `unit` of its result.
+        """

@@ -28,7 +28,7 @@ def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
     """Every layer, bottom to top; what one reaches is what the next may be fed."""
     layers: list[Layer] = []
     for layer in range(architecture.layers):
-        inputs = _inputs(architecture, weights, layer, layers)
+        inputs = inputs_of(architecture, weights, layer, layers)
         layers.append(_layer(architecture, weights, layer, inputs))
     return layers
 
@@ -44,7 +44,7 @@ def gate_cap(architecture: Architecture, layer: int) -> float:
     return max(cap, float(np.float32(cap)))
 
 
-def _inputs(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
+def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
     """What the cell of a layer reads; over a front, whatever a LayerNorm can put out."""
     gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
     residual = architecture.block == "residual"

@@ -147,6 +147,16 @@ class LstmLayer:
         after_h = Spread.within(self._shown(moved, y[3]), ball * UP).cut(self.caps[0])
         return Errors((after_h, after_c), (), errors.steps + 1)
 
+    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
+        return Errors(spreads)
+
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+        i, f, g, o = np.split(before_gates, 4)
+        cell = self.cell_slopes[0] * i + self.cell_slopes[1] * f + self.cell_slopes[2] * g
+        cell = cell + function * (self.box.c + 2) + unit * (3 * self.box.c + 2)
+        shown = self.open_o * (cell + function) + self.output_slope * o + function + unit
+        return Spread.within(shown), Spread.within(cell)
+
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
     """Their condition, |h_i| up to 1; weights: |W_i|, |W_f|, |W_g|, |W_o|, forget_driven: greatest input to f (H)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.admissible import Inputs, Reach
+from models.certificate.admissible import Inputs, Reach, Rows
 from models.certificate.outward import UP, Matrix, Vector, product_above
 from models.reference import sigmoid
 
@@ -44,4 +44,27 @@ class LstmBox:
             if np.all(h - box.h <= SETTLED):
                 break
             h = np.minimum(h, box.h)
-        return box
+        return box._token_by_token(weight_ih, weight_hh, bias, inputs) if isinstance(inputs, Rows) else box
+
+    def _token_by_token(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Rows) -> LstmBox:
+        """The box again, its gates and its candidate at their greatest for one token, not each for its own.
+
+        `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| <= C, the greatest `i |g| / (1 - f)` over x; then |h| <= the greatest
+        `o tanh(f C + i |g|)`.
+        """
+        recalled = product_above(np.abs(weight_hh), self.h)
+        c, h = np.zeros_like(self.c), np.zeros_like(self.h)
+        gates = [inputs.each(weight_ih, bias + recalled, part) for part in inputs.parts()]
+        mirrored = np.split(-weight_ih, 4)[2], np.split(recalled - bias, 4)[2]
+        candidates = [np.maximum(each, 0) for each in (inputs.each(*mirrored, part) for part in inputs.parts())]
+        opened = []
+        for above, below in zip(gates, candidates, strict=True):
+            i, f, g, o = np.split(above, 4, axis=1)
+            added = sigmoid(i) * np.tanh(np.maximum(np.abs(g), below)) * UP
+            c = np.maximum(c, (added / np.maximum(sigmoid(-f) / UP, SATURATED)).max(axis=0) * UP)
+            opened.append((sigmoid(f) * UP, added, sigmoid(o) * UP))
+        c = np.where(self.saturated, self.c, np.minimum(c, self.c))
+        for kept, added, shown in opened:
+            h = np.maximum(h, (shown * np.tanh(kept * c + added)).max(axis=0) * UP)
+        h = np.where(self.saturated, self.h, np.minimum(h, self.h))
+        return LstmBox(self.reach, c, h, self.saturated)

@@ -103,3 +103,10 @@ class RecurrentLayer:
         after = after.cut(self.cap)
         gauges = tuple(min(value, gauge.of(after)) for value, gauge in zip(values, self.gauges, strict=True))
         return Errors((after,), gauges, errors.steps + 1)
+
+    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
+        return Errors(spreads, tuple(gauge.of(spreads[0]) for gauge in self.gauges))
+
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+        del unit  # there is nothing behind the function
+        return (Spread.within(before_gates + (function if self.cell == "rnn_tanh" else 0.0)),)

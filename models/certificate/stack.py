@@ -16,6 +16,8 @@ is so; it then holds for every longer window, and e_k is the largest value from 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from models.certificate.admissible import Normalised
@@ -28,6 +30,31 @@ from models.weights import Weights
 
 PATIENCE = 1024
 """Tokens beyond the largest window that a curve may take to start to fall for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNoise:
+    """What a block adds by rounding at each step: to the stream, to n, to the wide layer, to the stream again."""
+
+    mixed: Spread
+    normalised: float
+    wide: Vector
+    narrow: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What rounding adds at each step, from the bottom up (`models/certificate/rounding.py`).
+
+    states: of each layer; normalised: to what each layer is fed behind its LayerNorm, 2-norm; top, hidden: to the last
+    LayerNorm's n, and to what it puts out.
+    """
+
+    states: list[tuple[Spread, ...]]
+    normalised: list[float]
+    blocks: list[BlockNoise]
+    top: float
+    hidden: float
 
 
 class Stack:
@@ -51,25 +78,41 @@ class Stack:
         """Right after the cut."""
         return [layer.start() for layer in self.layers]
 
-    def step(self, errors: list[Errors]) -> tuple[list[Errors], float]:
-        """One token later; and how far `hidden` is then apart, in the 2-norm."""
+    def at_rest(self) -> list[Errors]:
+        """Nothing is apart."""
+        return [
+            layer.at_least(tuple(Spread.within(np.zeros(len(reach))) for reach in layer.bound.reach))
+            for layer in self.layers
+        ]
+
+    def step(self, errors: list[Errors], noise: Noise | None = None) -> tuple[list[Errors], float]:
+        """One token later; and how far `hidden` is then apart, in the 2-norm. `noise` is added on the way."""
         if errors[0].steps < self.reach:
             anything = Spread.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
-            moved = [layer.step(before, anything) for layer, before in zip(self.layers, errors, strict=True)]
-            return moved, self.furthest()
+            return [
+                layer.step(before, anything) for layer, before in zip(self.layers, errors, strict=True)
+            ], self.furthest()
         apart: Spread | None = None
+        stream: Spread | None = None
         after = []
         for index, (layer, before) in enumerate(zip(self.layers, errors, strict=True)):
             fed = apart
             if self.residual and apart is not None:
-                fed = Spread.of_ball(self._normalised(apart, index), self.architecture.hidden)
-            after.append(layer.step(before, fed))
-            output = after[-1].spreads[0]
-            apart = self.blocks[index](apart, output) if self.residual else output
+                off = noise.normalised[index] if noise else 0.0
+                fed = Spread.of_ball(self._normalised(apart, index) + off, self.architecture.hidden)
+            moved = layer.step(before, fed)
+            if noise:
+                moved = moved + layer.at_least(noise.states[index])
+            after.append(moved)
+            apart = moved.spreads[0]
+            if self.residual:
+                apart = self.blocks[index](stream, apart, noise.blocks[index] if noise else None)
+                stream = apart
         assert apart is not None, "this is a bug: there is a layer"
         if not self.residual:
             return after, apart.ball
-        return after, float(self.gain.max()) * self._normalised(apart, len(self.layers)) * UP
+        top = self._normalised(apart, len(self.layers)) + (noise.top if noise else 0.0)
+        return after, (float(self.gain.max()) * top + (noise.hidden if noise else 0.0)) * UP
 
     def furthest(self) -> float:
         """What `hidden` can be apart at all."""
@@ -107,13 +150,19 @@ class _Block:
             bias = norm_above(tensor("feed_forward_out.bias"))
             self.least = max(0.0, self.between - (longest + bias) * UP)
 
-    def __call__(self, apart: Spread | None, moved: Spread) -> Spread:
+    def __call__(self, apart: Spread | None, moved: Spread, noise: BlockNoise | None) -> Spread:
         mixed = self.mix(moved)
         apart = mixed if apart is None else apart + mixed
+        if noise:
+            apart = apart + noise.mixed
         if self.wide is None:
             return apart
         normalised = normalised_apart(apart.ball, self.hidden, self.epsilon, self.between)
-        return apart + self.narrow(self.wide(Spread.of_ball(normalised, self.hidden)))
+        wide = self.wide(Spread.of_ball(normalised + (noise.normalised if noise else 0.0), self.hidden))
+        if noise:
+            wide = wide + Spread.within(noise.wide)
+        apart = apart + self.narrow(wide)
+        return apart + noise.narrow if noise else apart
 
 
 def _least_length(rows: Matrix) -> float:

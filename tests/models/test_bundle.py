@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_a_certificate_in_a_norm_of_other_weights_is_refused(
     write_small_bundle(path, small_architecture("lstm", hidden=48, embedding=48))
     p, q = Bundle.read(path).manifest.certificate.layers[0].weights
     edit_manifest(path, "certificate", "layers", 0, "weights", value=change(p, q))
-    refused(path, f"certificate.layers.0.weights")
+    refused(path, "certificate.layers.0.weights")
 
 
 def test_an_uncertified_model_that_claims_to_be_contractive_is_refused(tmp_path: Path) -> None:
@@ -174,6 +175,40 @@ def test_an_uncertified_model_that_claims_to_be_contractive_is_refused(tmp_path:
     weights["layers.0.cell.weight_hh_l0"] *= 100
     rewrite(path, manifest.weights, encode_weights(weights))
     refused(path, "certificate.layers.0.factor")
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        (("state_error", 3), lambda value: value * (1 - 1e-5)),
+        (("error_bound", 7), lambda value: value * (1 - 1e-5)),
+        (("head_diameter",), lambda value: value * 0.9),
+        (("certified",), lambda value: not value),
+        (("reason",), lambda value: "it is fine" if value is None else None),
+        (("layers", 1, "reach"), lambda value: value / 2),
+        (("layers", 1, "input_gain"), lambda value: value / 2),
+        (("layers", 0, "conditions", 0, "factor"), lambda value: value / 2),
+        (("layers", 0, "conditions", 0, "rule"), lambda value: "faith"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_every_number_of_a_certificate_is_recomputed(
+    tmp_path: Path, keys: tuple[str | int, ...], change: Callable[[Any], object]
+) -> None:
+    path = tmp_path / "small"
+    write_small_bundle(path, small_architecture("rnn_tanh"))
+    claimed: Any = json.loads((path / "manifest.json").read_text())["certificate"]
+    assert claimed["contractive"]
+    for key in keys:
+        claimed = claimed[key]
+    edit_manifest(path, "certificate", *keys, value=change(claimed))
+    refused(path, f"certificate.{'.'.join(map(str, keys))}: {change(claimed)!r} claimed, the weights give {claimed!r}")
+
+
+def test_a_curve_that_is_cut_short_is_refused(path: Path) -> None:
+    write_small_bundle(path, small_architecture("rnn_tanh"))
+    edit_manifest(path, "certificate", "state_error", value=[])
+    refused(path, "certificate.state_error: 0 claimed, the weights give 8")
 
 
 def test_contractive_is_not_believed_either(path: Path) -> None:

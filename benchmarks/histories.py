@@ -1,0 +1,84 @@
+"""Pairs of runs that read the same last tokens, one with a past and one from the zero state, and their distance.
+
+Random pasts, and ones that are made to be bad: pasts that drive the state to its edges by one token over and over, and
+then the last tokens chosen one by one so that the two runs stay as far apart as they can (greedy over the vocabulary);
+and a climb by single tokens, on the distance at the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.reference import Reference, State
+
+Tokens = NDArray[np.int64]
+Curve = NDArray[np.float64]
+
+
+def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
+    """past: (N, P), last: (N, K) -> the 2-norm distance of `hidden` after each of the last tokens, (N, K)."""
+    count = len(past)
+    full, cut = reference.zero_state(count), reference.zero_state(count)
+    for column in past.T:
+        _, full = reference.advance(column, full)
+    curve = []
+    for column in last.T:
+        hidden, both = reference.advance(np.tile(column, 2), _stack(full, cut))
+        full, cut = _split(both)
+        apart = hidden[:count].astype(np.float64) - hidden[count:].astype(np.float64)
+        curve.append(np.linalg.norm(apart, axis=1))
+    return np.stack(curve, axis=1)
+
+
+def random_histories(generator: np.random.Generator, vocabulary: int, count: int, past: int, last: int) -> Tokens:
+    """(count, past + last); one half repeats a few tokens only, so that states go far."""
+    tokens = generator.integers(vocabulary, size=(count, past + last), dtype=np.int64)
+    few = generator.integers(vocabulary, size=(count // 2, 2), dtype=np.int64)
+    tokens[: count // 2] = np.take_along_axis(few, generator.integers(2, size=(count // 2, past + last)), axis=1)
+    return tokens
+
+
+def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int) -> Tokens:
+    """(V, past + last): every token over and over, then at each step the token that leaves the states most apart."""
+    pasts = np.repeat(np.arange(vocabulary, dtype=np.int64)[:, None], past, axis=1)
+    full, cut = reference.zero_state(vocabulary), reference.zero_state(vocabulary)
+    for column in pasts.T:
+        _, full = reference.advance(column, full)
+    chosen = []
+    every = np.tile(np.arange(vocabulary, dtype=np.int64), vocabulary)
+    rows = np.arange(vocabulary)
+    for _ in range(last):
+        tried = [{name: np.repeat(value, vocabulary, axis=0) for name, value in each.items()} for each in (full, cut)]
+        _, after = reference.advance(np.tile(every, 2), _stack(*tried))
+        far, near = _split(after)
+        apart = sum(((far[name] - near[name]) ** 2).reshape(len(every), -1).sum(axis=1) for name in far)
+        best = np.argmax(np.reshape(apart, (vocabulary, vocabulary)), axis=1)
+        picked = rows * vocabulary + best
+        full, cut = ({name: value[picked] for name, value in each.items()} for each in (far, near))
+        chosen.append(best)
+    return np.concatenate([pasts, np.stack(chosen, axis=1)], axis=1)
+
+
+def climbed_histories(
+    reference: Reference, generator: np.random.Generator, start: Tokens, past: int, rounds: int
+) -> Tokens:
+    """From `start` (N, past + last), changes of a few tokens at a time that move the ends further apart."""
+    tokens, best = start, distances(reference, start[:, :past], start[:, past:])[:, -1]
+    for _ in range(rounds):
+        changed = generator.random(tokens.shape) < 2 / tokens.shape[1]
+        random = generator.integers(reference.architecture.vocabulary_size, size=tokens.shape, dtype=np.int64)
+        tried = np.where(changed, random, tokens)
+        found = distances(reference, tried[:, :past], tried[:, past:])[:, -1]
+        tokens = np.where((found > best)[:, None], tried, tokens)
+        best = np.maximum(found, best)
+    return tokens
+
+
+def _stack(first: State, second: State) -> State:
+    return {name: np.concatenate([first[name], second[name]]) for name in first}
+
+
+def _split(state: State) -> tuple[State, State]:
+    half = len(next(iter(state.values()))) // 2
+    return {name: value[:half] for name, value in state.items()}, {name: value[half:] for name, value in state.items()}

@@ -1,0 +1,129 @@
+"""How far a run in floating point can be from exact arithmetic, a priori.
+
+Every step of the computed run starts from its own state and makes a local error: a sum of n products is off by at most
+gamma_n = n u / (1 - n u) times the sum of their absolute values, u the unit roundoff, in whatever order it is summed.
+exp, tanh and the sigmoid are taken to be within FUNCTION u of their values, a LayerNorm to take the mean from its input
+before it squares. The local errors go through the same recursion as a cut does (`stack.py`): x' = F(x) + delta. An x
+with F(x) + delta <= x bounds all that ever comes of it, as F is monotone; it is sought by iterating from zero.
+
+To first order in u: slopes and reach are those of exact states. Two runs are compared, so the result counts two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from models.certificate.layer_bound import Layer
+from models.certificate.layers import inputs_of
+from models.certificate.outward import Matrix, Vector, norm_above
+from models.certificate.spread import Spread
+from models.certificate.stack import BlockNoise, Noise, Stack
+from models.manifest import Architecture
+from models.weights import Weights
+
+DType = Literal["float32", "float64"]
+UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+FUNCTION = 8
+"""Units roundoff, absolute: the assumed accuracy of the sigmoid and tanh, whose values are at most 1."""
+
+ROUNDS = (96, 192, 384, 768)
+"""Steps after which twice the errors reached are tried as a bound of all that follow."""
+
+
+def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:
+    """The 2-norm distance of `hidden` of two runs that rounding alone can cause; None over a front."""
+    if architecture.front is not None:
+        return None
+    noise = _Writer(architecture, weights, stack.layers, UNITS[dtype]).noise()
+    errors = stack.at_rest()
+    for step in range(1, ROUNDS[-1] + 1):
+        errors, _ = stack.step(errors, noise)
+        if step in ROUNDS:
+            doubled = [each + each for each in errors]
+            after, apart = stack.step(doubled, noise)
+            if all(np.all(new.flat() <= old.flat()) for new, old in zip(after, doubled, strict=True)):
+                return 2 * min(apart, stack.furthest())
+    return 2 * stack.furthest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    architecture: Architecture
+    weights: Weights
+    layers: list[Layer]
+    unit: float
+
+    def noise(self) -> Noise:
+        """What every place of the network adds at each step."""
+        architecture, residual = self.architecture, self.architecture.block == "residual"
+        states, normalised, blocks = [], [], []
+        stream = float(np.linalg.norm(self._tensor("embedding.weight"), axis=1).max())
+        for index, layer in enumerate(self.layers):
+            at_norm = self._layer_norm(stream) if residual else 0.0
+            normalised.append(at_norm)
+            states.append(layer.local(self._before_gates(index, at_norm), FUNCTION * self.unit, self.unit))
+            if residual:
+                block, stream = self._block(index, layer.bound.reach[0], stream)
+                blocks.append(block)
+        if not residual:
+            return Noise(states, normalised, blocks, 0.0, 0.0)
+        gain, shift = self._tensor("norm.weight"), self._tensor("norm.bias")
+        widest = float(np.abs(gain).max()) * np.sqrt(architecture.hidden) + norm_above(shift)
+        return Noise(states, normalised, blocks, self._layer_norm(stream), 3 * self.unit * widest)
+
+    def _before_gates(self, index: int, at_norm: float) -> Vector:
+        """Of the pre-activations; what the first layer is fed is off by its LayerNorm's rounding only."""
+        prefix = f"layers.{index}.cell."
+        inputs = inputs_of(self.architecture, self.weights, index, self.layers)
+        gated = self.architecture.cell == "gated"
+        into = self._tensor(prefix + ("weight" if gated else "weight_ih_l0"))
+        sizes = inputs.magnitude(into)
+        terms = into.shape[1] + 4
+        if gated:
+            sizes = sizes + np.abs(self._tensor(prefix + "bias"))
+        else:
+            again = self._tensor(prefix + "weight_hh_l0")
+            for name in ("bias_ih_l0", "bias_hh_l0"):
+                sizes = sizes + np.abs(self._tensor(prefix + name))
+            sizes = sizes + np.abs(again) @ self.layers[index].bound.reach[0]
+            terms += again.shape[1]
+        off = self._gamma(terms) * sizes
+        if index == 0 and at_norm:
+            off = off + np.linalg.norm(into * self._tensor("layers.0.norm.weight"), axis=1) * at_norm
+        return off
+
+    def _block(self, index: int, reach: Vector, stream: float) -> tuple[BlockNoise, float]:
+        """Of what a block adds to the stream, whose length is at most `stream`; and how long it is then."""
+        prefix, width = f"layers.{index}.", self.architecture.feed_forward
+        mix = self._tensor(prefix + "mix.weight")
+        mixed = np.abs(mix) @ reach
+        stream += norm_above(mixed)
+        spread = Spread.within(self._gamma(len(reach)) * mixed + self.unit * stream)
+        if not width:
+            return BlockNoise(spread, 0.0, np.zeros(0), spread), stream
+        at_norm = self._layer_norm(stream)
+        gain, shift = (self._tensor(f"{prefix}feed_forward_norm.{name}") for name in ("weight", "bias"))
+        into, bias = (self._tensor(f"{prefix}feed_forward_in.{name}") for name in ("weight", "bias"))
+        out, out_bias = (self._tensor(f"{prefix}feed_forward_out.{name}") for name in ("weight", "bias"))
+        widest = np.linalg.norm(into * gain, axis=1) * np.sqrt(len(gain)) + np.abs(into) @ np.abs(shift) + np.abs(bias)
+        sizes = np.abs(into) @ (np.abs(gain) * np.sqrt(len(gain)) + np.abs(shift)) + np.abs(bias)
+        narrow = np.abs(out) @ widest + np.abs(out_bias)
+        stream += norm_above(narrow)
+        added = Spread.within(self._gamma(width + 1) * narrow + self.unit * stream)
+        return BlockNoise(spread, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
+
+    def _layer_norm(self, stream: float) -> float:
+        """Of the normalised vector, in the 2-norm, for an input of at most this length."""
+        width = self.architecture.hidden
+        gamma = self._gamma(width + 8)
+        return float(np.sqrt(width) * gamma * (1 + 4 * stream / np.sqrt(width * self.architecture.norm_epsilon)))
+
+    def _gamma(self, terms: int) -> float:
+        return terms * self.unit / (1 - terms * self.unit)
+
+    def _tensor(self, name: str) -> Matrix:
+        return self.weights[name].astype(np.float64)
