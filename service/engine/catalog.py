@@ -92,7 +92,7 @@ class Catalog:
             engines[manifest.name] = engine
             logger.info("loaded %s version %s on %s", manifest.name, manifest.version, runner.device)
             if not manifest.certificate.certified:
-                logger.warning("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
+                logger.info("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
         self._store = store
         self._engines = engines
         if self._status == "loading":
@@ -177,6 +177,7 @@ class Catalog:
             bundle.verify_certificate()
             verify_graphs(bundle, runner.run)
         except CertificateError as error:
+            logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
             bundle = uncertified(bundle, error)
             verify_graphs(bundle, runner.run)
         return bundle, Margin(bundle.weights()), runner
