@@ -84,11 +84,15 @@ class ResidualLayer(nn.Module):
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         y, state = self.cell(self.norm(x), state)
+        return self.above(x, y), state
+
+    def above(self, x: Tensor, y: Tensor) -> Tensor:
+        """The rest of the block. x: (..., H), its input; y: (..., units), what its cell put out. Returns (..., H)."""
         x = x + self.dropout(self.mix(y))
         if self.has_feed_forward:
             y = torch.relu(self.feed_forward_in(self.feed_forward_norm(x)))
             x = x + self.dropout(self.feed_forward_out(y))
-        return x, state
+        return x
 
 
 class Network(nn.Module):

@@ -14,6 +14,7 @@ TRAIN_FILES = [
         "benchmarks/test_stability_price.py",
         "models/test_constraints.py",
         "models/test_export.py",
+        "models/test_l1_ball.py",
         "models/test_parallel_scan.py",
         "models/test_spectral_limit.py",
         "training/test_audit.py",
@@ -23,6 +24,7 @@ TRAIN_FILES = [
         "training/test_foreign.py",
         "training/test_forgetting.py",
         "training/test_loop.py",
+        "training/test_proof.py",
     )
 ]
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]

@@ -85,6 +85,21 @@ class DataConfig(Frozen):
     test_share: float = Field(default=0.05, gt=0, lt=0.5)
 
 
+class ProofConfig(Frozen):
+    """A pressure towards answers that a window of one chunk can prove (`training/proof.py`).
+
+    weight: nats of loss for an answer that is a factor e from provable, reached after `ramp` steps; rivals: how many
+    runners-up the first token is held against; slack: how much better than provable, in log units, is good enough;
+    ceiling: beyond it, in log units, nothing is gained by pressing harder.
+    """
+
+    weight: Finite = Field(gt=0)
+    rivals: Whole = 5
+    slack: Finite = Field(default=0.2, ge=0)
+    ceiling: Finite = Field(default=2.0, gt=0)
+    ramp: Whole = 1000
+
+
 class TrainingConfig(Frozen):
     """How the weights are found.
 
@@ -116,6 +131,7 @@ class TrainingConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bf16"] = "float32"
     threads: Whole | None = None
+    proof: ProofConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:
@@ -152,7 +168,14 @@ class Experiment(Frozen):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> Experiment:
-        self.model.architecture(LEAST_VOCABULARY)
+        architecture = self.model.architecture(LEAST_VOCABULARY)
+        if self.training.proof is not None:
+            if (architecture.cell, architecture.block, architecture.layers) != ("gated", "residual", 1):
+                raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
+            if architecture.front is not None and architecture.front.reach >= self.training.chunk:
+                raise ValueError(
+                    f"training.proof needs chunks longer than the front's reach, {architecture.front.reach}"
+                )
         return self
 
     @classmethod

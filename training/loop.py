@@ -19,6 +19,7 @@ from models.networks import Network
 from training.config import Experiment, TrainingConfig
 from training.data import Corpus, batches
 from training.errors import RunError
+from training.proof import ProofPressure
 from training.run_folder import RunFolder, kept_name
 
 LOG_EVERY = 50
@@ -82,6 +83,7 @@ class Trainer:
         self.network = Network(architecture, experiment.model.dropout).to(self.device)
         self.constraints = experiment.model.contractions, experiment.model.spectral_limit
         project(self.network, *self.constraints)
+        self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
         self.optimizer = self._optimizer()
         self.stream, self.chunks = self._lay_out("train", self.config.batch)
         self.valid_stream, self.valid_chunks = self._valid_batches()
@@ -89,6 +91,7 @@ class Trainer:
         self.state = self.network.zero_state(self.config.batch)
         self.best_loss, self.best_step = math.inf, 0
         self.decay_start: int | None = None
+        self.proved: float | None = None
         self.end = self.config.steps
         self.wall_s = 0.0
         if folder.begun:
@@ -109,7 +112,8 @@ class Trainer:
             seen += self.config.batch * self.config.chunk
             last = self.step >= self.end
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
-                self.folder.log({"step": self.step, "loss": loss, "learning_rate": rate})
+                record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
+                self.folder.log(record | ({} if self.proved is None else {"proved": self.proved}))
             evaluated = self.step % self.config.evaluate_every == 0 or last
             valid_loss = self._validate() if evaluated else None
             self._maybe_decay()
@@ -133,6 +137,9 @@ class Trainer:
         loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
         if not math.isfinite(value := loss.item()):
             raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
+        if self.pressure is not None:
+            pressed, self.proved = self.pressure(self.step)
+            loss = loss + pressed
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm)

@@ -1,0 +1,107 @@
+"""The pressure towards provable answers: what it presses is what the bound of a request says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.certificate.request import window_bound
+from models.manifest import Architecture, Front
+from models.networks import Network
+from training.config import Experiment, ProofConfig
+from training.proof import ProofPressure
+
+CONFIG = ProofConfig(weight=0.1, ramp=1)
+
+
+def network(gate_bias: float) -> Network:
+    """Six units behind a front of reach 2, with gates about as open as `gate_bias` says."""
+    torch.manual_seed(3)
+    architecture = Architecture(
+        cell="gated",
+        vocabulary_size=20,
+        embedding=8,
+        hidden=8,
+        layers=1,
+        block="residual",
+        feed_forward=6,
+        front=Front(blocks=1, kernel_size=3, feed_forward=5),
+        units=6,
+        gate_caps=(0.98,),
+    )
+    built = Network(architecture)
+    with torch.no_grad():
+        built.layers[0].cell.bias[:6] = gate_bias
+    return built
+
+
+def run(built: Network, time: int = 24) -> tuple[torch.Tensor, float, torch.Tensor]:
+    pressure = ProofPressure(built, CONFIG)
+    tokens = torch.randint(20, (time, 16), generator=torch.Generator().manual_seed(5))
+    built.train()
+    built(tokens)
+    pressed, proved = pressure(0)
+    return pressed, proved, tokens
+
+
+def test_gates_that_stay_open_are_pressed_shut_and_closed_ones_are_left_alone() -> None:
+    built = network(gate_bias=6.0)
+    pressed, proved, _ = run(built)
+    pressed.backward()
+    assert pressed.item() > 0 and proved < 0.5
+    gradient = built.layers[0].cell.bias.grad[:6]
+    assert (gradient > 0).all()
+    pressed, proved, _ = run(network(gate_bias=-6.0))
+    assert (pressed.item(), proved) == (0.0, 1.0)
+
+
+def test_the_error_it_takes_is_the_state_s_bound_of_the_request() -> None:
+    built = network(gate_bias=2.0)
+    _, _, tokens = run(built)
+    gates = built.layers[0].cell.gates.detach().double().numpy()
+    error = 2 * gates[2:].prod(axis=0)
+    weights = {name: tensor.numpy() for name, tensor in built.weights().items()}
+    bound = window_bound(built.architecture, weights, tokens.T.numpy().astype(np.int64))
+    proved = bound.steps[0].error[0].box
+    assert (proved <= error * (1 + 1e-4)).all()
+    assert (proved >= error * 0.2).all()
+
+
+def test_it_leaves_the_network_in_training_and_its_loss_on_the_lead_alone() -> None:
+    built = network(gate_bias=3.0)
+    pressed, _, _ = run(built)
+    assert built.training
+    pressed.backward()
+    assert built.head.bias.grad is None or not built.head.bias.grad.any()
+
+
+def test_the_ramp_begins_gently() -> None:
+    built = network(gate_bias=6.0)
+    pressure = ProofPressure(built, ProofConfig(weight=0.1, ramp=10))
+    built(torch.randint(20, (24, 4), generator=torch.Generator().manual_seed(5)))
+    first, _ = pressure(0)
+    late, _ = pressure(30)
+    assert late.item() == pytest.approx(10 * first.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"cell": "lstm"}, "cell = 'gated'"),
+        ({"cell": "gated", "layers": 2, "block": "residual"}, "one layer"),
+        (
+            {"cell": "gated", "block": "residual", "front": {"blocks": 5, "kernel_size": 5, "feed_forward": 4}},
+            "reach, 20",
+        ),
+    ],
+)
+def test_what_it_is_not_made_for_is_refused(model: dict[str, object], named: str) -> None:
+    record = {
+        "name": "x",
+        "model": {"hidden": 8} | model,
+        "data": {"kind": "text"},
+        "training": {"steps": 1, "chunk": 16, "proof": {"weight": 0.1}},
+    }
+    with pytest.raises(ValueError, match=named):
+        Experiment.model_validate(record)
