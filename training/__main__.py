@@ -12,8 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from training.audit import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions, audit
-from training.audit import POSITIONS as AUDITED
+from training.audit import audit
+from training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
+from training.audit_subject import POSITIONS as AUDITED
 from training.config import Experiment
 from training.errors import TrainingError
 from training.evaluate import POSITIONS

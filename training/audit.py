@@ -4,84 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from models.bundle import Bundle, BundleError
 from models.certificate import certify
 from models.export import ExportError, export_bundle
-from models.manifest import Architecture, Manifest, Provenance
+from models.manifest import Manifest, Provenance
 from models.networks import Network
 from models.vocabulary import UNK
-from models.weights import Weights
 from training.audit_report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
-from training.data import Corpus, data_kind, load_whole
-from training.errors import ForeignError, RunError
+from training.audit_subject import AuditOptions, Subject, cut, find_subject
+from training.errors import RunError
 from training.evaluate import quality, smallest_close_window
-from training.foreign.checkpoint import read_checkpoint
-from training.foreign.model import understand
-from training.foreign.names import parse_mapping
-from training.foreign.vocabulary import read_names, read_tokenizer
 from training.forgetting import Forgetting, measure, smallest_window, token_steps, window_grid
 from training.origin import describe_origin
 from training.plots import plot_audit
-from training.run import SAMPLE_TOKENS, open_run
-
-TOLERANCE = 1e-2
-POSITIONS = 1024
-TOKENS = 200_000
-MAX_WINDOW = 256
+from training.run import SAMPLE_TOKENS
 
 LEAST_WINDOW = 8
 """A text that does not even hold positions for this window is too short to say anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class AuditOptions:
-    """The command's options. `file`: a checkpoint, or the folder of a bundle or a run."""
-
-    file: Path
-    command: str
-    data: Path | None = None
-    tokenizer: Path | None = None
-    vocabulary: Path | None = None
-    eos: str | None = None
-    state_dict: str | None = None
-    mapping: Sequence[str] = ()
-    ignore: Sequence[str] = ()
-    nonlinearity: str | None = None
-    tolerance: float = TOLERANCE
-    positions: int = POSITIONS
-    tokens: int = TOKENS
-    max_window: int = MAX_WINDOW
-    threads: int | None = None
-    report: Path | None = None
-    export: Path | None = None
-    name: str | None = None
-    version: str = "1"
-    attribution: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model under audit, and the text for it. `split`: the stream of `corpus` that is read."""
-
-    source: Literal["checkpoint", "bundle", "run"]
-    architecture: Architecture
-    weights: Weights
-    corpus: Corpus
-    split: str
-    sha256: str | None = None
-    tensors: dict[str, str] | None = None
-    notes: tuple[str, ...] = ()
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
@@ -94,10 +40,10 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
             f"{options.file}: --export is for checkpoints; a bundle can be served as it is, and of a run "
             "`python -m training export` makes one"
         )
-    subject = _subject(options)
+    subject = find_subject(options)
     network = Network(subject.architecture)
     network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
-    stream = _cut(subject, options.tokens)
+    stream = cut(subject, options.tokens)
     windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
     if max(windows, default=0) < min(LEAST_WINDOW, options.max_window):
         raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW}")
@@ -148,59 +94,6 @@ def _name(file: Path) -> str:
     """A name for what is audited, of the characters that a bundle's name may have."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().stem if file.is_file() else file.resolve().name)
     return plain.lstrip("._-")[:64] or "model"
-
-
-def _subject(options: AuditOptions) -> Subject:
-    """The model and its text. Raises TrainingError."""
-    if (options.file / "experiment.json").exists():
-        run = open_run(options.file, options.data)
-        weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
-        return Subject("run", run.network.architecture, weights, run.corpus, "valid")
-    if options.data is None:
-        raise RunError("no text: name a file or folder with --data")
-    if options.file.is_dir():
-        try:
-            bundle = Bundle.read(options.file)
-            weights = bundle.weights()
-        except BundleError as error:
-            raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
-        json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
-        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens)
-        return Subject("bundle", bundle.manifest.architecture, weights, corpus, "audit")
-    return _foreign(options, options.data)
-
-
-def _foreign(options: AuditOptions, data: Path) -> Subject:
-    checkpoint = read_checkpoint(options.file, options.state_dict)
-    model = understand(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
-    kind = data_kind(data)
-    if (options.tokenizer is None) == (options.vocabulary is None):
-        raise ForeignError("the vocabulary of a checkpoint: give --tokenizer tokenizer.json or --vocabulary NAMES")
-    if options.tokenizer is not None:
-        path, read = options.tokenizer, read_tokenizer(options.tokenizer, kind, options.eos)
-    else:
-        assert options.vocabulary is not None, "this is a bug"
-        path, read = options.vocabulary, read_names(options.vocabulary, kind, options.eos)
-    if read.vocabulary.size != model.architecture.vocabulary_size:
-        source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
-        raise ForeignError(
-            f"{path} has {read.vocabulary.size} tokens, {options.file}: {source} has "
-            f"{model.architecture.vocabulary_size} rows: not the vocabulary that the model was trained with"
-        )
-    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens)
-    notes = (*model.notes, *read.notes)
-    return Subject(
-        "checkpoint", model.architecture, model.weights, corpus, "audit", checkpoint.sha256, model.tensors, notes
-    )
-
-
-def _cut(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """The first tokens of the subject's stream, in whose place they are put; how many words they are is not known."""
-    corpus, split = subject.corpus, subject.split
-    if len(corpus.streams[split]) > tokens + 1:
-        corpus.streams[split] = corpus.streams[split][: tokens + 1]
-        corpus.words.pop(split, None)
-    return corpus.streams[split]
 
 
 def _text(subject: Subject, found: Forgetting, windows: Sequence[int]) -> AuditedText:
