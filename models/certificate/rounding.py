@@ -30,7 +30,7 @@ UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
 FUNCTION = 8
 """Units roundoff, absolute: the assumed accuracy of the sigmoid and tanh, whose values are at most 1."""
 
-ROUNDS = (96, 192, 384, 768)
+ROUNDS = (16, 48, 96, 192, 384, 768)
 """Steps after which twice the errors reached are tried as a bound of all that follow."""
 
 
