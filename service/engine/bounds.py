@@ -7,7 +7,8 @@ An answer comes from a state that knows the last k of n tokens.
   margin test does, and so does the count of violations.
 - k < n: the smaller of the certificate's curve at k, which holds for all tokens, and of the bound that was computed
   beside this very run, for its tokens. Both are theorems in exact arithmetic about the weights; to both the rounding of
-  float32 is added as it was measured (the certificate's `rounding`, with its safety factor), which is no theorem.
+  float32 is added as it was measured, which is no theorem: the certificate's `rounding`, whose safety factor has to
+  cover that two runs round, the one that answers and the one that it stands for.
 - Where there is no curve and no bound beside the run, or no rounding was measured, there is no bound: None.
 
 A bound of 1 is true of any two distributions, and says nothing.
