@@ -31,6 +31,9 @@ from models.weights import Weights
 PATIENCE = 1024
 """Tokens beyond the largest window that a curve may take to start to fall for good."""
 
+NEGLIGIBLE = 1e-30
+"""A curve that has fallen this far is not followed further: no bound below it is stated."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
@@ -187,7 +190,7 @@ def state_error_curve(stack: Stack, max_window: int) -> Vector:
         curve.append(apart)
         now = np.concatenate([each.flat() for each in errors])
         falls = len(curve) > stack.reach and bool(np.all(now <= before))
-        if falls and (len(curve) >= max_window or np.array_equal(now, before)):
+        if falls and (len(curve) >= max_window or apart <= NEGLIGIBLE or np.array_equal(now, before)):
             break
         if len(curve) >= max_window + PATIENCE:
             curve.append(stack.furthest())

@@ -18,7 +18,7 @@ from models.manifest import Architecture, Cell, Manifest
 from models.networks import Network
 from models.parity import log_softmax
 from models.reference import Reference
-from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
 SAMPLE = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
@@ -176,6 +176,20 @@ def test_a_graph_of_other_weights_is_refused(export: Export, tmp_path: Path) -> 
     bundle.graph_path("step").write_bytes(other.SerializeToString())
     with pytest.raises(ExportError, match="step, token 0 of a stream: logits differs from the oracle"):
         check_bundle(bundle, SAMPLE, None)
+
+
+def test_rounding_is_measured_at_export_and_held_to_when_loaded(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm", layers=2)
+    export(model, random_weights(model, seed=0, recurrent=0.2))
+    bundle = Bundle.read(tmp_path / "model")
+    rounding, run = bundle.manifest.certificate.rounding, OnnxGraphs(bundle).run
+    assert rounding is not None
+    assert (rounding.tokens, rounding.safety) == (4096, 8.0)
+    assert 0 < rounding.measured < 1e-4
+    verify_graphs(bundle, run)
+    edit_manifest(tmp_path / "model", "certificate", "rounding", "measured", value=1e-12)
+    with pytest.raises(BundleError, match=r"from the oracle in the 2-norm, .*rounding.measured is 1e-12"):
+        verify_graphs(Bundle.open(tmp_path / "model"), run)
 
 
 def test_a_bundle_whose_roles_are_swapped_is_refused(export: Export, tmp_path: Path) -> None:
