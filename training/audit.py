@@ -50,7 +50,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         proving = bar.add_task("proving", total=None)
-        certificate = certify(subject.architecture, subject.weights, options.max_window, None)
+        certificate = certify(subject.architecture, subject.weights, options.max_window, subject.rounding)
         bar.update(proving, total=1, completed=1)
         task = bar.add_task("measuring", total=token_steps(len(stream), windows, options.positions))
         found = measure(

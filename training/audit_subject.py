@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.bundle import Bundle, BundleError
-from models.manifest import Architecture
+from models.manifest import Architecture, Rounding
 from models.weights import Weights
 from training.data import Corpus, data_kind, load_whole
 from training.errors import ForeignError, RunError
@@ -65,6 +65,7 @@ class Subject:
     sha256: str | None = None
     tensors: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
+    rounding: Rounding | None = None
 
 
 def find_subject(options: AuditOptions) -> Subject:
@@ -83,7 +84,8 @@ def find_subject(options: AuditOptions) -> Subject:
             raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
         json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
         corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens)
-        return Subject("bundle", bundle.manifest.architecture, weights, corpus, "audit")
+        rounding = bundle.manifest.certificate.rounding
+        return Subject("bundle", bundle.manifest.architecture, weights, corpus, "audit", rounding=rounding)
     return _foreign(options, options.data)
 
 

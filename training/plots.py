@@ -75,18 +75,22 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate
+    rounding = certificate.rounding.measured if certificate.rounding else 0.0
+    proved = "proved, and rounding as measured" if certificate.rounding else "proved, in exact arithmetic"
 
     _spreads(distance, ks, [at.distance for at in windows])
     distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by the tokens they share")
     if certificate.state_error:
-        curve = certificate.state_error
-        distance.plot(range(1, len(curve) + 1), curve, "--", color="C3", label="proved, for every text")
+        bottom, curve = distance.get_ylim()[0], [error + rounding for error in certificate.state_error]
+        distance.plot(range(1, len(curve) + 1), curve, "--", color="C3", label=proved)
+        distance.set_ylim(bottom=bottom)
 
     _spreads(variation, ks, [at.total_variation for at in windows])
     variation.set(ylabel="total variation", title="predicted distributions: the last k tokens, or all")
     if certificate.error_bound:
-        curve = certificate.error_bound
-        variation.plot(range(1, len(curve) + 1), curve, "--", color="C3", label="proved, for every text")
+        bottom = variation.get_ylim()[0]
+        variation.plot(range(1, len(curve) + 1), certificate.error_bound, "--", color="C3", label=proved)
+        variation.set_ylim(bottom=bottom)
     variation.axhline(recommended.tolerance, color="0.4", linestyle=":", label=f"tolerance {recommended.tolerance:g}")
     if recommended.p99 is not None:
         variation.axvline(recommended.p99, color="C1", alpha=0.5, label=f"k = {recommended.p99}: 99 % within it")
