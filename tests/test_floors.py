@@ -31,7 +31,6 @@ TORCH_MODELS = (
     "models/cells",
     "models/networks",
     "models/constraints",
-    "models/spectral_limit",
     "models/parallel_scan",
     "models/export/",
 )

@@ -1,0 +1,162 @@
+"""LSTM and GRU under a contraction: the gate that holds the memory capped, the recurrent matrix shrunk.
+
+The set of weights that the certificate passes is not convex, and no cheap way to its nearest point is known. What is
+done beyond the limit is feasible, and shrinks no more than it must along its way:
+
+1. The memory gate (LSTM forget, GRU update) is kept under a cap for every input, by its bias and by the rows of its
+   input matrix. Only then can anything be left over for the recurrent matrix. The caps are spread over the units, from
+   a memory of two tokens to as long as the limit allows: a unit that forgets fast may listen to the state the more.
+2. The recurrent matrix is shrunk in three ways, and the result that is nearest to what it was is kept: row by row, by
+   projection onto weighted l1 balls, for bounds by unit that suit the matrix (Perron's) or that suit any; and all of it
+   by one factor, which is best where the rule in the 2-norm passes the most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison, perron
+
+ROOM = 1.0
+"""How far the memory gate's bias stays below the cap's pre-activation, so that the input can still open the gate."""
+
+LEAST_MEMORY = 0.5
+"""The smallest cap, as a share of the contraction."""
+
+MOST_MEMORY = 0.97
+"""The greatest cap, as a share of the contraction: what is left over is room for the recurrent matrix."""
+
+TOUCHED = 2e-5
+"""A layer is left alone until it passes its target by this much, relative: float32 rounding alone moves nothing."""
+
+ROUNDS = 4
+"""Of shrinking rows: a smaller matrix has a smaller box, and other cases of its gates decide."""
+
+LEAST_HALVINGS = 2.0**-9
+"""The first shrinking that is tried, by 0.14 %: between two optimiser steps little more is asked for."""
+
+MOST_HALVINGS = 128
+"""A smaller scale leaves nothing of a float32 matrix: its largest values are about 2^128."""
+
+BISECTIONS = 6
+STEPS_BACK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """One layer's weights, and the range of what the input adds to a pre-activation.
+
+    matrix: (G H, H); bias: (G H), the recurrent one; input_matrix: (G H, I), input_bias: (G H): the layer's own, which
+    are written to. least, greatest: float64 (G H), of `input_matrix x + input_bias` over all admissible x.
+    """
+
+    matrix: Tensor
+    bias: Tensor
+    input_matrix: Tensor
+    input_bias: Tensor
+    least: Tensor
+    greatest: Tensor
+
+    def drive(self) -> Drive:
+        """What the pre-activations get from outside, all biases but the one inside the GRU's reset gate included."""
+        hidden, bias = self.matrix.shape[1], self.bias.double()
+        recalled = torch.zeros_like(bias[:hidden])
+        if len(bias) == 3 * hidden:
+            recalled = bias[2 * hidden :]
+            bias = torch.cat([bias[: 2 * hidden], torch.zeros_like(recalled)])
+        return Drive(self.least + bias, self.greatest + bias, recalled)
+
+
+def hold(recurrence: Recurrence, target: float) -> Tensor:
+    """Makes a layer contractive by at most `target`, in place; returns the greatest |h| of each unit, (H) float64."""
+    make = LstmComparison if len(recurrence.matrix) == 4 * recurrence.matrix.shape[1] else GruComparison
+    comparison = make(recurrence.drive(), recurrence.matrix.double())
+    if fits(comparison, target * (1 + TOUCHED)):
+        return comparison.h
+    cap_memory_gate(recurrence, target)
+    drive = recurrence.drive()
+    shrunk = nearest(recurrence.matrix.double(), lambda matrix: make(drive, matrix), target)
+    recurrence.matrix.copy_(shrunk)
+    return make(drive, recurrence.matrix.double()).h
+
+
+def fits(comparison: Comparison, target: float) -> bool:
+    """Whether a rule says so."""
+    return perron(comparison, target)[0] <= target or comparison.two_norm() <= target
+
+
+def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
+    """Holds what input and biases make of the memory gate (rows H..2H) under its unit's cap.
+
+    First its bias is kept ROOM below the cap; then the rows of the input matrix that still reach past it are shrunk.
+    Lowering the bias alone would let one token that opens the gate close it for all others.
+    """
+    hidden = recurrence.matrix.shape[1]
+    rows = slice(hidden, 2 * hidden)
+    spread = torch.linspace(math.log(1 - LEAST_MEMORY * target), math.log(1 - MOST_MEMORY * target), hidden)
+    limit = torch.logit(1 - spread.exp()).to(recurrence.bias)
+    input_bias = recurrence.input_bias[rows]
+    bias = torch.minimum(input_bias + recurrence.bias[rows], limit - ROOM)
+    recurrence.bias[rows] = bias - input_bias
+    swing = (recurrence.greatest[rows] - input_bias).clamp(min=1e-12)
+    shrink = ((limit - bias) / swing).clamp(max=1.0).float()
+    recurrence.input_matrix[rows] *= shrink[:, None]
+    for bound in (recurrence.least, recurrence.greatest):
+        bound[rows] = input_bias + (bound[rows] - input_bias) * shrink
+
+
+def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float) -> Tensor:
+    """The nearest to `matrix` among the shrunk ones that fit."""
+
+    def by_unit(scaled: Tensor) -> bool:
+        return perron(make(scaled), target)[0] <= target
+
+    def by_any_rule(scaled: Tensor) -> bool:
+        return fits(make(scaled), target)
+
+    comparison = make(matrix)
+    best = torch.zeros_like(matrix)
+    for bounds in (comparison.even(), perron(comparison)[1]):
+        rows = matrix
+        for _ in range(ROUNDS):
+            held = make(rows)
+            if bool((held.step(bounds) <= target * bounds).all()):
+                break
+            rows = held.rows_held(bounds, target)
+        rows = way_back(shrink(rows, by_unit), matrix, by_unit)
+        if (rows - matrix).norm() < (best - matrix).norm():
+            best = rows
+    as_far = float((best - matrix).norm() / matrix.norm())  # a common factor is worth a search if it may be as near
+    return shrink(matrix, by_any_rule) if by_any_rule((1 - as_far) * matrix) else best
+
+
+def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
+    """From `held`, which fits, as far back towards `matrix` as still fits, to a sixteenth of the way."""
+    kept, lost = 0.0, 1.0
+    for _ in range(STEPS_BACK):
+        middle = (kept + lost) / 2
+        kept, lost = (middle, lost) if fitting(held.lerp(matrix, middle)) else (kept, middle)
+    return held.lerp(matrix, kept)
+
+
+def shrink(matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
+    """The matrix times about the largest scale 2^-t <= 1 that fits; zero only where no scale would do.
+
+    t is doubled until it is large enough, then bisected.
+    """
+    if fitting(matrix):
+        return matrix
+    few, many = 0.0, LEAST_HALVINGS
+    while not fitting(matrix * math.exp2(-many)):
+        few, many = many, 2 * many
+        if many > MOST_HALVINGS:
+            return torch.zeros_like(matrix)
+    for _ in range(BISECTIONS):
+        middle = (few + many) / 2
+        few, many = (few, middle) if fitting(matrix * math.exp2(-middle)) else (middle, many)
+    return matrix * math.exp2(-many)

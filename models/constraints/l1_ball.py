@@ -1,0 +1,26 @@
+"""The projection of rows onto weighted l1 balls: what a rule in the maximum norm asks of a matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def project_rows(rows: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
+    """The nearest rows (R, N) with `sum_j weights_ij |x_ij| <= limits_i`; weights: (R, N), not negative, limits: (R).
+
+    Entries shrink by t_i weights_ij, those that would pass zero to zero (Duchi et al. 2008, there without weights); so
+    none is inflated, and those that weigh nothing stay. A limit of zero or less leaves zeros wherever something weighs.
+    """
+    size = rows.abs()
+    total = (weights * size).sum(1)
+    # entry j is zero from t = |x_ij| / weights_ij on: between two such t the sum is linear in t
+    ends, order = torch.where(weights > 0, size / weights, 0.0).sort(1, descending=True)
+    ordered = weights.gather(1, order)
+    sums, squares = (ordered * size.gather(1, order)).cumsum(1), (ordered**2).cumsum(1)
+    tried = (sums - limits.clamp(min=0)[:, None]) / squares.clamp(min=torch.finfo(rows.dtype).tiny)
+    alive = (ends > tried).sum(1, keepdim=True).clamp(min=1) - 1
+    threshold = tried.gather(1, alive)
+    threshold = torch.where(limits[:, None] > 0, threshold, ends[:, :1]).clamp(min=0)
+    shrunk = rows.sign() * (size - threshold * weights).clamp(min=0)
+    return torch.where((total > limits)[:, None], shrunk, rows)
