@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,24 +47,16 @@ class LstmBox:
         return box._token_by_token(weight_ih, weight_hh, bias, inputs) if isinstance(inputs, Rows) else box
 
     def _token_by_token(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Rows) -> LstmBox:
-        """The box again, its gates and its candidate at their greatest for one token, not each for its own.
+        """A smaller box for c, the gates and the candidate at their greatest for one token, not each for its own.
 
-        `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| <= C, the greatest `i |g| / (1 - f)` over x; then |h| <= the greatest
-        `o tanh(f C + i |g|)`.
+        `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| <= the greatest of `i |g| / (1 - f)` over x.
         """
         recalled = product_above(np.abs(weight_hh), self.h)
-        c, h = np.zeros_like(self.c), np.zeros_like(self.h)
-        gates = [inputs.each(weight_ih, bias + recalled, part) for part in inputs.parts()]
         mirrored = np.split(-weight_ih, 4)[2], np.split(recalled - bias, 4)[2]
-        candidates = [np.maximum(each, 0) for each in (inputs.each(*mirrored, part) for part in inputs.parts())]
-        opened = []
-        for above, below in zip(gates, candidates, strict=True):
-            i, f, g, o = np.split(above, 4, axis=1)
-            added = sigmoid(i) * np.tanh(np.maximum(np.abs(g), below)) * UP
-            c = np.maximum(c, (added / np.maximum(sigmoid(-f) / UP, SATURATED)).max(axis=0) * UP)
-            opened.append((sigmoid(f) * UP, added, sigmoid(o) * UP))
-        c = np.where(self.saturated, self.c, np.minimum(c, self.c))
-        for kept, added, shown in opened:
-            h = np.maximum(h, (shown * np.tanh(kept * c + added)).max(axis=0) * UP)
-        h = np.where(self.saturated, self.h, np.minimum(h, self.h))
-        return LstmBox(self.reach, c, h, self.saturated)
+        c = np.zeros_like(self.c)
+        for part in inputs.parts():
+            i, f, g, _ = np.split(inputs.each(weight_ih, bias + recalled, part), 4, axis=1)
+            g = np.maximum(np.abs(g), inputs.each(*mirrored, part))
+            room = np.maximum(sigmoid(-f) / UP, SATURATED)
+            c = np.maximum(c, (sigmoid(i) * np.tanh(g) / room).max(axis=0) * UP)
+        return replace(self, c=np.where(self.saturated, self.c, np.minimum(c, self.c)))
