@@ -30,6 +30,7 @@ from models.bundle_checks import (
     read_vocabulary,
 )
 from models.certificate import certify
+from models.certificate.request import RequestBound
 from models.manifest import Manifest, Role
 from models.parity import ParityError, RoundingError, Run, check_graphs
 from models.reference import Reference
@@ -84,6 +85,10 @@ class Bundle:
             raise BundleError(f"{path}: {error}") from error
         return weights
 
+    def request_bound(self) -> RequestBound:
+        """What bounds how far from a window's end any run over it can end."""
+        return RequestBound(self.manifest.architecture, self.weights())
+
     def graph_path(self, role: Role) -> Path:
         """The ONNX file of a role."""
         return self.path / self.manifest.graphs[role]
@@ -102,8 +107,9 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
     zeros = reference.zero_state(len(lengths))
     start = {name: generator.uniform(-1, 1, value.shape) for name, value in zeros.items()}
     rounding = bundle.manifest.certificate.rounding
+    measured = rounding.measured if rounding else None
     try:
-        return check_graphs(reference, run, tokens, lengths, start, rounding.measured if rounding else None)
+        return check_graphs(reference, run, tokens, lengths, start, measured, bundle.request_bound)
     except RoundingError as error:
         raise CertificateError(f"{bundle.path}: {error}") from error
     except ParityError as error:

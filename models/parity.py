@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from models.certificate.request import RequestBound
 from models.manifest import Role
 from models.reference import Reference, State
 
@@ -20,6 +21,8 @@ TOLERANCE = 1e-4
 Tensors = dict[str, NDArray[np.generic]]
 Run = Callable[[Role, Tensors], Mapping[str, NDArray[np.generic]]]
 """Runs a graph: the inputs by name, then all outputs by name."""
+
+RADIUS = "radius"
 
 Expected = dict[str, NDArray[np.float64]]
 
@@ -56,15 +59,17 @@ def check_graphs(
     lengths: NDArray[np.int64],
     start: State,
     rounding: float | None = None,
+    bound: Callable[[], RequestBound] | None = None,
 ) -> float:
     """Holds every graph against the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
 
     From the zero state and from `start`; whole and in two pieces; in a batch, row by row, and token by token.
     `rounding`: how far, in the 2-norm, `hidden` is said to be from exact arithmetic at most, from the zero state.
+    `bound`: of the same weights, made where a graph puts out radii: none may be smaller than what is proved.
     Returns the worst difference; raises ParityError beyond TOLERANCE, and RoundingError where it is only beyond
     `rounding`.
     """
-    return _Check(reference, run, tokens, lengths).all(start, rounding)
+    return _Check(reference, run, tokens, lengths).all(start, rounding, bound)
 
 
 class _Check:
@@ -76,16 +81,21 @@ class _Check:
         self._targets = np.roll(tokens, -1, axis=1)
         self._worst = 0.0
 
-    def all(self, start: State, rounding: float | None) -> float:
+    def all(self, start: State, rounding: float | None, bound: Callable[[], RequestBound] | None) -> float:
         batch = len(self._tokens)
         zeros = self._reference.zero_state(batch)
         expected = self._at(self._oracle(zeros), self._lengths)
         outputs = self._compare("window", "a batch", {"tokens": self._tokens, "lengths": self._lengths}, expected)
         apart = float(np.linalg.norm(outputs["hidden"].astype(np.float64) - expected["hidden"], axis=1).max())
+        request = bound() if bound is not None and RADIUS in outputs else None
         for row in range(batch):
             alone = slice(row, row + 1), slice(0, self._lengths[row])
             feeds: Tensors = {"tokens": self._tokens[alone], "lengths": self._lengths[alone[0]]}
-            self._compare("window", f"row {row} alone", feeds, {k: v[alone[0]] for k, v in expected.items()})
+            found = self._compare("window", f"row {row} alone", feeds, {k: v[alone[0]] for k, v in expected.items()})
+            if request is not None:
+                least = float(request(self._tokens[alone]).radius[0])
+                _check_radius(f"row {row} of a batch", outputs.get(RADIUS), batch, row, least)
+                _check_radius(f"row {row} alone", found.get(RADIUS), 1, 0, least)
 
         every = self._oracle(start)
         expected = self._at(every, self._lengths)
@@ -177,6 +187,15 @@ class _Check:
                 )
             self._worst = max(self._worst, difference)
         return outputs
+
+
+def _check_radius(case: str, radii: NDArray[np.generic] | None, rows: int, row: int, least: float) -> None:
+    """`least`: infinite where nothing is proved; then a graph may say nothing else."""
+    if radii is None or radii.shape != (rows,) or radii.dtype != np.float32:
+        raise ParityError(f"window, {case}: {RADIUS} is not one float32 number a row")
+    found = float(radii[row])
+    if not found >= least:  # also where it is not a number
+        raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, and the least that is proved is {least:.9g}")
 
 
 def _after(state: State) -> State:

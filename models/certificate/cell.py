@@ -83,13 +83,13 @@ class CellStep:
     ) -> None:
         self._cell = cell
         self._cap = gate_cap
-        self._inflow = inflow
+        self.inflow = inflow
         self._recurrent = recurrent
         self.reach = tuple(np.minimum(each, FAR) for each in reach)
 
     def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
         """x: what the cell reads, and how far that moves. No state is further than if the run's were at its reach."""
-        pre = [Pre.of(linear, x, moved) for linear in self._inflow]
+        pre = [Pre.of(linear, x, moved) for linear in self.inflow]
         match self._cell:
             case "gated":
                 new, boxes, balls = self._gated(pre, state, error)

@@ -74,6 +74,7 @@ class RequestBound:
         self._architecture = architecture
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         self._residual = architecture.block == "residual"
+        self.largest_gain = float(np.abs(self._weights["norm.weight"]).max()) if self._residual else 1.0
         front = 0 if architecture.front is None else architecture.front.blocks
         self._front = [FrontBlock(architecture, self._of(f"front.{block}.")) for block in range(front)]
         self.layers = [
@@ -86,7 +87,7 @@ class RequestBound:
         assert windows.ndim == 2 and windows.shape[1] >= 1, "this is a bug"
         batch = len(windows)
         seen = [block.nothing(batch) for block in self._front]
-        states = [layer.start(batch) for layer in self.layers]
+        before = [layer.start(batch) for layer in self.layers]
         for position, tokens in enumerate(windows.T):
             x: Matrix = self._weights["embedding.weight"][tokens]
             ball = np.zeros(batch)
@@ -95,18 +96,37 @@ class RequestBound:
             below, steps = ball, []
             last = position == windows.shape[1] - 1
             for index, layer in enumerate(self.layers):
-                x, moved, step = layer(x, ball, states[index], last or index + 1 < len(self.layers))
-                ball = moved
-                states[index] = step.state, step.error
-                steps.append(step)
+                before[index] = layer.step(x, ball, before[index])
+                if last or index + 1 < len(self.layers):
+                    x, ball, step = layer.above(x, ball, *before[index])
+                    steps.append(step)
+        return self._end(x, ball, below, steps)
+
+    def resume(
+        self, stream: Matrix, lengths: NDArray[np.int64], states: list[Matrix], errors: list[Matrix]
+    ) -> WindowBound:
+        """The bound of windows that a gated network's `window` graph ran, from what it puts out.
+
+        stream: (B, H), what the first layer's mixing matrix is added to; lengths: (B), of the windows; states and
+        errors: by layer, (B, units). It ends where exact arithmetic leads from these, not where the graph did.
+        """
+        assert self._architecture.cell == "gated", "this is a bug"
+        reach = 0 if self._architecture.front is None else self._architecture.front.reach
+        x, ball = stream, np.where(lengths > reach, 0.0, FAR)
+        below, steps = ball, []
+        for layer, state, error in zip(self.layers, states, errors, strict=True):
+            x, ball, step = layer.above(x, ball, (state,), (Deviation.within(error),))
+            steps.append(step)
+        return self._end(x, ball, below, steps)
+
+    def _end(self, x: Matrix, ball: Vector, below: Vector, steps: list[Step]) -> WindowBound:
         if not self._residual:
-            return WindowBound(x, _outward(ball), np.zeros(batch), below, steps, None)
+            return WindowBound(x, _outward(ball), np.zeros(len(x)), below, steps, None)
         norm = Normalised(x, self._architecture.norm_epsilon, ball)
         gain, shift = self._weights["norm.weight"], self._weights["norm.bias"]
         hidden = norm.value * gain + shift
         off = roundoff(1) * (np.linalg.norm(hidden, axis=1) + np.linalg.norm(shift))
-        radius = norm.ball * np.abs(gain).max() + off
-        return WindowBound(hidden, _outward(radius), off, below, steps, norm)
+        return WindowBound(hidden, _outward(norm.ball * self.largest_gain + off), off, below, steps, norm)
 
     def _of(self, prefix: str) -> dict[str, Matrix]:
         return {name.removeprefix(prefix): tensor for name, tensor in self._weights.items() if name.startswith(prefix)}
@@ -141,40 +161,38 @@ class Block:
         else:
             inflow = read("cell.weight_ih_l0", "cell.bias_ih_l0", norm)
             recurrent = read("cell.weight_hh_l0", "cell.bias_hh_l0", "")
-        self._cell = CellStep(architecture.cell, gate_cap(architecture, index), inflow, recurrent, reach)
-        self._feed_forward: FeedForward | None = None
+        self.cell = CellStep(architecture.cell, gate_cap(architecture, index), inflow, recurrent, reach)
+        self.feed_forward: FeedForward | None = None
         if self._residual:
             self.mix = Linear(weights["mix.weight"])
             if architecture.feed_forward:
-                self._feed_forward = _feed_forward(weights, "feed_forward_norm")
+                self.feed_forward = _feed_forward(weights, "feed_forward_norm")
 
     def start(self, batch: int) -> tuple[States, Deviations]:
         """The zero state of a window, and how far the run's may be from it."""
-        reach = [np.tile(each, (batch, 1)) for each in self._cell.reach]
+        reach = [np.tile(each, (batch, 1)) for each in self.cell.reach]
         return tuple(np.zeros_like(each) for each in reach), tuple(Deviation.within(each) for each in reach)
 
-    def __call__(
-        self, x: Matrix, ball: Vector, before: tuple[States, Deviations], above: bool
-    ) -> tuple[Matrix, Vector, Step]:
-        """One token. x: (B, H), which moves by `ball`; unless `above`, nothing is wanted but the state."""
-        fed, moved = x, Deviation.ball_only(ball, x.shape[1])
-        if self._residual:
-            norm = Normalised(x, self._epsilon, ball)
-            fed, moved = norm.value, Deviation.ball_only(norm.ball, x.shape[1])
-        state, error = self._cell(fed, moved, *before)
+    def step(self, x: Matrix, ball: Vector, before: tuple[States, Deviations]) -> tuple[States, Deviations]:
+        """The cell, one token. x: (B, H), what comes from below, which moves by `ball`."""
+        if not self._residual:
+            return self.cell(x, Deviation.ball_only(ball, x.shape[1]), *before)
+        norm = Normalised(x, self._epsilon, ball)
+        return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
+
+    def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
+        """The rest of the block, for the state after the token. x: what the block reads, which moves by `ball`."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
-        if not above:
-            return x, ball, Step(state, error, np.zeros(len(x)))
         turned = np.linalg.norm(self.mix.moved(error[0]), axis=1)
         ball = ball + np.minimum(error[0].ball * self.mix.norm, turned)
         off = np.linalg.norm(self.mix.rounding(state[0]), axis=1)
         x = x + self.mix(state[0])
         off = off + roundoff(1) * np.linalg.norm(x, axis=1)
-        if self._feed_forward is None:
+        if self.feed_forward is None:
             return x, ball + off, Step(state, error, off)
         norm = Normalised(x, self._epsilon, ball + off)
-        out = self._feed_forward(norm.value, norm.ball)
+        out = self.feed_forward(norm.value, norm.ball)
         x = x + out.value
         off = off + roundoff(1) * np.linalg.norm(x, axis=1)
         return x, ball + out.ball + off, Step(state, error, off, norm, out)

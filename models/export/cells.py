@@ -58,15 +58,7 @@ class CellWriter:
         """What the input contributes. x: (N, I). Returns values of N rows, as `step` wants them."""
         graph = self._graph
         if self.cell == "gated":
-            gate, candidate = (
-                graph.node("Gemm", x, self._block("weight", i, self.inputs), self._block("bias", i), transB=1)
-                for i in range(2)
-            )
-            gate = graph.node("Sigmoid", gate)
-            if self._gate_cap != 1.0:
-                gate = graph.node("Mul", gate, graph.number(self._gate_cap))
-            candidate = graph.node("Tanh", candidate)
-            return [gate, graph.node("Sub", candidate, graph.node("Mul", gate, candidate))]
+            return self.enter(*self.gates_of(x))
         if self.cell == "gru":
             biases = [self._block("bias_ih_l0", slice(0, 2)), self._block("bias_hh_l0", slice(0, 2))]
             gates = self._block("weight_ih_l0", slice(0, 2), self.inputs)
@@ -79,6 +71,23 @@ class CellWriter:
         bias = graph.node("Add", self._rows("bias_ih_l0", order), self._rows("bias_hh_l0", order))
         weight = self._rows("weight_ih_l0", order, self.inputs)
         return [graph.node("Gemm", x, weight, bias, transB=1)]
+
+    def gates_of(self, x: str) -> tuple[str, str]:
+        """A gated cell's gate f and candidate z. x: (N, I)."""
+        graph = self._graph
+        gate, candidate = (
+            graph.node("Gemm", x, self._block("weight", i, self.inputs), self._block("bias", i), transB=1)
+            for i in range(2)
+        )
+        gate = graph.node("Sigmoid", gate)
+        if self._gate_cap != 1.0:
+            gate = graph.node("Mul", gate, graph.number(self._gate_cap))
+        return gate, graph.node("Tanh", candidate)
+
+    def enter(self, gate: str, candidate: str) -> list[str]:
+        """What `step` wants of them: f and (1 - f) z."""
+        graph = self._graph
+        return [gate, graph.node("Sub", candidate, graph.node("Mul", gate, candidate))]
 
     def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
         """The state after one token. state: (B, H) each; driven: from `drive`, B rows."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from pydantic import ValidationError
 
 from models.bundle import Bundle, write_bundle
 from models.certificate import certify
 from models.certificate.answer import head_diameter
+from models.certificate.request import RequestBound
 from models.export.graph import OPSET
 from models.export.parity import ExportError, OnnxGraphs, check_bundle
 from models.export.roles import build_graphs
@@ -62,7 +64,8 @@ def export_bundle(
         raise ExportError(str(error)) from error
     _check_sample(sample_tokens, vocabulary.size)
     weights_data = encode_weights(weights)
-    graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data))
+    request = _request_bound(architecture, weights, sample_tokens, max_window)
+    graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data), request)
     graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
     rounding = _measure_rounding(Reference(architecture, weights), graphs["step"], weights_data, sample_tokens)
     try:
@@ -96,6 +99,20 @@ def export_bundle(
         check_bundle(bundle, sample_tokens, torch_network)
 
     return write_bundle(directory, manifest, files, check)
+
+
+def _request_bound(
+    architecture: Architecture, weights: Weights, tokens: list[int], max_window: int
+) -> RequestBound | None:
+    """What the window's radius is made of, or None where it would not be worth its cost.
+
+    That is for cells whose graph has no radius, and where over `max_window` of the tokens it says hardly more than over
+    the last of them alone.
+    """
+    if architecture.cell != "gated":
+        return None
+    request, window = RequestBound(architecture, weights), np.array([tokens[-max_window:]])
+    return request if request(window).radius[0] < request(window[:, -1:]).radius[0] / 2 else None
 
 
 def _measure_rounding(reference: Reference, step: bytes, weights_data: bytes, sample_tokens: list[int]) -> Rounding:

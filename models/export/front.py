@@ -8,8 +8,14 @@ from models.manifest import Architecture
 
 def layer_norm(graph: GraphWriter, name: str, x: str, architecture: Architecture) -> str:
     """x: (N, H) -> (N, H)."""
+    return layer_norm_by(graph, name, x, architecture)[0]
+
+
+def layer_norm_by(graph: GraphWriter, name: str, x: str, architecture: Architecture, outputs: int = 1) -> list[str]:
+    """x: (N, H) -> (N, H); with 3 outputs also the mean and 1 / sqrt(variance + epsilon), (N, 1)."""
     scale, shift = (graph.weight(f"{name}.{part}", architecture.hidden) for part in ("weight", "bias"))
-    return graph.node("LayerNormalization", x, scale, shift, axis=-1, epsilon=architecture.norm_epsilon)
+    operator, epsilon = "LayerNormalization", architecture.norm_epsilon
+    return graph.nodes(operator, x, scale, shift, outputs=outputs, axis=-1, epsilon=epsilon)
 
 
 def feed_forward(graph: GraphWriter, prefix: str, x: str, hidden: int, width: int) -> str:

@@ -73,6 +73,10 @@ class GraphWriter:
         """A constant float32 scalar."""
         return self._constant(f"number {value!r}", np.array(value, dtype=np.float32))
 
+    def vector(self, name: str, values: NDArray[np.floating]) -> str:
+        """A constant float32 vector, by a name of its own."""
+        return self._constant(f"vector {name}", values.astype(np.float32))
+
     def _constant(self, name: str, value: NDArray[np.generic]) -> str:
         name = self._prefix + name
         if name not in self._initialisers:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
+from models.certificate.request import RequestBound
 from models.export.cells import CellWriter
-from models.export.front import FrontWriter, feed_forward, layer_norm
+from models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
 from models.export.graph import GraphWriter
+from models.export.radius import RadiusWriter
 from models.manifest import STATE_NAMES, Architecture
 
 TABLE_ELEMENTS = 1 << 22
@@ -17,11 +19,18 @@ TABLE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """What is left of a run over sequences: hidden after every token (T * B, H), after the last (B, H), the state."""
+    """What is left of a run over sequences: hidden after every token (T * B, H), after the last (B, H), the state.
+
+    Where errors were asked for, after the last token: radius (B), the first layer's stream (B, H), and each layer's
+    state error (B, units).
+    """
 
     every: str
     last: str
     state: list[str]
+    radius: str = ""
+    stream: str = ""
+    errors: tuple[str, ...] = ()
 
 
 class NetworkWriter:
@@ -42,14 +51,21 @@ class NetworkWriter:
         for layer, cell in enumerate(self._cells):
             driven = self._drive(layer, tokens, x)
             after += cell.step(self._graph, self._state_of(layer, state), driven)
-            x = self._above_cell(layer, x, after[-self._states])
+            x, _ = self._above_cell(layer, x, after[-self._states], "", None)
         return self._normalise("norm", x) if self._residual else x, after
 
-    def sequence(self, tokens: str, lengths: str, state: list[str] | None, every: bool) -> SequenceRun:
+    def sequence(
+        self,
+        tokens: str,
+        lengths: str,
+        state: list[str] | None,
+        every: bool,
+        request: RequestBound | None = None,
+    ) -> SequenceRun:
         """tokens: (B, T); lengths: (B); state: None for zeros.
 
         Unless `every`, only the rows that the last hidden needs go through what stands above the last cell, and
-        the result's `every` is "".
+        the result's `every` is "". `request`: beside a gated run from the zero state that is not `every`, its radius.
         """
         graph = self._graph
         by_time = graph.node("Transpose", tokens, perm=[1, 0])
@@ -61,6 +77,9 @@ class NetworkWriter:
             state = self._zeros(shape)
         x = graph.node("Gather", self._embedding(), flat)
         x, after = self._front.sequence(x, by_time, lengths, state)
+        radius = None if request is None else RadiusWriter(graph, self._architecture, request, shape, lengths)
+        stream = "" if radius is None else graph.node("Gather", x, last)
+        r, errors = "", []
         for layer, cell in enumerate(self._cells):
             top = layer == len(self._cells) - 1
             before = self._state_of(layer, state)
@@ -69,19 +88,42 @@ class NetworkWriter:
                 y, ends = cell.operator(fed, short_lengths, before, every=every or not top)
                 y = graph.node("Reshape", y, graph.integers(-1, cell.hidden)) if y else ends[0]
             else:
-                driven = [self._reshape(value, shape, cell.hidden) for value in self._drive(layer, flat, x)]
+                rho, candidate = "", ""
+                if radius is None or layer == 0:
+                    driven = self._drive(layer, flat, x)
+                else:
+                    fed, rho = self._normalise_off(f"layers.{layer}.norm", x, r, radius)
+                    gate, candidate = cell.gates_of(fed)
+                    driven = cell.enter(gate, candidate)
+                    candidate = self._reshape(candidate, shape, cell.hidden)
+                driven = [self._reshape(value, shape, cell.hidden) for value in driven]
                 stacked = graph.scan(cell.step, before, driven)
                 rows = [graph.node("Reshape", value, graph.integers(-1, cell.hidden)) for value in stacked]
                 ends = [graph.node("Gather", value, last) for value in rows]
                 y = ends[0] if top and not every else rows[0]
+                if radius is not None:
+                    if layer == 0 and top:
+                        error, off = radius.only(driven[0], stacked[0])
+                    elif layer == 0:
+                        error, off = radius.first(driven[0], stacked[0], last)
+                    else:
+                        gates = driven[0], candidate
+                        error, off = radius.further(layer, gates, before[0], stacked[0], rho, last)
+                    errors.append(error)
+                    if top and layer:
+                        off, r = graph.node("Gather", off, last), graph.node("Gather", r, last)
+                    r = radius.mixed(layer, r, off) if self._residual else off
             if top and not every and self._residual:
                 x = graph.node("Gather", x, last)
-            x = self._above_cell(layer, x, y)
+            x, r = self._above_cell(layer, x, y, r, radius)
             after += ends
-        x = self._normalise("norm", x) if self._residual else x
+        if self._residual:
+            x, r = self._normalise_off("norm", x, r, radius)
         if every:
             return SequenceRun(x, graph.node("Gather", x, last), after)
-        return SequenceRun("", x, after)
+        if radius is None:
+            return SequenceRun("", x, after)
+        return SequenceRun("", x, after, radius.radius(r), stream, tuple(errors))
 
     def head(self, graph: GraphWriter, hidden: str) -> str:
         """hidden: (N, H). Returns logits (N, V), in this network's graph or the body of a loop in it."""
@@ -111,21 +153,32 @@ class NetworkWriter:
             return [self._graph.node("Gather", table, tokens) for table in tables]
         return cell.drive(self._input(layer, x))
 
-    def _above_cell(self, layer: int, x: str, y: str) -> str:
-        """The rest of a block. x: its input, y: its cell's output, both (N, H)."""
+    def _above_cell(self, layer: int, x: str, y: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
+        """The rest of a block. x: its input, y: its cell's output, both (N, H); r: how far x is off behind `mix`."""
         if not self._residual:
-            return y
+            return y, r
         graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
         units = self._architecture.cell_units
         prefix = f"layers.{layer}."
         x = graph.node("Gemm", y, graph.weight(prefix + "mix.weight", hidden, units), x, transB=1)
         if width == 0:
-            return x
-        y = self._normalise(prefix + "feed_forward_norm", x)
-        return graph.node("Add", x, feed_forward(graph, prefix, y, hidden, width))
+            return x, r
+        y, rho = self._normalise_off(prefix + "feed_forward_norm", x, r, radius)
+        if radius is not None:
+            r = radius.fed_forward(layer, r, rho)
+        return graph.node("Add", x, feed_forward(graph, prefix, y, hidden, width)), r
 
     def _normalise(self, name: str, x: str) -> str:
         return layer_norm(self._graph, name, x, self._architecture)
+
+    def _normalise_off(self, name: str, x: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
+        """A LayerNorm, and how far its output is off where x is off by r."""
+        if radius is None:
+            return self._normalise(name, x), ""
+        if not self._residual:
+            return x, r
+        y, _, inverse = layer_norm_by(self._graph, name, x, self._architecture, outputs=3)
+        return y, radius.normalised(r, inverse)
 
     def _state_of(self, layer: int, state: list[str]) -> list[str]:
         first = len(self._architecture.front_tensors()) + layer * self._states

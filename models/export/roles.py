@@ -2,12 +2,16 @@
 
     step     tokens[B], state                        -> logits[B,V], hidden[B,H], state'
     window   tokens[B,T], lengths[B]                 -> logits[B,V], hidden[B,H], state'   (from the zero state)
+             and of gated models radius[B], stream[B,H], error.<state>[B,units]
     advance  tokens[B,T], lengths[B], state          -> hidden[B,H], state'
     scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hidden[B,H], state'
     head     hidden[B,H]                             -> logits[B,V]
 
 Rows are padded on the right with any token: 1 <= length <= T, and what stands behind the length changes nothing.
-The state after is named `next.` + the name of the state before.
+The state after is named `next.` + the name of the state before. `radius` bounds, in exact arithmetic, the 2-norm
+distance of `hidden` from that of any run that ends in these tokens; `stream`, what the first layer's mixing matrix is
+added to, and `error`, how far each unit of a state may be from the run's, are for the sharper test of
+`models/certificate/top1.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Mapping
 from onnx import TensorProto
 
 from models.bundle_checks import ROLES
+from models.certificate.request import RequestBound
 from models.export.graph import GraphWriter
 from models.export.network import NetworkWriter
 from models.manifest import Architecture, Role
@@ -26,14 +31,24 @@ ROWS_AT_ONCE = 256
 
 
 def build_graphs(
-    architecture: Architecture, weights_file: str, extents: Mapping[str, tuple[int, int]]
+    architecture: Architecture,
+    weights_file: str,
+    extents: Mapping[str, tuple[int, int]],
+    request: RequestBound | None = None,
 ) -> dict[Role, bytes]:
-    """Every graph of a bundle as the bytes of an ONNX file. `extents`: where each tensor lies in `weights_file`."""
-    return {role: build_graph(role, architecture, weights_file, extents) for role in ROLES}
+    """Every graph of a bundle as the bytes of an ONNX file. `extents`: where each tensor lies in `weights_file`.
+
+    `request`: of the same weights; without it no graph has a radius.
+    """
+    return {role: build_graph(role, architecture, weights_file, extents, request) for role in ROLES}
 
 
 def build_graph(
-    role: Role, architecture: Architecture, weights_file: str, extents: Mapping[str, tuple[int, int]]
+    role: Role,
+    architecture: Architecture,
+    weights_file: str,
+    extents: Mapping[str, tuple[int, int]],
+    request: RequestBound | None = None,
 ) -> bytes:
     """One graph."""
     graph = GraphWriter(role, weights_file, extents)
@@ -56,8 +71,14 @@ def build_graph(
         assert state is not None, "this is a bug"
         hidden, after = network.step(tokens, state)
     else:
-        run = network.sequence(tokens, lengths, state, every=role == "scan")
+        bounded = role == "window" and architecture.cell == "gated"
+        run = network.sequence(tokens, lengths, state, role == "scan", request if bounded else None)
         hidden, after = run.last, run.state
+        if run.radius:
+            graph.output("radius", run.radius, ["B"])
+            graph.output("stream", run.stream, ["B", architecture.embedding])
+            for tensor, error in zip(tensors[-architecture.layers :], run.errors, strict=True):
+                graph.output(f"error.{tensor.name}", error, ["B", *tensor.shape])
     if role == "scan":
         logprobs = _logprobs(graph, network, run.every, targets, lengths)
         graph.output("logprobs", logprobs, ["B", "T"])

@@ -1,0 +1,193 @@
+"""The radius of a window as ONNX nodes: the bound of `models/certificate/request.py`, in the form that is cheapest.
+
+Gated cells only. Beside a run over T tokens of B windows, r is how far the stream x may be off in the 2-norm, (N, 1)
+with N = T * B, and e how far a state may be, unit by unit:
+
+- First layer: `e' = f e`, from `|s| + reach` at the cut. Behind a front it begins with the first token at which all
+  that the convolutions see is within the window; before that r is FAR. With no other layer it is a product over time.
+- A LayerNorm: with q = r / sqrt(variance + epsilon), `rho = min(q + q^3 / H, r / sqrt(epsilon), 2 sqrt(H))`. The first
+  is above the angle's bound for every r: `sec(asin(t) / 2) <= 1 + t^2` for t <= 1, and at t = 1 it is 2 already.
+- Further layers: `e' = min((f + df) e + df (|s - z| + dz) + (1 - f) dz, |s| + reach)`, where by the greatest slopes
+  `df = cap / 4 |W_f| rho` and `dz = |W_z| rho`, |.| the rows' lengths.
+- Mixing and feed-forward by the products of their spectral norms.
+
+What float32 makes of it is covered: constants are rounded up by UP; gates below SMALLEST count as that, so that the
+others are known to 2^-17, relative, and errors grow by GROWTH with every token; FLOOR is what the oracle's own bound
+says of float64. The run itself is what float32 makes of it: how far that is from exact is not in the radius.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from models.certificate.outward import Vector
+from models.certificate.request import RequestBound
+from models.export.graph import GraphWriter
+from models.manifest import Architecture
+
+GROWTH = 1 + 2.0**-16
+SMALLEST = 2.0**-6
+"""Of a gate: runtimes' sigmoids are good to 2^-23 absolutely."""
+
+FLOOR = 2.0**-20
+FAR = 1e9
+UP = 1 + 2.0**-17
+
+
+class RadiusWriter:
+    """The errors of a run from the zero state in one graph, layer by layer."""
+
+    def __init__(
+        self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
+    ) -> None:
+        """shape: int64 (2), T and B; lengths: int64 (B)."""
+        assert architecture.cell == "gated", "this is a bug"
+        self._graph = graph
+        self._architecture = architecture
+        self._request = request
+        self._shape = shape
+        self._lengths = lengths
+        self._reach = 0 if architecture.front is None else architecture.front.reach
+        time = graph.node("Gather", shape, graph.integer(0))
+        self._growth = graph.node("Pow", graph.number(GROWTH), graph.node("Cast", time, to=TensorProto.FLOAT))
+        self._times = graph.node("Range", graph.integer(0), time, graph.integer(1))
+        self._early = ""
+        """(T, 1, 1): 1 where the front sees what was before the window."""
+        if self._reach:
+            early = graph.node("Less", self._times, graph.integer(self._reach))
+            self._early = graph.node("Unsqueeze", self._number(early), graph.integers(1, 2))
+
+    def only(self, f: str, states: str) -> tuple[str, str]:
+        """The first layer where there is no other. f, states: (T, B, units).
+
+        Returns what is off after the last token: each unit of the state, (B, units), and all of it in the 2-norm,
+        (B, 1).
+        """
+        graph = self._graph
+        after = graph.node("LessOrEqual", self._lengths, self._column(self._times))
+        least = graph.node("Unsqueeze", self._number(after), graph.integers(2))
+        least = graph.node("Max", least, graph.number(SMALLEST), *([self._early] if self._early else []))
+        kept = graph.node("Max", f, least)
+        kept = graph.node("ReduceProd", kept, graph.integers(0), keepdims=0)
+        error = self._ended(graph.node("Mul", kept, self._start(states)))
+        length = graph.node("ReduceL2", error, graph.integers(1), keepdims=1)
+        if self._early:
+            length = graph.node("Add", length, graph.node("Mul", self._column(self._short(1)), graph.number(FAR)))
+        return error, length
+
+    def first(self, f: str, states: str, last: str) -> tuple[str, str]:
+        """The first layer. f, states: (T, B, units); last: the rows of the last tokens, (B).
+
+        Returns each unit's error after the last token, (B, units), and all of the state's after every token, (N, 1).
+        """
+        graph = self._graph
+        least = graph.node("Max", graph.number(SMALLEST), self._early) if self._early else graph.number(SMALLEST)
+        kept = graph.node("Max", f, least)
+
+        def step(body: GraphWriter, state: list[str], slices: list[str]) -> list[str]:
+            return [body.node("Mul", slices[0], state[0])]
+
+        errors = graph.scan(step, [self._start(states)], [kept])[0]
+        return self._ended(self._at(errors, last)), self._length(errors, self._early)
+
+    def further(
+        self, layer: int, gates: tuple[str, str], before: str, states: str, rho: str, last: str
+    ) -> tuple[str, str]:
+        """A layer above it. gates, f and z, and states: (T, B, units); before: (B, units); rho: (N, 1)."""
+        graph, cell, (f, z) = self._graph, self._request.layers[layer].cell, gates
+        gate, candidate = (linear.rows for linear in cell.inflow)
+        rho = graph.node("Reshape", rho, graph.node("Concat", self._shape, graph.integers(1), axis=0))
+        df = graph.node("Mul", rho, self._up(f"gate {layer}", gate * (self._architecture.gate_cap(layer) / 4)))
+        dz = graph.node("Mul", rho, self._up(f"candidate {layer}", candidate))
+        shorter = graph.node("Slice", states, graph.integers(0), graph.integers(-1))
+        earlier = graph.node("Concat", graph.node("Unsqueeze", before, graph.integers(0)), shorter, axis=0)
+        apart = graph.node("Add", graph.node("Abs", graph.node("Sub", earlier, z)), dz)
+        entering = graph.node("Mul", graph.node("Sub", graph.number(UP), f), dz)
+        driven = graph.node("Add", graph.node("Mul", df, apart), entering)
+        kept = graph.node("Add", graph.node("Max", f, graph.number(SMALLEST)), df)
+        reach = self._up(f"reach {layer}", cell.reach[0])
+        most = graph.node("Add", graph.node("Abs", states), reach)
+
+        def step(body: GraphWriter, state: list[str], slices: list[str]) -> list[str]:
+            moved = body.node("Add", body.node("Mul", slices[0], state[0]), slices[1])
+            return [body.node("Min", moved, slices[2])]
+
+        start = graph.node("Add", graph.node("Abs", before), reach)
+        errors = graph.scan(step, [start], [kept, driven, most])[0]
+        return self._grown(self._at(errors, last)), self._length(errors, "")
+
+    def normalised(self, r: str, inverse: str) -> str:
+        """How far a LayerNorm's output is off, before its gain. r, inverse, 1 / sqrt(variance + epsilon): (N, 1)."""
+        graph, hidden = self._graph, self._architecture.hidden
+        q = graph.node("Mul", r, inverse)
+        squared = graph.node("Mul", graph.node("Mul", q, q), graph.number(UP / hidden))
+        bent = graph.node("Mul", q, graph.node("Add", squared, graph.number(UP)))
+        steepest = graph.number(UP / np.sqrt(self._architecture.norm_epsilon))
+        return graph.node("Min", bent, graph.node("Mul", r, steepest), graph.number(2 * UP * np.sqrt(hidden)))
+
+    def mixed(self, layer: int, r: str, error: str) -> str:
+        """The stream behind the mixing matrix. r: before it, "" for exact; error: of the state; all (N, 1)."""
+        turned = self._graph.node("Mul", error, self._graph.number(UP * self._request.layers[layer].mix.norm))
+        return self._graph.node("Add", r, turned) if r else turned
+
+    def fed_forward(self, layer: int, r: str, rho: str) -> str:
+        """The stream behind the feed-forward. r, rho: before and behind its LayerNorm, (N, 1)."""
+        part = self._request.layers[layer].feed_forward
+        assert part is not None, "this is a bug"
+        gain = self._graph.number(UP * part.inner.norm * part.outer.norm)
+        return self._graph.node("Add", r, self._graph.node("Mul", rho, gain))
+
+    def radius(self, rho: str) -> str:
+        """The whole windows', (B). rho: of the last LayerNorm, or in a plain network of the last state, (B, 1)."""
+        graph = self._graph
+        outward = graph.node("Mul", rho, graph.number(UP * self._request.largest_gain))
+        return graph.node("Squeeze", graph.node("Add", outward, graph.number(FLOOR)), graph.integers(1))
+
+    def _start(self, states: str) -> str:
+        """How far the first layer's state may be when its inputs begin to be known: (B, units)."""
+        graph, reach = self._graph, self._up("reach 0", self._request.layers[0].cell.reach[0])
+        if not self._reach:
+            units = graph.integers(self._architecture.cell_units)
+            batch = graph.node("Slice", self._shape, graph.integers(1), graph.integers(2))
+            return graph.node("Expand", reach, graph.node("Concat", batch, units, axis=0))
+        latest = graph.node("Sub", graph.node("Gather", self._shape, graph.integer(0)), graph.integer(1))
+        latest = graph.node("Min", latest, graph.integer(self._reach - 1))
+        return graph.node("Add", graph.node("Abs", graph.node("Gather", states, latest)), reach)
+
+    def _ended(self, error: str) -> str:
+        """The first layer's error after the last token; a window that ends before it begins is anywhere in reach."""
+        error = self._grown(error)
+        if not self._reach:
+            return error
+        graph, reach = self._graph, self._up("reach 0", self._request.layers[0].cell.reach[0])
+        return graph.node("Add", error, graph.node("Mul", self._column(self._short(0)), reach))
+
+    def _short(self, more: int) -> str:
+        """(B): 1 for windows of fewer tokens than the front's reach and `more`."""
+        return self._number(self._graph.node("Less", self._lengths, self._graph.integer(self._reach + more)))
+
+    def _length(self, errors: str, early: str) -> str:
+        graph = self._graph
+        length = self._grown(graph.node("ReduceL2", errors, graph.integers(2), keepdims=1))
+        if early:
+            length = graph.node("Add", length, graph.node("Mul", early, graph.number(FAR)))
+        return graph.node("Reshape", length, graph.integers(-1, 1))
+
+    def _grown(self, error: str) -> str:
+        return self._graph.node("Mul", error, self._growth)
+
+    def _at(self, errors: str, last: str) -> str:
+        graph = self._graph
+        return graph.node(
+            "Gather", graph.node("Reshape", errors, graph.integers(-1, self._architecture.cell_units)), last
+        )
+
+    def _number(self, flags: str) -> str:
+        return self._graph.node("Cast", flags, to=TensorProto.FLOAT)
+
+    def _column(self, values: str) -> str:
+        return self._graph.node("Unsqueeze", values, self._graph.integers(1))
+
+    def _up(self, name: str, value: Vector) -> str:
+        return self._graph.vector(name, value * UP)
