@@ -53,6 +53,7 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
     below.axhline(longest, color="0.5", linestyle=":", linewidth=1)
     below.text(0, nowhere, f" x: none within {longest}", va="center", ha="left", fontsize=8, color="0.3")
     below.set(ylabel=f"certified k({results['epsilon']:g}), tokens", yscale="log", xlabel="lambda that was asked for")
+    below.yaxis.set_major_formatter("{x:g}")
     below.set_xticks(range(len(caps)), [str(cap or "none") for cap in caps])
     for axes in (above, below):
         axes.grid(alpha=0.3)
@@ -62,7 +63,7 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
 
 def plot_distances(results: dict[str, Any], path: Path) -> None:
     """How far recurrent and truncated training come apart (solid), beside how far each moved (dashed, dotted)."""
-    figure, parts = plt.subplots(1, len(OPTIMIZERS), figsize=(10.5, 4.2), layout="constrained")
+    figure, parts = plt.subplots(1, len(OPTIMIZERS), figsize=(10.5, 4.8), layout="constrained")
     for axes, (optimizer, title) in zip(parts, OPTIMIZERS.items(), strict=True):
         for index, found in enumerate(f for f in results["distances"] if f["optimizer"] == optimizer):
             name, colour = f"lambda {found['lambda']}" if found["lambda"] else "unconstrained", f"C{index}"
@@ -71,7 +72,7 @@ def plot_distances(results: dict[str, Any], path: Path) -> None:
                 axes.plot(found["steps"][1:], found[key][1:], style, color=colour, label=f"{name}, {what}")
         axes.set(xlabel="step", ylabel="distance of weights (2-norm)", title=title, xscale="log", yscale="log")
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8)
+    if handles := parts[0].get_legend_handles_labels()[0]:
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

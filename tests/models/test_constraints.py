@@ -118,19 +118,20 @@ def test_whatever_the_weights_the_certificate_says_so_after_a_projection_which_i
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("make", "gates"), [(LstmComparison, 4), (GruComparison, 3)], ids=["lstm", "gru"])
-def test_a_recurrent_matrix_moves_less_than_by_one_factor_for_all_of_it(
+def test_where_few_rows_are_to_blame_less_is_moved_than_by_one_factor_for_all(
     make: Callable[[Drive, Tensor], Comparison], gates: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden, target = 8, 0.9
-    matrix = torch.randn(gates * hidden, hidden, generator=generator, dtype=torch.float64)
-    middle = torch.randn(gates * hidden, generator=generator, dtype=torch.float64) - 1
+    matrix = torch.randn(gates * hidden, hidden, generator=generator, dtype=torch.float64) / 20
+    matrix[:: 2 * hidden + 1] *= 100
+    middle = 0.3 * torch.randn(gates * hidden, generator=generator, dtype=torch.float64) - 1.5
     drive = Drive(middle - 1, middle + 1, torch.zeros(hidden, dtype=torch.float64))
     found = nearest(matrix, partial(make, drive), target)
     scaled = shrink(matrix, lambda tried: fits(make(drive, tried), target))
     assert fits(make(drive, found), target) and fits(make(drive, scaled), target)
     assert not fits(make(drive, matrix), target)
-    assert (found - matrix).norm() < (scaled - matrix).norm()
+    assert (found - matrix).norm() < 0.9 * (scaled - matrix).norm()
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
