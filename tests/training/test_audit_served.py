@@ -49,9 +49,12 @@ def outside_predictions(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command(tmp_path: Path) -> None:
+def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # matrices this small are slower on more
     outside, bundles = tmp_path / "outside", tmp_path / "bundles"
-    sizes = ("--width", "32", "--steps", "60", "--vocabulary", "300")
+    sizes = ("--width", "32", "--steps", "40", "--vocabulary", "300")
     trained = subprocess.run(
         [sys.executable, str(EXAMPLE), str(REAL_TEXT), str(outside), *sizes],
         capture_output=True,
