@@ -214,7 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--figures", type=Path, help="folder for stability_price.png and weight_distance.png")
     options = parser.parse_args(arguments)
     console = Console()
-    command = shlex.join(["python", "-m", "benchmarks.stability_price", *(arguments or sys.argv[1:])])
+    typed = [Path(word).name if "/" in word else word for word in arguments or sys.argv[1:]]  # not where they lay here
+    command = shlex.join(["python", "-m", "benchmarks.stability_price", *typed])
     try:
         bases = {"gated": Experiment.read(options.gated), "rnn": Experiment.read(options.rnn)}
         runs = [] if options.report else plan(bases)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.constraints import project
+from models.constraints.spectral_limit import clip_singular_values
 from models.manifest import Architecture, Cell
 from models.networks import Network
-from models.constraints.spectral_limit import clip_singular_values
 
 CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
