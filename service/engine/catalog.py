@@ -67,7 +67,7 @@ class Catalog:
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
-        bundles = await asyncio.to_thread(lambda: [Bundle.open(path) for path in self._paths()])
+        bundles = await asyncio.to_thread(lambda: [read(path) for path in self._paths()])
         bundles.sort(key=lambda bundle: bundle.manifest.name)
         names = [bundle.manifest.name for bundle in bundles]
         if len(set(names)) < len(names):
@@ -174,17 +174,25 @@ class Catalog:
         bundle's weights say."""
         runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
         try:
-            bundle.verify_certificate()
             verify_graphs(bundle, runner.run)
         except CertificateError as error:
-            logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
             bundle = uncertified(bundle, error)
-            verify_graphs(bundle, runner.run)
         return bundle, Margin(bundle.weights()), runner
+
+
+def read(path: Path) -> Bundle:
+    """A bundle that is verified but for its graphs, with a certificate that holds for its weights or with none."""
+    bundle = Bundle.open(path)
+    try:
+        bundle.verify_certificate()
+    except CertificateError as error:
+        bundle = uncertified(bundle, error)
+    return bundle
 
 
 def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
     """The bundle without its certificate, and with the reason for that, which names no place on this machine."""
+    logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
     reason = str(error)
     for place in (bundle.path / MANIFEST, bundle.path):
         reason = reason.removeprefix(f"{place}: ")

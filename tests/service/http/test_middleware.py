@@ -150,7 +150,9 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog:
         response = await client.get("/readyz")
         assert response.status_code == code
         device = None if status == "loading" else "cpu"
-        assert response.json() == {"ready": code == 200, "status": status, "device": device}
+        answer = response.json()
+        assert [model["model"] for model in answer.pop("models")] == (["fake"] if code == 200 else [])
+        assert answer == {"ready": code == 200, "status": status, "device": device}
         assert (await client.get("/healthz")).json() == {"live": True}
 
 
