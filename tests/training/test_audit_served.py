@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,8 +18,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.training.corpora import REAL_TEXT
-from tests.training.test_end_to_end import ROOT, TIMEOUT_S, is_ready, run, start, wait_until
+from tests.training.test_end_to_end import ROOT, TIMEOUT_S, is_ready, start, wait_until
 from training.audit_report import AuditReport
 
 EXAMPLE = ROOT / "examples" / "outside_lstm.py"
@@ -48,24 +49,34 @@ def outside_predictions(folder: Path) -> torch.Tensor:
         return torch.softmax(model(torch.tensor([tokens]))[0][0, -1], -1)
 
 
+def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
+    """The two commands of the README that train outside and audit, with its folders replaced, as Python's arguments."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "training audit" in part]
+    lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
+    words = [shlex.split(line) for line in lines.splitlines()]
+    return [arguments for program, *arguments in words if program == ".venv/bin/python"]
+
+
+def python_runs(*arguments: str) -> str:
+    """What Python prints, run in the project's folder; it has to succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # matrices this small are slower on more
     outside, bundles = tmp_path / "outside", tmp_path / "bundles"
-    sizes = ("--width", "32", "--steps", "40", "--vocabulary", "300")
-    trained = subprocess.run(
-        [sys.executable, str(EXAMPLE), str(REAL_TEXT), str(outside), *sizes],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-    assert trained.returncode == 0, trained.stderr
-    command = ("audit", outside / "model.pt", "--data", REAL_TEXT, "--tokenizer", outside / "tokenizer.json")
-    sample = ("--tolerance", "1e-2", "--positions", "64", "--max-window", "64", "--threads", "1")
-    printed = run("training", *command, *sample, "--report", tmp_path / "report", "--export", bundles)
+    train, audit = readme_commands(outside, bundles)
+    python_runs(*train, "--width", "32", "--steps", "40", "--vocabulary", "300")
+    sample = ("--positions", "64", "--max-window", "64", "--report", str(tmp_path / "report"))
+    printed = python_runs(*audit, *sample)
     assert "model.pt: lstm, 2 layer(s) of 32, vocabulary 300" in printed
     assert "'<|endoftext|>' is taken to begin a sequence" in printed
     report = AuditReport.model_validate_json((tmp_path / "report" / "audit.json").read_text())
