@@ -1,0 +1,126 @@
+"""The figure of `benchmarks.proofs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.proof_results import ModelFigures, Results, Spread
+
+LEAST = 1e-13
+"""What is less is float64's rounding."""
+
+HELD = 64
+KINDS = (
+    ("curve", ":", "by the curve"),
+    ("request", "--", "by the request's bound"),
+    ("direction", "-", "by direction"),
+)
+
+
+def plot(results: Results, path: Path) -> None:
+    """Above, bundle by bundle, distance and bounds by k; below, what is proved, and what it costs."""
+    models = {name: model for name, model in sorted(results.models.items()) if model.windows}
+    count = max(len(models), 1)
+    figure = plt.figure(figsize=(max(10.5, 2.9 * count), 8.2), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1))
+    panels = above.subplots(1, count, sharey=True, squeeze=False)[0]
+    for index, (axes, (name, model)) in enumerate(zip(panels, models.items(), strict=False)):
+        _distances(axes, name, model, f"C{index}")
+    panels[0].set(ylabel="distance of the state (2-norm)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    for axes in panels[1:]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            if label not in labels:
+                handles.append(handle)
+                labels.append(label)
+    above.legend(handles, labels, loc="outside lower center", ncols=len(labels) or 1, fontsize=9, frameon=False)
+    shares, frontier = below.subplots(1, 2, width_ratios=(3, 2))
+    _shares(shares, models)
+    _frontier(frontier, models)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _distances(axes: Axes, name: str, model: ModelFigures, colour: str) -> None:
+    windows = sorted(model.windows)
+    if model.curve:
+        shown = [k for k in sorted(model.curve) if k <= max(windows)]
+        axes.plot(shown, [model.curve[k] for k in shown], "-", color="0.25", label="worst case, any text")
+    _band(axes, windows, [model.windows[k].request for k in windows], "C3", "s--", "bound of the request")
+    _band(axes, windows, [model.windows[k].observed for k in windows], "C0", "o-", "observed")
+    axes.set_title(name, fontsize=10, color=colour)
+    _by_window(axes, windows)
+    axes.set(yscale="log")
+    axes.set_ylim(bottom=LEAST)
+
+
+def _band(axes: Axes, windows: list[int], spreads: list[Spread], colour: str, style: str, what: str) -> None:
+    """The median, and a shade from there to the largest."""
+    known = [
+        (k, max(s.median, LEAST), max(s.largest if s.largest is not None else s.median, LEAST))
+        for k, s in zip(windows, spreads, strict=True)
+        if s.median is not None
+    ]
+    if not known:
+        return
+    where, middle, largest = zip(*known, strict=True)
+    axes.plot(where, middle, style, color=colour, markersize=4, label=f"{what}: median (shade: to the largest)")
+    axes.fill_between(where, middle, largest, color=colour, alpha=0.2, linewidth=0)
+
+
+def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
+    every = sorted({k for model in models.values() for k in model.windows})
+    for index, model in enumerate(models.values()):
+        windows = sorted(model.windows)
+        for kind, style, _ in KINDS:
+            shares = [100 * getattr(model.windows[k].proved, kind) for k in windows]
+            axes.plot(
+                windows, shares, style, color=f"C{index}", marker="o" if kind == "direction" else None, markersize=4
+            )
+    for index, name in enumerate(models):
+        axes.plot([], [], "-", color=f"C{index}", label=name)
+    for _, style, what in KINDS:
+        axes.plot([], [], style, color="0.3", label=what)
+    axes.axhline(90, color="0.6", linewidth=0.8)
+    _by_window(axes, every)
+    axes.set(ylabel="% of the positions", title="Most probable token proved to be the never-interrupted run's")
+    axes.set_ylim(-3, 103)
+    axes.legend(fontsize=8)
+
+
+def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
+    """Every bundle, at every k: what its windows lose in perplexity beside what they prove."""
+    for index, (name, model) in enumerate(models.items()):
+        points = [
+            (model.window_perplexity[k], 100 * window.proved.direction, k)
+            for k, window in sorted(model.windows.items())
+            if k in model.window_perplexity
+        ]
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=f"C{index}", markersize=4, linewidth=1)
+        for perplexity, share, k in points:
+            if k == HELD:
+                axes.plot([perplexity], [share], "o", color=f"C{index}", markersize=9, fillstyle="none")
+        if model.perplexity is not None:
+            axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1, label=name)
+    axes.set(xlabel="validation perplexity per token", ylabel="% proved by direction", xscale="log")
+    axes.set_title(f"The frontier: windows from 16 to 256 (ringed: {HELD}), recurrent dotted", fontsize=10)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="minor", labelsize=8)
+    axes.set_ylim(-3, 103)
+    axes.grid(alpha=0.3)
+
+
+def _by_window(axes: Axes, windows: list[int]) -> None:
+    axes.set(xscale="log", xlabel="window k (tokens)")
+    axes.set_xticks(windows, [str(k) for k in windows])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
