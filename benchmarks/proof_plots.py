@@ -10,6 +10,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
+from matplotlib.lines import Line2D
 
 from benchmarks.proof_results import ModelFigures, Results, Spread
 
@@ -34,13 +36,19 @@ def plot(results: Results, path: Path) -> None:
     for index, (axes, (name, model)) in enumerate(zip(panels, models.items(), strict=False)):
         _distances(axes, name, model, f"C{index}")
     panels[0].set(ylabel="distance of the state (2-norm)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    for axes in panels[1:]:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            if label not in labels:
-                handles.append(handle)
-                labels.append(label)
-    above.legend(handles, labels, loc="outside lower center", ncols=len(labels) or 1, fontsize=9, frameon=False)
+    _legend(
+        above,
+        (
+            ("worst case, any text", "", "-", "0.2"),
+            ("request's bound, median (shade: to the largest)", "s", "--", "0.4"),
+            ("observed, median (shade: to the largest)", "o", "-", "0.4"),
+        ),
+    )
+    _legend(
+        below,
+        tuple((name, "", "-", f"C{index}") for index, name in enumerate(models))
+        + tuple((what, "", style, "0.3") for _, style, what in KINDS),
+    )
     shares, frontier = below.subplots(1, 2, width_ratios=(3, 2))
     _shares(shares, models)
     _frontier(frontier, models)
@@ -49,20 +57,28 @@ def plot(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
+def _legend(figure: SubFigure, lines: tuple[tuple[str, str, str, str], ...]) -> None:
+    """Below everything; lines: what each is, its mark, its dashes, its colour."""
+    handles = [
+        Line2D([], [], color=colour, marker=mark, linestyle=dashes, markersize=4, label=what)
+        for what, mark, dashes, colour in lines
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
+
+
 def _distances(axes: Axes, name: str, model: ModelFigures, colour: str) -> None:
     windows = sorted(model.windows)
-    if model.curve:
-        shown = [k for k in sorted(model.curve) if k <= max(windows)]
-        axes.plot(shown, [model.curve[k] for k in shown], "-", color="0.25", label="worst case, any text")
-    _band(axes, windows, [model.windows[k].request for k in windows], "C3", "s--", "bound of the request")
-    _band(axes, windows, [model.windows[k].observed for k in windows], "C0", "o-", "observed")
-    axes.set_title(name, fontsize=10, color=colour)
+    shown = [k for k in sorted(model.curve) if min(windows) <= k <= max(windows)]
+    axes.plot(shown, [model.curve[k] for k in shown], "-", color="0.2", linewidth=1.2)
+    _band(axes, windows, [model.windows[k].request for k in windows], colour, "s--")
+    _band(axes, windows, [model.windows[k].observed for k in windows], colour, "o-")
+    axes.set_title(name if model.curve else f"{name} (no worst case)", fontsize=10)
     _by_window(axes, windows)
     axes.set(yscale="log")
     axes.set_ylim(bottom=LEAST)
 
 
-def _band(axes: Axes, windows: list[int], spreads: list[Spread], colour: str, style: str, what: str) -> None:
+def _band(axes: Axes, windows: list[int], spreads: list[Spread], colour: str, style: str) -> None:
     """The median, and a shade from there to the largest."""
     known = [
         (k, max(s.median, LEAST), max(s.largest if s.largest is not None else s.median, LEAST))
@@ -72,7 +88,7 @@ def _band(axes: Axes, windows: list[int], spreads: list[Spread], colour: str, st
     if not known:
         return
     where, middle, largest = zip(*known, strict=True)
-    axes.plot(where, middle, style, color=colour, markersize=4, label=f"{what}: median (shade: to the largest)")
+    axes.plot(where, middle, style, color=colour, markersize=4)
     axes.fill_between(where, middle, largest, color=colour, alpha=0.2, linewidth=0)
 
 
@@ -82,23 +98,17 @@ def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
         windows = sorted(model.windows)
         for kind, style, _ in KINDS:
             shares = [100 * getattr(model.windows[k].proved, kind) for k in windows]
-            axes.plot(
-                windows, shares, style, color=f"C{index}", marker="o" if kind == "direction" else None, markersize=4
-            )
-    for index, name in enumerate(models):
-        axes.plot([], [], "-", color=f"C{index}", label=name)
-    for _, style, what in KINDS:
-        axes.plot([], [], style, color="0.3", label=what)
+            marker = "o" if kind == "direction" else None
+            axes.plot(windows, shares, style, color=f"C{index}", marker=marker, markersize=4)
     axes.axhline(90, color="0.6", linewidth=0.8)
     _by_window(axes, every)
     axes.set(ylabel="% of the positions", title="Most probable token proved to be the never-interrupted run's")
     axes.set_ylim(-3, 103)
-    axes.legend(fontsize=8)
 
 
 def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
     """Every bundle, at every k: what its windows lose in perplexity beside what they prove."""
-    for index, (name, model) in enumerate(models.items()):
+    for index, model in enumerate(models.values()):
         points = [
             (model.window_perplexity[k], 100 * window.proved.direction, k)
             for k, window in sorted(model.windows.items())
@@ -109,7 +119,7 @@ def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
             if k == HELD:
                 axes.plot([perplexity], [share], "o", color=f"C{index}", markersize=9, fillstyle="none")
         if model.perplexity is not None:
-            axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1, label=name)
+            axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1)
     axes.set(xlabel="validation perplexity per token", ylabel="% proved by direction", xscale="log")
     axes.set_title(f"The frontier: windows from 16 to 256 (ringed: {HELD}), recurrent dotted", fontsize=10)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -66,8 +66,8 @@ class WindowFigures(Frozen):
 class ModelFigures(Frozen):
     """One bundle. weights: SHA-256 of the file; tokens: of the never-interrupted run, the whole split.
 
-    smallest_window: k(1e-3); curve: e_k at some k; perplexity: validation, recurrent, per token, from the manifest, and
-    by window.
+    smallest_window: k(1e-3); curve: e_k at some k; perplexity, window_perplexity: the manifest's, of the validation
+    split per token, recurrent and by window at the same positions.
     """
 
     weights: str
