@@ -31,8 +31,8 @@ class Proved(Frozen):
     """Shares of positions whose most probable token is proved to be the never-interrupted run's.
 
     curve, request: the service's own margin test, with the certificate's e_k, and with the smaller of that and the
-    request's radius; the measured rounding of float32 added to either. direction: `models/certificate/top1.py`, which
-    no graph holds, in exact arithmetic.
+    request's radius; the measured rounding of float32 added to either. direction: `models/certificate/top1.py`, in
+    exact arithmetic.
     """
 
     curve: float
