@@ -17,8 +17,9 @@ from service.engine.types import Mode, Origin
 ErrorBound = Annotated[
     float | None,
     Field(
-        description="total variation from the never-interrupted model, at most; 0: exact, but for the rounding of "
-        "float32 runs; 1: nothing is known; null: nothing is certified"
+        description="total variation from the never-interrupted model, at most, at temperature 1 and before top-k or "
+        "top-p; proved but for the rounding of float32 runs, which was measured; 0: exact, but for that; "
+        "1: nothing is known; null: nothing is certified"
     ),
 ]
 StateErrorBound = Annotated[
