@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from models.certificate.cell import CellStep, Deviations, States
 from models.certificate.deviation import FAR, Deviation, Fed, FeedForward, Linear, Normalised
-from models.certificate.layers import gate_cap, layer_bounds
+from models.certificate.layers import layer_bounds
 from models.certificate.outward import Matrix, Vector, roundoff
 from models.manifest import STATE_NAMES, Architecture
 from models.weights import GATES, Weights
@@ -50,13 +50,14 @@ class WindowBound:
     """Where windows end, and how far from there the runs may be. B windows, H units.
 
     hidden: (B, H), the output layer's input; radius: (B), its 2-norm distance from the run's, at most; infinite where
-    nothing bounds it. off: (B), the part of it that is the rounding of hidden itself. below: (B), how far what the
-    first layer reads moves. steps: by layer. norm: the last LayerNorm.
+    nothing bounds it. off: (B), the part of it that is the rounding of hidden itself. stream: (B, H), what the first
+    layer reads; below: (B), how far that moves. steps: by layer. norm: the last LayerNorm.
     """
 
     hidden: Matrix
     radius: Vector
     off: Vector
+    stream: Matrix
     below: Vector
     steps: list[Step]
     norm: Normalised | None
@@ -93,40 +94,49 @@ class RequestBound:
             ball = np.zeros(batch)
             for index, block in enumerate(self._front):
                 x, ball, seen[index] = block(x, ball, seen[index])
-            below, steps = ball, []
+            stream, below, steps = x, ball, []
             last = position == windows.shape[1] - 1
             for index, layer in enumerate(self.layers):
                 before[index] = layer.step(x, ball, before[index])
                 if last or index + 1 < len(self.layers):
                     x, ball, step = layer.above(x, ball, *before[index])
                     steps.append(step)
-        return self._end(x, ball, below, steps)
+        return self._end(x, ball, stream, below, steps)
 
     def resume(
-        self, stream: Matrix, lengths: NDArray[np.int64], states: list[Matrix], errors: list[Matrix]
+        self,
+        stream: Matrix,
+        lengths: NDArray[np.int64],
+        states: list[Matrix],
+        errors: list[Matrix],
+        rounding: float = 0.0,
     ) -> WindowBound:
         """The bound of windows that a gated network's `window` graph ran, from what it puts out.
 
         stream: (B, H), what the first layer's mixing matrix is added to; lengths: (B), of the windows; states and
         errors: by layer, (B, units). It ends where exact arithmetic leads from these, not where the graph did.
+
+        `rounding`: how far, in the 2-norm, the stream and each layer's state may be from those of exact arithmetic, and
+        the errors from theirs. Within it the bound holds of exact runs; at 0 the graph's values are taken to be exact.
         """
         assert self._architecture.cell == "gated", "this is a bug"
         reach = 0 if self._architecture.front is None else self._architecture.front.reach
-        x, ball = stream, np.where(lengths > reach, 0.0, FAR)
+        x, ball = stream, np.where(lengths > reach, rounding, FAR)
         below, steps = ball, []
         for layer, state, error in zip(self.layers, states, errors, strict=True):
-            x, ball, step = layer.above(x, ball, (state,), (Deviation.within(error),))
+            apart = Deviation.within(error + rounding, np.linalg.norm(error, axis=1) + rounding)
+            x, ball, step = layer.above(x, ball, (state,), (apart,))
             steps.append(step)
-        return self._end(x, ball, below, steps)
+        return self._end(x, ball, stream, below, steps)
 
-    def _end(self, x: Matrix, ball: Vector, below: Vector, steps: list[Step]) -> WindowBound:
+    def _end(self, x: Matrix, ball: Vector, stream: Matrix, below: Vector, steps: list[Step]) -> WindowBound:
         if not self._residual:
-            return WindowBound(x, _outward(ball), np.zeros(len(x)), below, steps, None)
+            return WindowBound(x, _outward(ball), np.zeros(len(x)), stream, below, steps, None)
         norm = Normalised(x, self._architecture.norm_epsilon, ball)
         gain, shift = self._weights["norm.weight"], self._weights["norm.bias"]
         hidden = norm.value * gain + shift
         off = roundoff(1) * (np.linalg.norm(hidden, axis=1) + np.linalg.norm(shift))
-        return WindowBound(hidden, _outward(norm.ball * self.largest_gain + off), off, below, steps, norm)
+        return WindowBound(hidden, _outward(norm.ball * self.largest_gain + off), off, stream, below, steps, norm)
 
     def _of(self, prefix: str) -> dict[str, Matrix]:
         return {name.removeprefix(prefix): tensor for name, tensor in self._weights.items() if name.startswith(prefix)}
@@ -161,7 +171,7 @@ class Block:
         else:
             inflow = read("cell.weight_ih_l0", "cell.bias_ih_l0", norm)
             recurrent = read("cell.weight_hh_l0", "cell.bias_hh_l0", "")
-        self.cell = CellStep(architecture.cell, gate_cap(architecture, index), inflow, recurrent, reach)
+        self.cell = CellStep(architecture.cell, architecture.gate_cap(index), inflow, recurrent, reach)
         self.feed_forward: FeedForward | None = None
         if self._residual:
             self.mix = Linear(weights["mix.weight"])

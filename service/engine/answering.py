@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ from models.vocabulary import Vocabulary
 from service.engine import agreement, bounds
 from service.engine.batcher import Ticket
 from service.engine.bounds import Bound
+from service.engine.direction import MOST_RIVALS, Direction
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last
 from service.engine.margin import Margin
@@ -62,13 +65,22 @@ class Answering:
     """Runs the window's part of a course, and makes answers of parts."""
 
     def __init__(
-        self, manifest: Manifest, vocabulary: Vocabulary, margin: Margin, forward: Forward, report: Report
+        self,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        margin: Margin,
+        forward: Forward,
+        report: Report,
+        prover: Executor,
     ) -> None:
+        """`prover` is where proofs are sought that are too long for the event loop."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
         self._forward = forward
         self._report = report
+        self._prover = prover
+        self.direction: Direction | None = None
 
     def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
         """A part that was run: the recurrent one of a course, or the window's."""
@@ -89,7 +101,9 @@ class Answering:
         outcome = await self._forward.window(seen, ticket, binding=binding)
         return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
 
-    def answer(self, course: Course, recurrent: Part | None, window: Part | None, top_k: int, ticket: Ticket) -> Answer:
+    async def answer(
+        self, course: Course, recurrent: Part | None, window: Part | None, top_k: int, ticket: Ticket
+    ) -> Answer:
         """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers."""
         answering = recurrent or window
         assert answering is not None, "a course without a run: this is a bug"
@@ -97,7 +111,7 @@ class Answering:
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = self.agreement(course, recurrent, window)
+            pair = await self.agreement(course, recurrent, window)
             of_window = predictions(window.outcome.logits, top_k, self._vocabulary)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
@@ -105,7 +119,7 @@ class Answering:
             }
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
-        bound, proved = answering.bound, self._proved(answering.outcome, answering.bound)
+        bound, proved = answering.bound, await self._proved(answering, answering.bound)
         latency = ticket.latency()
         self._report.took(course.mode, latency)
         self._report.claimed(course.mode, bound, proved)
@@ -122,7 +136,7 @@ class Answering:
             agreement=pair,
         )
 
-    def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+    async def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
         """How far the parts are apart, counted in the report.
 
         Both have read the same last tokens, so the bound of the one that knows fewer holds for their distance too, as
@@ -131,14 +145,24 @@ class Answering:
         assert course.window is not None, "two parts without a k: this is a bug"
         bound = window.bound if course.window <= course.known else recurrent.bound
         of_recurrent, of_window = recurrent.outcome, window.outcome
-        proved = self._proved(of_window, bound)
+        proved = await self._proved(window, bound)
         pair = agreement.compare(
             of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
         )
         self._report.compared(pair)
         return pair
 
-    def _proved(self, outcome: Outcome, bound: Bound | None) -> bool:
+    async def _proved(self, part: Part, bound: Bound | None) -> bool:
+        """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
+        outcome, ending = part.outcome, part.outcome.ending
         if bound is None or bound.runs is None:
             return False
-        return self._margin.proves(outcome.logits, outcome.hidden, bound.runs)
+        if self.direction is None or ending is None or bound is not part.bound or not bound.state:
+            return self._margin.proves(outcome.logits, outcome.hidden, bound.runs)
+        rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
+        if rivals is None or not len(rivals):
+            return rivals is not None
+        first = int(outcome.logits.argmax())
+        return await asyncio.get_running_loop().run_in_executor(
+            self._prover, self.direction.proves, ending, first, rivals
+        )

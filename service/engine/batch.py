@@ -5,7 +5,7 @@ Everything here happens on the runner's thread, and every item has its own resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from models.manifest import Role
 from service.engine.slab import HIDDEN, ZERO, Slab
-from service.runners.runner import RADIUS, Array, Runner
+from service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array, Runner
 
 # A batch of sequences is padded to its longest. Two limits keep that bounded: padding is at most half of it, and
 # B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
@@ -46,17 +46,32 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """What a window's graph puts out for the directional test, of one row of `length` tokens: float32, all finite.
+
+    stream: (H), what the first layer's mixing matrix is added to; states, errors: by the state tensor's name, (units),
+    each layer's state and how far each unit may be from the run's.
+    """
+
+    length: int
+    stream: NDArray[np.float32]
+    states: Mapping[str, NDArray[np.float32]]
+    errors: Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T); all finite.
 
     radius: of a window, where its graph computes it: every run that ends in these tokens ends, in exact arithmetic,
-    within this 2-norm distance of `hidden`. None where it has no bound.
+    within this 2-norm distance of `hidden`. None where it has no bound. ending: where its graph puts that out.
     """
 
     logits: NDArray[np.float32] | None = None
     hidden: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float32] | None = None
     radius: float | None = None
+    ending: Ending | None = None
 
 
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
@@ -95,12 +110,28 @@ def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Except
     radii = [float(radius) if np.isfinite(radius) else None for radius in outputs.get(RADIUS, ())] or [None] * len(
         works
     )
+    endings = _endings(works, outputs)
     return [
-        Row(**{name: answer[row] for name, answer in answers.items()}, radius=radii[row])
+        Row(**{name: answer[row] for name, answer in answers.items()}, radius=radii[row], ending=endings[row])
         if finite[row]
         else FloatingPointError("the model's output is not finite")
         for row in range(len(works))
     ]
+
+
+def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[Ending | None]:
+    """Of each row; None where the graph puts out none, or what is not finite."""
+    if STREAM not in outputs:
+        return [None] * len(works)
+    names = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
+    found: list[Ending | None] = []
+    for row, work in enumerate(works):
+        states = {name: outputs[NEXT + name][row] for name in names}
+        errors = {name: outputs[ERROR + name][row] for name in names}
+        stream = outputs[STREAM][row]
+        finite = all(np.isfinite(each).all() for each in (stream, *states.values(), *errors.values()))
+        found.append(Ending(work.length, stream, states, errors) if finite else None)
+    return found
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:

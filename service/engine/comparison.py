@@ -51,10 +51,10 @@ async def compare(
     def part(index: int, course: Course) -> Part:
         return answering.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
 
-    def line(index: int, window: int | None) -> ComparedMode:
+    async def line(index: int, window: int | None) -> ComparedMode:
         outcome = outcomes[index]
         course = Course(Mode.BOTH, position, window, Origin.RESIDENT, known=position)
-        bound = part(index, course).bound
+        own = part(index, course)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
@@ -63,14 +63,14 @@ async def compare(
             queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
             total=_percentiles([latency.total_ms for latency in latencies[index]]),
-            error_bound=None if bound is None else bound.variation,
-            agreement=None if window is None else answering.agreement(course, part(0, course), part(index, course)),
+            error_bound=None if own.bound is None else own.bound.variation,
+            agreement=None if window is None else await answering.agreement(course, part(0, course), own),
         )
 
     return Comparison(
         repeat=request.repeat,
-        recurrent=line(0, None),
-        windows=tuple(line(index, window) for index, window in enumerate(request.windows, 1)),
+        recurrent=await line(0, None),
+        windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
     )
 
 

@@ -5,7 +5,7 @@ routing     says which way to answer it
 steps       takes requests to sessions through: check out, run, commit
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner
-answering   makes answers of what was run
+answering   makes answers of what was run; margin and direction prove them
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from service.engine import comparison, scoring
 from service.engine.answering import Answering
 from service.engine.batcher import Batcher, Ticket
 from service.engine.deadline import until
+from service.engine.direction import Direction
 from service.engine.forward import Forward
 from service.engine.generation import Generation
 from service.engine.limits import Limits
@@ -46,7 +47,7 @@ from service.engine.types import (
 from service.engine.warm_up import warm_up
 from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from service.metrics import Metrics
-from service.runners.runner import RADIUS, Runner
+from service.runners.runner import RADIUS, STREAM, Runner
 from service.settings import Settings
 from service.stores.store import Store
 from service.stores.tail import Tail
@@ -99,7 +100,9 @@ class Engine:
             clock=clock,
         )
         self._report = Report(metrics, name)
-        self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report)
+        self._margin = margin
+        self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
+        self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report, self._prover)
         beside = RADIUS in runner.outputs("window")
         self._prompts = Prompts(
             manifest,
@@ -144,6 +147,8 @@ class Engine:
             window=self.manifest.window,
             max_batch=self._max_batch,
         )
+        if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
+            self._answering.direction = Direction(self.manifest, self._margin, self._runner)
 
     # Questions
 
@@ -333,4 +338,5 @@ class Engine:
         """Takes no new requests, fails what is still queued, and ends the engine's threads."""
         self._draining = True
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._prover.shutdown(wait=False, cancel_futures=True)
         await self._batcher.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batch import Row, Work
+from service.engine.batch import Ending, Row, Work
 from service.engine.batcher import Batcher, Ticket
 from service.engine.slab import ZERO, Slab
 
@@ -21,11 +21,12 @@ SCAN_PIECE_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a run over a sequence ends in: logits float32 (V), hidden, the output layer's input, float32 (H), and the
-    radius that was computed beside the run, if one was."""
+    radius and the ending that were computed beside the run, if they were."""
 
     logits: NDArray[np.float32]
     hidden: NDArray[np.float32]
     radius: float | None = None
+    ending: Ending | None = None
 
 
 class Forward:
@@ -95,7 +96,7 @@ def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
 
 
 def _outcome(row: Row) -> Outcome:
-    return Outcome(_there(row.logits), _there(row.hidden), row.radius)
+    return Outcome(_there(row.logits), _there(row.hidden), row.radius, row.ending)
 
 
 def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

@@ -5,6 +5,8 @@ a token over another moves by at most |V_a - V_b|_2 E. So the first token is pro
 
     l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
 
+Tokens for which that fails are rivals: whether they are by direction too, `direction.py` says.
+
 The rounding is a theorem too: n terms summed in float32, in whatever order, are off by at most gamma = n u / (1 - n u)
 of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
 here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
@@ -28,6 +30,8 @@ class Margin:
     """The output layer's geometry, of which whatever does not depend on a request is computed once."""
 
     def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.weights = weights
         self._rows = head_weight(weights)
         rows = self._rows.astype(np.float64)
         self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
@@ -39,24 +43,45 @@ class Margin:
     def proves(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
         of it, in any float32 run of the output layer."""
+        found = self.rivals(logits, hidden, error, most=0)
+        return found is not None and not len(found)
+
+    def rivals(
+        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, most: int
+    ) -> NDArray[np.intp] | None:
+        """The tokens that may come before the first one of `logits` for an h within `error`, those that follow it most
+        closely first; none are left where it is proved. None: more than `most`, or nothing could prove it."""
         if not math.isfinite(error):
-            return False
+            return None
         first = int(logits.argmax())
         length = float(np.sqrt(np.square(hidden, dtype=np.float64).sum())) * OUTWARD + error
         lead: NDArray[np.float64] = float(logits[first]) - logits.astype(np.float64)
-        lead -= self._of_norm * length + self._of_bias
-        lead -= float(self._of_norm[first] * length + self._of_bias[first])
+        lead -= self.rounding(slice(None), length)
+        lead -= float(self.rounding(first, length))
         lead[first] = np.inf
         second = int(lead.argmin())
-        if lead[second] <= 0 or not self._leads(lead, first, np.array([second]), error):
-            return False
+        if lead[second] <= 0 or (most == 0 and not self._leads(lead, first, np.array([second]), error).all()):
+            return None
         # |V_a - V_b| <= |V_a| + |V_b| settles nearly all; the rest are looked at, nearest first.
         unsettled = np.flatnonzero(lead <= (self._norms + self._norms[first]) * error)
         unsettled = unsettled[np.argsort(lead[unsettled])]
-        chunks = (unsettled[start : start + AT_ONCE] for start in range(0, len(unsettled), AT_ONCE))
-        return all(self._leads(lead, first, chunk, error) for chunk in chunks)
+        left: list[NDArray[np.intp]] = []
+        for start in range(0, len(unsettled), AT_ONCE):
+            chunk = unsettled[start : start + AT_ONCE]
+            left.append(chunk[~self._leads(lead, first, chunk, error)])
+            if sum(map(len, left)) > most:
+                return None
+        return np.concatenate([*left, unsettled[:0]])
 
-    def _leads(self, lead: NDArray[np.float64], first: int, others: NDArray[np.intp], error: float) -> bool:
+    def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
+        """Twice what float32 may put these tokens' logits off, for an h of at most this length: of two runs."""
+        result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
+        return result
+
+    def _leads(
+        self, lead: NDArray[np.float64], first: int, others: NDArray[np.intp], error: float
+    ) -> NDArray[np.bool_]:
         """Whether the first token leads over each of the others by more than the error can take away."""
         apart = np.sqrt(np.square(self._rows[others].astype(np.float64) - self._rows[first]).sum(axis=1)) * OUTWARD
-        return bool((lead[others] > apart * error).all())
+        result: NDArray[np.bool_] = lead[others] > apart * error
+        return result

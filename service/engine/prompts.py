@@ -64,7 +64,7 @@ class Prompts:
         fed = sequence(self._vocabulary.eos_id, request.tokens)
         if request.mode is not Mode.AUTO:
             k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
-            return self._answer(await self._run(request.mode, k, fed, ticket), request, ticket)
+            return await self._answer(await self._run(request.mode, k, fed, ticket), request, ticket)
         for k in routing.ways(
             self._manifest.certificate,
             len(request.tokens),
@@ -77,7 +77,7 @@ class Prompts:
             run = await self._run(Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
             if request.tolerance is not None and meets(run.bound, request.tolerance):
                 break
-        return self._answer(run, request, ticket)
+        return await self._answer(run, request, ticket)
 
     async def _run(self, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket) -> _Run:
         """One way of answering."""
@@ -89,8 +89,8 @@ class Prompts:
             recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
         return _Run(course, recurrent, await self._answering.window(course, fed, ticket))
 
-    def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
-        return self._answering.answer(run.course, run.recurrent, run.window, request.top_k, ticket)
+    async def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
+        return await self._answering.answer(run.course, run.recurrent, run.window, request.top_k, ticket)
 
     async def generate(self, request: GenerateRequest, ticket: Ticket, held: ExitStack) -> Generation:
         """Runs the prompt. What the generation needs while it lasts is taken over from `held`.

@@ -12,6 +12,8 @@ from models.manifest import Role
 Array = NDArray[Any]
 NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
 RADIUS = "radius"
+STREAM = "stream"
+ERROR = "error."  # a graph's output `error.layers.0.s` is of the state `layers.0.s`
 
 
 class DeviceError(Exception):
@@ -26,14 +28,16 @@ class Runner(Protocol):
     tensor of the manifest, `<next>` the same under the names `next.<name>`.
 
         step     tokens (B), <state>                                 -> logits (B, V), hidden (B, H), <next>
-        window   tokens (B, T), lengths (B)                          -> logits (B, V), hidden (B, H), <next>, radius (B)
+        window   tokens (B, T), lengths (B)                          -> logits (B, V), hidden (B, H), <next>, <bound>
         advance  tokens (B, T), lengths (B), <state>                 -> hidden (B, H), <next>
         scan     tokens (B, T), targets (B, T), lengths (B), <state> -> logprobs (B, T), hidden (B, H), <next>
         head     hidden (B, H)                                       -> logits (B, V)
 
     Positions at or over an item's length are padding and change nothing; 1 <= length <= T. Not every model has a
-    `radius`: a bound, in exact arithmetic, on the 2-norm distance of `hidden` from that of any run, from whatever state
-    a sequence can lead to, that ends in the same tokens; infinite where it knows none.
+    `<bound>`: `radius` (B) bounds, in exact arithmetic, the 2-norm distance of `hidden` from that of any run, from
+    whatever state a sequence can lead to, that ends in the same tokens; infinite where it knows none. Gated models may
+    have beside it `stream` (B, H), what the first layer's mixing matrix is added to, and for each layer's state
+    `error.<name>`, how far each of its units may be from that run's.
     """
 
     @property

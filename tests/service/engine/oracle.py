@@ -16,7 +16,7 @@ from models.weights import head_weight
 from service.engine.engine import Engine
 from service.engine.margin import Margin
 from service.metrics import Metrics
-from service.runners.runner import NEXT, RADIUS, Array
+from service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from service.settings import Settings
 from service.stores.memory import MemoryStore
 from tests.models.random_models import architecture, random_weights
@@ -28,19 +28,23 @@ NAMES = tuple("abcdefghi")
 
 
 class OracleRunner:
-    """Graphs by the numpy oracle; windows say their radius where `beside`."""
+    """Graphs by the numpy oracle; windows say their radius where `beside`, and how they end where the cell is gated."""
 
     device = "cpu"
 
     def __init__(self, architecture: Architecture, weights: Mapping[str, NDArray[np.float32]], beside: bool) -> None:
         self._reference = Reference(architecture, weights)
         self._radius = RequestBound(architecture, weights) if beside else None
+        self._gated = architecture.cell == "gated"
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
         """Of windows, as far as anybody asks."""
         assert role == "window"
-        return ["logits", "hidden", RADIUS] if self._radius is not None else ["logits", "hidden"]
+        names = ["logits", "hidden"]
+        if self._radius is not None:
+            names += [RADIUS, STREAM] if self._gated else [RADIUS]
+        return names
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         if role == "head":
@@ -60,8 +64,12 @@ class OracleRunner:
         outputs = {"hidden": _float32(hidden[0]), "logits": _float32(self._reference.logits(hidden)[0])}
         outputs |= {NEXT + name: value[0] for name, value in state.items()}
         if role == "window" and self._radius is not None:
-            radius = self._radius(tokens[None]).radius[0]
-            outputs[RADIUS] = np.nextafter(np.float32(radius), np.float32(np.inf))
+            bound = self._radius(tokens[None])
+            outputs[RADIUS] = np.nextafter(np.float32(bound.radius[0]), np.float32(np.inf))
+            if self._gated:
+                outputs[STREAM] = _float32(bound.stream[0])
+                for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
+                    outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
         if role == "scan":
             outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # for the warm-up: nobody asks
         return outputs
@@ -71,10 +79,19 @@ class Small:
     """A model of eleven tokens and six units, an engine on it, and what it would say if nothing were ever cut."""
 
     def __init__(
-        self, cell: Cell, block: str, layers: int, seed: int, recurrent: float, *, beside: bool, keep: int = 24
+        self,
+        cell: Cell,
+        block: str,
+        layers: int,
+        seed: int,
+        recurrent: float,
+        *,
+        beside: bool,
+        keep: int = 24,
+        **fields: object,
     ) -> None:
-        """`keep` is the largest window, and the tokens kept of a session."""
-        self.architecture = architecture(cell, block, layers)
+        """`keep` is the largest window, and the tokens kept of a session; `fields`: the architecture's others."""
+        self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)
         self.manifest: Manifest = make_manifest(

@@ -1,0 +1,95 @@
+"""Whether the first token of an answer is proved by direction, where the margin test leaves rivals open.
+
+The margin test lets the output layer's input move anywhere within a radius. A gated model's window says more: how far
+each unit of each state may be from the run's. A lead is a function of these, so it moves by `sum_i |gradient_i|
+error_i` and what the gradient leaves out (`models/certificate/top1.py`). Let h be where exact arithmetic leads from
+the state and the stream that the graph put out. Token a is first, in the never-interrupted run in float32, if for
+every rival b
+
+    (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
+
+What is theorem in this, and what is measured:
+
+- `moved` bounds how far the lead of any *exact* run that ends in these tokens is from that at h. Theorem, given that
+  stream, states and errors as put out are within R of those of an exact window: the two runs are then both around h,
+  and R is part of how far. Evaluated in float64, whose rounding is counted.
+- R is measured, when the model is made ready: the most that they were off, in the 2-norm, for windows of random tokens,
+  times the safety factor of the certificate's rounding. So no theorem.
+- E is the certificate's measured rounding: how far the run's hidden, in float32, is from the exact run's. No theorem.
+- The rounding of the logits is a theorem (`margin.py`). The one that answers needs none: a is what it says.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.certificate.outward import Matrix, roundoff
+from models.certificate.request import RequestBound
+from models.certificate.top1 import Top1
+from models.manifest import Manifest
+from models.weights import head_weight
+from service.engine.batch import Ending
+from service.engine.margin import OUTWARD, Margin
+from service.runners.runner import ERROR, NEXT, STREAM, Runner
+
+MOST_RIVALS = 64
+"""Of more, the test is not tried: it costs some tens of microseconds for each."""
+
+WINDOWS = 8
+"""As many are run to measure what float32 makes of stream, states and errors."""
+
+
+class Direction:
+    """The test for one model, whose `window` graph puts out what it needs. Blocks: belongs off the event loop."""
+
+    def __init__(self, manifest: Manifest, margin: Margin, runner: Runner) -> None:
+        """Measures the graph's rounding: runs windows of random tokens beside the oracle's own bound."""
+        assert manifest.certificate.rounding is not None, "nothing is claimed without: this is a bug"
+        self._architecture = manifest.architecture
+        self._margin = margin
+        self._request = RequestBound(self._architecture, margin.weights)
+        self._top1 = Top1(self._architecture, margin.weights, self._request)
+        self._rows = head_weight(margin.weights)
+        self._bias = margin.weights["head.bias"].astype(np.float64)
+        self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
+        self._error = manifest.certificate.rounding.measured
+        self.rounding = manifest.certificate.rounding.safety * self._measured(runner, manifest.window)
+
+    def proves(self, ending: Ending, first: int, rivals: NDArray[np.intp]) -> bool:
+        """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
+        bound = self._request.resume(
+            ending.stream[None].astype(np.float64),
+            np.array([ending.length]),
+            [ending.states[name][None].astype(np.float64) for name in self._names],
+            [ending.errors[name][None].astype(np.float64) for name in self._names],
+            self.rounding,
+        )
+        if not np.isfinite(bound.radius[0]):
+            return False
+        hidden = bound.hidden[0]
+        length = float(np.linalg.norm(hidden)) * OUTWARD
+        farthest = length + float(bound.radius[0]) + self._error
+        for others in (rivals[:1], rivals[1:]):  # mostly it is the nearest that is not settled
+            gap: Matrix = self._rows[first].astype(np.float64) - self._rows[others]
+            apart = np.linalg.norm(gap, axis=1) * OUTWARD
+            biases = np.abs(self._bias[first]) + np.abs(self._bias[others])
+            lead = gap @ hidden + (self._bias[first] - self._bias[others])
+            lead -= 2 * roundoff(len(hidden)) * (apart * length + biases)
+            lead -= self._margin.rounding(first, farthest) + self._margin.rounding(others, farthest)
+            lead -= apart * self._error
+            if not (lead > self._top1.moved(bound, gap, np.zeros(len(others), np.intp))).all():
+                return False
+        return True
+
+    def _measured(self, runner: Runner, window: int) -> float:
+        """The most that the stream, a state, or an error that is too small, is off after windows of random tokens."""
+        random = np.random.default_rng(3)
+        tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
+        exact = self._request(tokens)
+        outputs = runner.run("window", {"tokens": tokens, "lengths": np.full(WINDOWS, window)})
+        off = [outputs[STREAM] - exact.stream]
+        for name, step in zip(self._names, exact.steps, strict=True):
+            off.append(outputs[NEXT + name] - step.state[0])
+            off.append(np.maximum(0, step.error[0].box - outputs[ERROR + name]))
+        return float(max(np.linalg.norm(each, axis=1).max() for each in off))
