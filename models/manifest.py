@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION = 1
@@ -75,8 +76,8 @@ class Architecture(Frozen):
     (null: as many as `hidden`).
     `norm_epsilon` is what every LayerNorm adds to the variance: no LayerNorm changes by more than
     `max|gain| / sqrt(norm_epsilon)` times what its input does.
-    `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`: no forget gate of the layer ever exceeds
-    its own. None at all are caps of 1.
+    `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`, in float32: no forget gate of the layer
+    ever exceeds its own. None at all are caps of 1.
     """
 
     cell: Cell
@@ -111,8 +112,8 @@ class Architecture(Frozen):
         return self
 
     def gate_cap(self, layer: int) -> float:
-        """The cap of one layer's forget gates."""
-        return self.gate_caps[layer] if self.gate_caps else 1.0
+        """The cap of one layer's forget gates: what multiplies them, which is the manifest's number in float32."""
+        return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
 
     @property
     def cell_units(self) -> int:

@@ -3,7 +3,7 @@
 **The box.** s' lies between s and z, so from zero each unit stays between the least and the greatest of 0 and z.
 
 **One input.** Every unit's difference shrinks by f: the factor is the largest f over units and inputs, in the maximum
-norm, and never more than the cap, the larger of the manifest's and its float32 rounding, which is what multiplies.
+norm, and never more than the cap.
 
 **Two inputs**, as another layer below is also off:
 
@@ -36,7 +36,7 @@ JOINT_TABLE = 4_000_000
 
 
 class GatedLayer:
-    """weight: (2H, I), bias: (2H), gates first; cap: the greatest gate that the graph can compute."""
+    """weight: (2H, I), bias: (2H), gates first; cap: what multiplies the gates."""
 
     def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
         self.hidden = len(bias) // 2

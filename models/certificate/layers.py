@@ -38,12 +38,6 @@ def layer_bounds(architecture: Architecture, weights: Weights) -> list[LayerBoun
     return [layer.bound for layer in build_layers(architecture, weights)]
 
 
-def gate_cap(architecture: Architecture, layer: int) -> float:
-    """What a layer's gate really is at most: networks and graphs multiply by it in float32, which may be larger."""
-    cap = architecture.gate_cap(layer)
-    return max(cap, float(np.float32(cap)))
-
-
 def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
     """What the cell of a layer reads; over a front, whatever a LayerNorm can put out."""
     gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
@@ -62,7 +56,7 @@ def _layer(architecture: Architecture, weights: Weights, layer: int, inputs: Inp
     prefix = f"layers.{layer}.cell."
     if architecture.cell == "gated":
         weight, bias = _float64(weights, prefix + "weight"), _float64(weights, prefix + "bias")
-        return GatedLayer(weight, bias, inputs, gate_cap(architecture, layer))
+        return GatedLayer(weight, bias, inputs, architecture.gate_cap(layer))
     names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
     w_ih, w_hh, b_ih, b_hh = (_float64(weights, prefix + name) for name in names)
     if architecture.cell == "lstm":

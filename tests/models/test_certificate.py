@@ -240,11 +240,18 @@ def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
     assert not certificate.contractive
 
 
-def test_a_cap_that_float32_rounds_down_stays_as_it_is() -> None:
-    cap = 0.9
-    assert float(np.float32(cap)) < cap
+@pytest.mark.parametrize("cap", [0.8, 0.9, 0.98])
+def test_a_cap_is_what_float32_makes_of_it_whether_that_is_more_or_less(cap: float) -> None:
+    multiplies = float(np.float32(cap))
+    assert multiplies != cap
     model = architecture("gated", gate_caps=(cap,))
-    assert contraction(model, random_weights(model, seed=3, driven=1e4)).layers[0].factor == cap
+    weights = random_weights(model, seed=3, driven=1e4)
+    assert contraction(model, weights).layers[0].factor == multiplies
+
+    weights["layers.0.cell.weight"][:], weights["layers.0.cell.bias"][:] = 0, 40
+    weights["layers.0.cell.bias"][model.hidden :] = 0  # gates at their cap, candidates 0: states only fade
+    _, after = Reference(model, weights).advance(np.array([1]), {"layers.0.s": np.ones((1, model.hidden))})
+    assert np.all(after["layers.0.s"] == multiplies)
 
 
 def test_terms_that_cancel_in_float64_do_not_hide_an_open_gate() -> None:

@@ -51,7 +51,7 @@ def test_one_unit_is_what_the_equations_give(cell: Cell, seed: int) -> None:
     reference = Reference(model, weights)
     names = list(reference.zero_state(1))
     state = [0.3, -0.6][: len(names)]
-    expected = by_hand(cell, float(weights["embedding.weight"][TOKEN, 0]), state, weights, 0.8)
+    expected = by_hand(cell, float(weights["embedding.weight"][TOKEN, 0]), state, weights, float(np.float32(0.8)))
     fed = {name: np.array([[value]]) for name, value in zip(names, state, strict=True)}
     logits, hidden, after = reference.step(np.array([TOKEN]), fed)
     assert [after[name].item() for name in names] == pytest.approx(expected, rel=1e-12)

@@ -97,3 +97,16 @@ def test_no_past_leads_further_from_the_window_s_end_than_the_radius(
     if Top1(model, weights, request).proved(bound)[0]:
         logits = reference.logits(run(reference, after(pasts, window)))
         assert (logits.argmax(axis=1) == reference.logits(bound.hidden[0]).argmax()).all()
+
+
+@pytest.mark.parametrize("cap", [0.8, 0.98])
+def test_a_cap_that_float32_rounds_up_leaves_long_windows_within_their_radius(cap: float) -> None:
+    """The cut is then forgotten: what is left is any difference between the model that runs and the one bounded."""
+    assert float(np.float32(cap)) > cap
+    model = architecture("gated", "residual", gate_caps=(cap,), hidden=8, embedding=8, vocabulary_size=12)
+    weights = random_weights(model, seed=0)
+    past, window = np.split(np.random.default_rng(0).integers(12, size=(4, 600)), 2, axis=1)
+    reference, bound = Reference(model, weights), RequestBound(model, weights)(window)
+    apart = np.linalg.norm(run(reference, np.concatenate([past, window], axis=1)) - bound.hidden, axis=1)
+    assert np.all(apart <= bound.radius)
+    assert bound.radius.max() < 1e-9
