@@ -29,12 +29,17 @@ max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
 **Miller and Hardt** ("Stable recurrent models", 2019): in the maximum norm, with f the largest forget gate, if
 |W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with
 b = |W_f| / (4 (1 - f)) + |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|: max(|dc|, |dh|) shrinks by
-f + b + |W_o| / 4. For comparison: the rules above are never worse.
+f + b + |W_o| / 4. For comparison: the rules above are never worse, but for `POSITIVE`.
+
+Where a forget gate may come within `SATURATED` of 1 (`lstm_box.py`), c has no bound worth the name, and no rule, theirs
+neither, is stated with a factor below 1.
 
 Kin: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -82,9 +87,11 @@ class LstmLayer:
             *(self._two_by_two(order) for order in RULES),
             Proof("lstm_elementwise", Norm("inf", (weights[:hidden], weights[hidden:])), weighted),
         ]
-        if box.saturated.any():
-            proofs = [Proof(proof.rule, proof.norm, max(proof.factor or 0.0, 1.0)) for proof in proofs]
         proofs.append(_miller_hardt(np.split(np.abs(weight_hh), 4), inputs.reach(weight_ih, bias).high[hidden:]))
+        if box.saturated.any():
+            proofs = [
+                proof if proof.factor is None else replace(proof, factor=max(proof.factor, 1.0)) for proof in proofs
+            ]
         self.bound = LayerBound(tuple(proofs), (box.h, np.where(box.saturated, np.inf, box.c)), self._input_gain())
         self.caps = Spread.within(2 * box.h), Spread.within(2 * self.bound.reach[1])
 

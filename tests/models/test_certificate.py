@@ -331,3 +331,13 @@ def test_lstms_that_miller_and_hardt_call_stable_are_contractive(seed: int, forg
     assert theirs is not None and ours is not None
     assert ours <= theirs + 1e-8 < 1
     assert bound.factor <= ours
+
+
+def test_no_rule_vouches_for_an_lstm_whose_forget_gate_is_all_but_open() -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0, recurrent=0.0, driven=0.0)
+    weights["layers.0.cell.bias_hh_l0"][:] = 0
+    weights["layers.0.cell.bias_ih_l0"][model.hidden : 2 * model.hidden] = 21  # 1 - 8e-10
+    (bound,) = layer_bounds(model, weights)
+    assert {proof.rule for proof in bound.proofs} >= {"miller_hardt_inf", "lstm_elementwise"}
+    assert all(proof.factor is not None and proof.factor >= 1 for proof in bound.proofs)
