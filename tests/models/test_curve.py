@@ -195,6 +195,9 @@ def test_d_is_the_largest_distance_of_two_rows() -> None:
     rows = generator.normal(size=(3000, 5)) + 100
     exact = max(float(np.linalg.norm(rows - row, axis=1).max()) for row in rows)
     assert exact <= head_diameter(rows) <= exact * (1 + 1e-6)
+    outlier = np.concatenate([rows, rows[:1] * 2])
+    exact_outlier = float(np.linalg.norm(rows - outlier[-1], axis=1).max())
+    assert exact_outlier <= head_diameter(outlier) <= exact_outlier * (1 + 1e-6), "one block of pairs is enough"
     many = np.tile(rows, (6, 1))
     assert exact <= head_diameter(many) <= 2 * exact, "a large vocabulary has a bound of its own"
 
