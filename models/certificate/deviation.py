@@ -216,7 +216,18 @@ class Fed:
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
         """Of functions `g . value` (P, H), each of one of the rows (P): a linear function of x, and how far off."""
+        if len(self._slope) == 1:
+            return self._pull_alone(g)
         units = g @ self._layer.outer.weight
         left = np.einsum("pu,pu->p", np.abs(units), self._slack[rows])
         left = left + np.linalg.norm(g, axis=1) * self._off[rows]
         return (units * self._slope[rows]) @ self._layer.inner.weight, left
+
+    def _pull_alone(self, g: Matrix) -> tuple[Matrix, Vector]:
+        """Where there is one row: of the units that stay off no more is counted than their columns' lengths."""
+        slope, slack = self._slope[0], self._slack[0]
+        live = slope > 0
+        units = g @ self._layer.outer.weight[:, live]
+        left = np.abs(units) @ slack[live]
+        off = float(self._layer.columns.rows[~live] @ slack[~live]) + float(self._off[0])
+        return (units * slope[live]) @ self._layer.inner.weight[live], left + np.linalg.norm(g, axis=1) * off
