@@ -121,7 +121,7 @@ def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
         if model.perplexity is not None:
             axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1)
     axes.set(xlabel="validation perplexity per token", ylabel="% proved by direction", xscale="log")
-    axes.set_title(f"The frontier: windows from 16 to 256 (ringed: {HELD}), recurrent dotted", fontsize=10)
+    axes.set_title(f"The frontier: by window (ringed: {HELD}; dotted: recurrent)", fontsize=10)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="x", which="minor", labelsize=8)
