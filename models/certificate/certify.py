@@ -35,6 +35,8 @@ def certify(architecture: Architecture, weights: Weights, max_window: int, round
             f"layer {layer} is not proved to forget: the smallest factor found by which two of its states come closer "
             f"at a token is {bound.factor:.4g} ({bound.best.rule}), and it would have to be below 1"
         )
+        if rounding:
+            rounding = rounding.model_copy(update={"worst_case": None})
         return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter, rounding=rounding)
     stack = Stack(architecture, weights, layers)
     state_error = state_error_curve(stack, max_window)

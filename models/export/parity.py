@@ -41,11 +41,8 @@ def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | No
     lengths[-1] = (time + 1) // 2
     try:
         worst = verify_graphs(bundle, run)
-        rounding = bundle.manifest.certificate.rounding
         zeros = reference.zero_state(rows)
-        worst = max(
-            worst, check_graphs(reference, run, tokens, lengths, zeros, rounding.measured if rounding else None)
-        )
+        worst = max(worst, check_graphs(reference, run, tokens, lengths, zeros, bundle.manifest.certificate))
         if network is not None:
             generator = np.random.default_rng(1)
             random = generator.integers(bundle.vocabulary.size, size=(rows, RANDOM_TIME), dtype=np.int64)

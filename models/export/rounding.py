@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.manifest import Rounding
-from models.parity import Run, Tensors
+from models.parity import Run, Tensors, rounding_seen
 from models.reference import Reference
 
 STREAMS, STEPS = 16, 256
@@ -17,11 +17,7 @@ SAFETY = 8.0
 
 
 def measure_rounding(reference: Reference, run: Run, sample: list[int], diameter: float) -> Rounding:
-    """Streams the `step` graph beside the float64 oracle, each with its own state.
-
-    The distance is the 2-norm at `hidden`, or, where that is more, what the logits differ by among themselves over
-    `diameter`, D: total variation <= tanh(D (e + measured) / 4) then counts the output layer's rounding too.
-    """
+    """Streams the `step` graph beside the float64 oracle, each with its own state. diameter: D."""
     tokens = _tokens(sample, reference.architecture.vocabulary_size)
     exact = reference.zero_state(STREAMS)
     fed: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
@@ -30,9 +26,7 @@ def measure_rounding(reference: Reference, run: Run, sample: list[int], diameter
         logits, hidden, exact = reference.step(column, exact)
         outputs = run("step", {"tokens": column, **fed})
         fed = {name: outputs[f"next.{name}"] for name in fed}
-        apart = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
-        off = outputs["logits"].astype(np.float64) - logits
-        worst = max(worst, float(apart.max()), float(np.ptp(off, axis=1).max()) / max(diameter, 1e-30))
+        worst = max(worst, rounding_seen(outputs, {"hidden": hidden, "logits": logits}, diameter))
     return Rounding(measured=SAFETY * worst, tokens=tokens.size, safety=SAFETY)
 
 

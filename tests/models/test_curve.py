@@ -164,6 +164,9 @@ def test_a_model_that_may_not_forget_is_not_certified_and_the_layer_is_named() -
     assert certificate.reason is not None and certificate.reason.startswith("layer 1 is not proved to forget")
     assert "1.5 (spectral_norm)" in certificate.reason
     assert certificate.state_error == () and certificate.state_error_at(3) is None
+    claimed = Rounding(measured=1e-6, tokens=10, safety=8.0, worst_case=1e-30)
+    rounding = certify(model, weights, 64, claimed).rounding
+    assert rounding is not None and rounding.worst_case is None, "what is not computed is not believed"
     assert certificate.smallest_window(0.5) is None
 
 

@@ -10,13 +10,13 @@ import onnx
 import pytest
 import torch
 
-from models.bundle import Bundle, BundleError, verify_graphs
+from models.bundle import Bundle, BundleError, CertificateError, verify_graphs
 from models.export import ExportError, export_bundle
 from models.export import network as network_module
 from models.export.parity import OnnxGraphs, check_bundle
-from models.manifest import Architecture, Cell, Manifest
+from models.manifest import Architecture, Cell, Manifest, Role
 from models.networks import Network
-from models.parity import log_softmax
+from models.parity import Tensors, log_softmax
 from models.reference import Reference
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
@@ -187,9 +187,26 @@ def test_rounding_is_measured_at_export_and_held_to_when_loaded(export: Export, 
     assert (rounding.tokens, rounding.safety) == (4096, 8.0)
     assert 0 < rounding.measured < 1e-4
     verify_graphs(bundle, run)
-    edit_manifest(tmp_path / "model", "certificate", "rounding", "measured", value=1e-12)
-    with pytest.raises(BundleError, match=r"from the oracle in the 2-norm, .*rounding.measured is 1e-12"):
-        verify_graphs(Bundle.open(tmp_path / "model"), run)
+    for cut in (rounding.measured / 8, 1e-12):
+        edit_manifest(tmp_path / "model", "certificate", "rounding", "measured", value=cut)
+        with pytest.raises(CertificateError, match=rf"from the oracle in the 2-norm, .*is {cut:.3g}$"):
+            verify_graphs(Bundle.open(tmp_path / "model"), run)
+
+
+def test_over_a_front_the_graphs_are_run_until_gates_multiply(export: Export, tmp_path: Path) -> None:
+    front = {"blocks": 2, "kernel_size": 16, "feed_forward": 4}  # reaches 30 tokens back
+    model = architecture("gated", "residual", front=front)
+    export(model, random_weights(model, seed=0))
+    bundle, windows = Bundle.read(tmp_path / "model"), []
+    graphs = OnnxGraphs(bundle)
+
+    def run(role: Role, feeds: Tensors) -> Tensors:
+        if role == "window":
+            windows.append(int(feeds["lengths"].max()))
+        return graphs.run(role, feeds)
+
+    verify_graphs(bundle, run)
+    assert max(windows) >= 46
 
 
 def test_a_bundle_whose_roles_are_swapped_is_refused(export: Export, tmp_path: Path) -> None:

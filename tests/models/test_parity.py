@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from models.manifest import Role
-from models.parity import ParityError, Run, Tensors, check_graphs, log_softmax
+from models.certificate import certify
+from models.manifest import Role, Rounding
+from models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, log_softmax
 from models.reference import Reference
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
@@ -107,6 +108,27 @@ def test_a_graph_that_is_wrong_is_named(fault: Fault, message: str) -> None:
     right = graphs_of(reference)
     with pytest.raises(ParityError, match=message):
         check(lambda role, feeds: fault(role, feeds, right(role, feeds)), reference)
+
+
+@pytest.mark.parametrize(("role", "case"), [("window", "window, a batch"), ("step", "step, a stream")])
+def test_a_graph_that_rounds_more_than_a_quarter_of_what_was_measured_is_named(role: Role, case: str) -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0, recurrent=0.2)
+    reference = Reference(model, weights)
+    right, zeros = graphs_of(reference), reference.zero_state(len(TOKENS))
+
+    def run(asked: Role, feeds: Tensors) -> Tensors:
+        outputs = right(asked, feeds)
+        return outputs | {"hidden": outputs["hidden"] + np.float32(1e-5)} if asked == role else outputs
+
+    seen = 1e-5 * np.sqrt(model.hidden)
+    for measured in (4.2 * seen, 3.8 * seen):
+        certificate = certify(model, weights, 8, Rounding(measured=measured, tokens=1, safety=8.0))
+        if measured > 4 * seen:
+            check_graphs(reference, run, TOKENS, LENGTHS, zeros, certificate)
+            continue
+        with pytest.raises(RoundingError, match=case):
+            check_graphs(reference, run, TOKENS, LENGTHS, zeros, certificate)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (1, 0, 2, 3), (0, 2, 1, 3)], ids=["ifog", "figo", "igfo"])
