@@ -46,6 +46,11 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(
             f"{file}: written by a newer Wane (schema_version {version}, this one reads {SCHEMA_VERSION})"
         )
+    if isinstance(version, int) and not isinstance(version, bool) and 1 <= version < SCHEMA_VERSION:
+        raise BundleError(
+            f"{file}: written by an older Wane (schema_version {version}, this one reads {SCHEMA_VERSION}): "
+            "export it again"
+        )
     try:
         return Manifest.model_validate(raw)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 LARGEST_WINDOW = 65_536
 """Tokens: a window is one input of a graph, held whole in memory."""
@@ -205,8 +205,10 @@ class Contraction(Frozen):
 class Rounding(Frozen):
     """How far runs in `dtype` may be from exact arithmetic, as 2-norm distances of `hidden`.
 
-    `measured`: the largest distance between the streamed float32 graphs and the float64 oracle over `tokens` tokens,
-    times `safety`, which counts that two runs are compared. It is what was seen, and no theorem. `worst_case`: what two
+    `measured`: how far the `step` graph, streamed on the CPU, was from the float64 oracle over `tokens` tokens at most,
+    times `safety`, which counts that two runs are compared: the distance of `hidden`, or the spread of the logits'
+    differences over `head_diameter` where that is larger. It is what was seen, and no theorem; when a bundle is loaded
+    it has to be well above what its `window` and `step` graphs then show. `worst_case`: what two
     runs can be apart by rounding at most, a priori, to first order in the unit roundoff and given the accuracy of exp
     and tanh that `models/certificate/rounding.py` states; null where the model is not contractive, or has a front.
     """
@@ -279,7 +281,7 @@ class Provenance(Frozen):
 class Manifest(Frozen):
     """The whole of `manifest.json`."""
 
-    schema_version: int = Field(strict=True, ge=1, le=SCHEMA_VERSION)
+    schema_version: int = Field(strict=True, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     version: str = Field(pattern=r"^[0-9]{1,9}$")
     description: str = ""

@@ -17,6 +17,7 @@ from models.export.parity import ExportError, OnnxGraphs, check_bundle
 from models.export.roles import build_graphs
 from models.export.rounding import measure_rounding
 from models.manifest import (
+    SCHEMA_VERSION,
     Architecture,
     Manifest,
     Provenance,
@@ -70,7 +71,7 @@ def export_bundle(
     rounding = _measure_rounding(Reference(architecture, weights), graphs["step"], weights_data, sample_tokens)
     try:
         manifest = Manifest(
-            schema_version=1,
+            schema_version=SCHEMA_VERSION,
             name=name,
             version=version,
             description=description,

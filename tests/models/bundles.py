@@ -55,7 +55,7 @@ def write_small_bundle(path: Path, architecture: Architecture | None = None) -> 
     graphs = {role: f"{role}.onnx" for role in ("step", "window", "advance", "scan", "head")}
     manifest = Manifest.model_validate(
         {
-            "schema_version": 1,
+            "schema_version": 2,
             "name": path.name,
             "version": "1",
             "architecture": architecture,

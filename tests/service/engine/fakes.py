@@ -53,7 +53,7 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
     """The manifest of an LSTM that is nowhere on disk, contractive and not certified: it says so, nothing proves it."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "name": "fake",
         "version": "1",
         "architecture": architecture,

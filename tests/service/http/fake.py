@@ -35,7 +35,7 @@ PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.
 AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
 MANIFEST = Manifest.model_validate(
     {
-        "schema_version": 1,
+        "schema_version": 2,
         "name": "fake",
         "version": "3",
         "description": "answers at once",
