@@ -66,8 +66,8 @@ class WindowFigures(Frozen):
 class ModelFigures(Frozen):
     """One bundle. weights: SHA-256 of the file; tokens: of the never-interrupted run, the whole split.
 
-    smallest_window: k(1e-3); curve: e_k at some k; perplexity, window_perplexity: the manifest's, of the validation
-    split per token, recurrent and by window at the same positions.
+    smallest_window: k(1e-3); curve: e_k at some k; rounding: as measured, of the certificate. perplexity,
+    window_perplexity: the manifest's, of the validation split per token, recurrent and by window at the same positions.
     """
 
     weights: str
@@ -80,7 +80,15 @@ class ModelFigures(Frozen):
     perplexity: float | None
     window_perplexity: dict[int, float]
     curve: dict[int, float]
+    rounding: float | None
     windows: dict[int, WindowFigures] = Field(default_factory=dict)
+
+    def with_windows_of(self, before: ModelFigures | None) -> ModelFigures:
+        """With what was measured before, if it was of the same weights, certificate and text."""
+        same = before is not None and before.model_copy(update={"windows": {}}) == self.model_copy(
+            update={"perplexity": before.perplexity, "window_perplexity": before.window_perplexity}
+        )
+        return self.model_copy(update={"windows": before.windows}) if before is not None and same else self
 
 
 class Results(Frozen):

@@ -10,7 +10,7 @@ Bounds of LSTM and GRU windows are slow, so those other than of 64 tokens are me
 
 Every k of every bundle is kept in the JSON when it is done: a run that was killed goes on, and what is done is not
 done again. From the JSON come the figure and, between their markers, the tables of the page; `--render` makes only
-these. What was measured of weights that are no longer there is dropped.
+these. What was measured of weights or under a certificate that are no longer there is dropped.
 
 Small matrices gain nothing from threads: run it with OMP_NUM_THREADS=1.
 """
@@ -55,6 +55,7 @@ def described(manifest: Manifest, tokens: int) -> ModelFigures:
         perplexity=quality.window["valid"].recurrent.per_token if quality else None,
         window_perplexity={k: p.per_token for k, p in quality.window["valid"].by_k.items()} if quality else {},
         curve={k: certificate.state_error[k - 1] for k in shown} if certificate.state_error else {},
+        rounding=certificate.rounding.measured if certificate.rounding else None,
     )
 
 
@@ -70,12 +71,10 @@ def read_stream(bundle: Bundle, folder: Path, split: str) -> Tokens:
 def measure(
     bundle: Bundle, stream: Tokens, split: str, positions: int, fewer: int, path: Path, progress: Progress
 ) -> None:
-    """All of one bundle, into the JSON at `path`; what that already has of these weights is not measured again."""
+    """All of one bundle, into the JSON at `path`; what that already has of this bundle is not measured again."""
     name, results = bundle.manifest.name, read(path, split)
-    before, figures = results.models.get(name), described(bundle.manifest, len(stream))
+    figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
     positions = min(positions, len(stream) - LONGEST)
-    if before is not None and (before.weights, before.tokens) == (figures.weights, figures.tokens):
-        figures = figures.model_copy(update={"windows": before.windows})
     slow = bundle.manifest.architecture.cell in SLOW
 
     def asked(k: int) -> int:
@@ -107,9 +106,9 @@ def current(results: Results, bundles: Path) -> Results:
     models = {}
     for name, before in sorted(results.models.items()):
         if (bundles / name).is_dir():
-            figures = described(read_manifest(bundles / name), before.tokens)
-            if figures.weights == before.weights:
-                models[name] = figures.model_copy(update={"windows": before.windows})
+            figures = described(read_manifest(bundles / name), before.tokens).with_windows_of(before)
+            if figures.windows:
+                models[name] = figures
     return results.model_copy(update={"models": models})
 
 

@@ -31,12 +31,10 @@ def measure(path: Path, name: str = "rnn-stable", positions: int = 4) -> Results
     return Results.read(path)
 
 
-@pytest.fixture(autouse=True)
-def _two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_a_bundle_are_within_its_bounds_and_prove_no_more_than_is_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proofs, "WINDOWS", (64, 16))
-
-
-def test_the_figures_of_a_bundle_are_within_its_bounds_and_prove_no_more_than_is_so(tmp_path: Path) -> None:
     figures = measure(tmp_path / "found.json").models["rnn-stable"]
     certificate = read_manifest(BUNDLES / "rnn-stable").certificate
     assert sorted(figures.windows) == [16, 64]
@@ -144,7 +142,10 @@ def test_the_kept_figures_are_of_the_shipped_weights_and_show_no_violation() -> 
         assert figures.weights == manifest.files[manifest.weights]
         assert figures.layers == manifest.certificate.layers
         assert figures.smallest_window == manifest.certificate.smallest_window(1e-3)
-        assert all(window.violations == 0 for window in figures.windows.values())
+        for k, window in figures.windows.items():
+            assert window.violations == 0
+            assert window.worst_case == manifest.certificate.state_error_at(k)
+            assert window.worst_case_variation == manifest.certificate.error_bound_at(k)
 
 
 def test_every_shipped_bundle_has_figures_of_at_least_5000_positions() -> None:
