@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from models.manifest import LARGEST_WINDOW
 from training.audit import audit
 from training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from training.audit_subject import POSITIONS as AUDITED
@@ -77,7 +78,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tokens", type=_positive, default=TOKENS, help="at most so many tokens of the data (default: %(default)s)"
     )
     command.add_argument(
-        "--max-window", type=_positive, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
+        "--max-window", type=_window, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
     )
     command.add_argument("--threads", type=_positive, help="of torch; 1 where the machine is busy (default: torch's)")
     command.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (default: audits/NAME)")
@@ -162,6 +163,12 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
+
+
+def _window(text: str) -> int:
+    if (window := _positive(text)) > LARGEST_WINDOW:
+        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST_WINDOW}, the largest window there is")
+    return window
 
 
 def _share(text: str) -> float:

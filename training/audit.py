@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from models.certificate import certify
 from models.export import ExportError, export_bundle
-from models.manifest import Manifest, Provenance
+from models.manifest import Certificate, Manifest, Provenance
 from models.networks import Network
 from models.vocabulary import UNK
 from training.audit_report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
 from training.audit_subject import AuditOptions, Subject, cut, find_subject
 from training.errors import RunError
 from training.evaluate import quality, smallest_close_window
-from training.forgetting import Forgetting, measure, smallest_window, token_steps, window_grid
+from training.forgetting import Forgetting, Unmeasurable, measure, smallest_window, token_steps, window_grid
 from training.origin import describe_origin
 from training.plots import plot_audit
 from training.run import SAMPLE_TOKENS
@@ -53,10 +53,20 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
         certificate = certify(subject.architecture, subject.weights, options.max_window, subject.rounding)
         bar.update(proving, total=1, completed=1)
         task = bar.add_task("measuring", total=token_steps(len(stream), windows, options.positions))
-        found = measure(
-            network, subject.corpus, subject.split, windows, options.positions, lambda steps: bar.advance(task, steps)
-        )
-        bar.update(task, completed=bar.tasks[task].total)
+        found: Forgetting | None = None
+        unmeasured = None
+        try:
+            found = measure(
+                network,
+                subject.corpus,
+                subject.split,
+                windows,
+                options.positions,
+                lambda steps: bar.advance(task, steps),
+            )
+            bar.update(task, completed=bar.tasks[task].total)
+        except Unmeasurable as error:
+            unmeasured = str(error)
     report = AuditReport(
         model=AuditedModel(
             source=subject.source,
@@ -68,24 +78,21 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
             notes=subject.notes,
         ),
         text=_text(subject, found, windows),
-        perplexity=found.losses.perplexity(found.losses.recurrent),
+        perplexity=None if found is None else found.losses.perplexity(found.losses.recurrent),
         certificate=certificate,
         margins=margins(certificate),
-        windows=found.windows,
-        gradients=found.lags,
-        recommended=Recommended(
-            tolerance=options.tolerance,
-            p99=smallest_window(found.windows, options.tolerance, "p99"),
-            max=smallest_window(found.windows, options.tolerance, "max"),
-            certified=certificate.smallest_window(options.tolerance),
-            perplexity=smallest_close_window(found.losses),
-        ),
+        unmeasured=unmeasured,
+        windows=() if found is None else found.windows,
+        gradients=() if found is None else found.lags,
+        recommended=_recommend(options.tolerance, certificate, found),
     )
     show(report, console)
     folder = options.report or Path("audits") / name
-    _write(report, folder)
-    console.print(f"written: {folder / 'audit.json'}, {folder / 'audit.png'}", highlight=False, soft_wrap=True)
+    written = ", ".join(str(path) for path in _write(report, folder))
+    console.print(f"written: {written}", highlight=False, soft_wrap=True)
     if options.export is not None:
+        if found is None:
+            raise RunError(f"{options.export / name} was not written: {unmeasured}")
         _export(options, options.export / name, subject, found, report, network, console)
     return report
 
@@ -96,29 +103,44 @@ def _name(file: Path) -> str:
     return plain.lstrip("._-")[:64] or "model"
 
 
-def _text(subject: Subject, found: Forgetting, windows: Sequence[int]) -> AuditedText:
+def _recommend(tolerance: float, certificate: Certificate, found: Forgetting | None) -> Recommended:
+    return Recommended(
+        tolerance=tolerance,
+        p99=None if found is None else smallest_window(found.windows, tolerance, "p99"),
+        max=None if found is None else smallest_window(found.windows, tolerance, "max"),
+        certified=certificate.smallest_window(tolerance),
+        perplexity=None if found is None else smallest_close_window(found.losses),
+    )
+
+
+def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) -> AuditedText:
     corpus, stream = subject.corpus, subject.corpus.streams[subject.split]
     vocabulary = corpus.vocabulary
     unknown = [index for index in range(vocabulary.size) if vocabulary.token(index) == UNK]
     return AuditedText(
         split="all of the data that was given" if subject.split == "audit" else f"its {subject.split} split",
         files=corpus.hashes,
-        tokens=found.losses.tokens,
-        words=found.losses.words,
+        tokens=len(stream) - 1,
+        words=corpus.words.get(subject.split),
         unknown=int(np.isin(stream, unknown).sum()),
-        positions=found.losses.positions,
+        positions=0 if found is None else found.losses.positions,
         behind=2 * max(windows),
-        gradient_positions=found.gradient_positions,
+        gradient_positions=0 if found is None else found.gradient_positions,
     )
 
 
-def _write(report: AuditReport, folder: Path) -> None:
+def _write(report: AuditReport, folder: Path) -> list[Path]:
+    """Writes the report, and its plot where anything was measured; the plot of an audit before goes. What it wrote."""
+    json, plot = folder / "audit.json", folder / "audit.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "audit.json").write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        plot_audit(report, folder / "audit.png")
+        json.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        plot.unlink(missing_ok=True)
+        if report.unmeasured is None:
+            plot_audit(report, plot)
     except OSError as error:
         raise RunError(f"{folder}: {error.strerror}") from error
+    return [json] if report.unmeasured is not None else [json, plot]
 
 
 def _export(

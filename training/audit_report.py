@@ -31,7 +31,8 @@ class AuditedModel(Frozen):
 
 class AuditedText(Frozen):
     """The sample. `unknown`: tokens that are `<unk>`; `positions`: where windows and the whole past were compared, each
-    with at least `behind` tokens before it; `gradient_positions`: those of them that were run backwards.
+    with at least `behind` tokens before it; `gradient_positions`: those of them that were run backwards. Both are 0
+    where nothing could be measured.
     """
 
     split: str
@@ -39,9 +40,9 @@ class AuditedText(Frozen):
     tokens: Positive
     words: int | None
     unknown: int
-    positions: Positive
+    positions: int = Field(ge=0)
     behind: Positive
-    gradient_positions: Positive
+    gradient_positions: int = Field(ge=0)
 
 
 class Margin(Frozen):
@@ -76,14 +77,17 @@ class AuditReport(Frozen):
     """The whole of `audit.json`. `perplexity`: recurrent, over all of the text. Distances: 2-norm of what the output
     layer reads. The certificate is of the float32 weights in exact arithmetic; of a bundle, its term for rounding is
     added. What was measured is of float32 runs, which at large k stay apart by their rounding alone.
+
+    `unmeasured`: why there is nothing measured, of a model whose runs overflow: no perplexity, window or gradient.
     """
 
     schema_version: Literal[1] = 1
     model: AuditedModel
     text: AuditedText
-    perplexity: Perplexity
+    perplexity: Perplexity | None
     certificate: Certificate
     margins: tuple[Margin, ...]
+    unmeasured: str | None = None
     windows: tuple[AtWindow, ...]
     gradients: tuple[AtLag, ...]
     recommended: Recommended
@@ -122,10 +126,9 @@ def show(report: AuditReport, console: Console) -> None:
     for note in model.notes:
         console.print(f"  [dim]- {escape(note)}[/]", highlight=False)
     words = "" if text.words is None else f", {text.words:,} words"
-    per_word = "" if report.perplexity.per_word is None else f" ({report.perplexity.per_word:.2f} a word)"
     console.print(
-        f"text: {text.tokens:,} tokens{words} of {len(text.files)} file(s), {text.unknown / text.tokens:.2%} unknown; "
-        f"recurrent perplexity {report.perplexity.per_token:.2f} a token{per_word}",
+        f"text: {text.tokens:,} tokens{words} of {len(text.files)} file(s), {text.unknown / text.tokens:.2%} unknown"
+        f"{_perplexity(report.perplexity)}",
         highlight=False,
     )
     console.print(_margins(report))
@@ -134,16 +137,31 @@ def show(report: AuditReport, console: Console) -> None:
         console.print("[bold green]certified[/]: the bound on the total variation falls to 1e-3 and stays there")
     else:
         console.print(f"[bold red]not certified[/]: {escape(certificate.reason or 'no reason')}", highlight=False)
+    if report.unmeasured is None:
+        _show_measured(report, console)
+    else:
+        console.print(f"[bold red]nothing is measured[/]: {escape(report.unmeasured)}", highlight=False)
+    console.print(_recommended(report.recommended))
+
+
+def _perplexity(found: Perplexity | None) -> str:
+    if found is None:
+        return ""
+    per_word = "" if found.per_word is None else f" ({found.per_word:.2f} a word)"
+    return f"; recurrent perplexity {found.per_token:.2f} a token{per_word}"
+
+
+def _show_measured(report: AuditReport, console: Console) -> None:
+    text = report.text
     console.print(_forgetting(report))
     console.print(
         f"[dim]measured at {text.positions:,} positions spread evenly over the text ({text.split}), each with at least "
         f"{text.behind} tokens behind it; gradients at {text.gradient_positions}[/]",
         highlight=False,
     )
-    if certificate.error_bound:
+    if report.certificate.error_bound:
         console.print(f"[dim]proved: {_rounding(report)}[/]", highlight=False)
     console.print(_gradient(report), highlight=False)
-    console.print(_recommended(report.recommended))
 
 
 def _margins(report: AuditReport) -> Table:
@@ -196,6 +214,9 @@ def _rounding(report: AuditReport) -> str:
 def _gradient(report: AuditReport) -> str:
     """In a sentence, from which i on the gradient's median stays below a hundredth of what it is at i = 0."""
     first = report.gradients[0].gradient.median
+    said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"
+    if first == 0:
+        return f"{said} 0 at i = 0"
     below = None
     for at in reversed(report.gradients):
         if not at.gradient.median <= first / 100:
@@ -203,10 +224,7 @@ def _gradient(report: AuditReport) -> str:
         below = at.i
     fallen = "never falls below" if below is None else "has fallen below"
     until = "" if below is None else f" by i = {below}"
-    return (
-        f"gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median {_short(first)} at i = 0; "
-        f"it {fallen} a hundredth of that{until}"
-    )
+    return f"{said} {_short(first)} at i = 0; it {fallen} a hundredth of that{until}"
 
 
 def _recommended(found: Recommended) -> Table:

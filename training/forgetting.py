@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,12 @@ from training.evaluate import (
 GRADIENT_ROWS = 32
 GRADIENT_POSITIONS = 256
 """At most so many positions are run backwards."""
+LARGEST_LOSS = 700.0
+"""Nats a token. The exponential of any difference of two losses up to here is a float64 above 0."""
+
+
+class Unmeasurable(FloatingPointError):
+    """A model whose runs leave the range of their numbers; the message says which run does, and after which token."""
 
 
 class Spread(Frozen):
@@ -91,7 +97,10 @@ def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions spread evenly over those with at least twice the largest window behind them."""
+    """Measures at `count` positions spread evenly over those with at least twice the largest window behind them.
+
+    Raises Unmeasurable.
+    """
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)
@@ -100,18 +109,9 @@ def measure(
     chosen = positions[picked]
     starts = chosen - longest + 1
     hidden, losses, states = _recurrent(network, stream, positions, set(starts.tolist()), advance)
-    at_positions = losses[torch.from_numpy(positions)]
     found = _compare(network, stream, positions, hidden, windows, advance)
     gradients = _gradients(network, stream, starts, longest, states, advance)
-    window_losses = {k: each.losses.double().mean().item() for k, each in found.items()}
-    summary = SplitLosses(
-        tokens=len(stream) - 1,
-        words=corpus.words.get(split),
-        recurrent=losses.double().mean().item(),
-        positions=len(positions),
-        recurrent_at_positions=at_positions.double().mean().item(),
-        window=window_losses,
-    )
+    summary = _losses(losses, positions, found, corpus.words.get(split))
     lags = [i for i in (0, *windows) if i < longest]
     return Forgetting(
         windows=tuple(
@@ -120,8 +120,8 @@ def measure(
                 distance=_spread(each.distance),
                 total_variation=_spread(each.total_variation),
                 top1_match=each.top1.double().mean().item(),
-                perplexity=summary.perplexity(window_losses[k]),
-                perplexity_ratio=math.exp(window_losses[k] - summary.recurrent_at_positions),
+                perplexity=summary.perplexity(summary.window[k]),
+                perplexity_ratio=math.exp(summary.window[k] - summary.recurrent_at_positions),
             )
             for k, each in found.items()
         ),
@@ -147,6 +147,8 @@ def _recurrent(
     """The uninterrupted run: hidden at `positions`, every loss, and the states before the tokens at `starts`."""
     hidden, losses, states = [], [], []
     for piece in recurrent_pieces(network, stream, sorted(starts), advance):
+        tokens = np.arange(piece.start, piece.start + len(piece.hidden))
+        _check("the never-interrupted run", tokens, piece.hidden, piece.losses)
         inside = positions[(positions >= piece.start) & (positions < piece.start + len(piece.hidden))]
         hidden.append(piece.hidden[torch.from_numpy(inside - piece.start)])
         losses.append(piece.losses)
@@ -157,7 +159,7 @@ def _recurrent(
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """One k at every position: float32 (positions,), `top1` bool."""
+    """One k at every position: float32 (positions,), `distance` float64, `top1` bool."""
 
     distance: Tensor
     total_variation: Tensor
@@ -183,12 +185,14 @@ def _compare(
         for k in windows:
             window = window_hidden(network, stream, k, ends)
             logprobs = torch.log_softmax(network.logits(window), -1)
+            losses = -logprobs.gather(1, target)[:, 0]
+            _check(f"the window of {k} token(s)", ends, window, losses)
             found[k].append(
                 _Pairs(
-                    distance=torch.linalg.vector_norm(window - recurrent, dim=-1),
+                    distance=torch.linalg.vector_norm(window.double() - recurrent.double(), dim=-1),
                     total_variation=(logprobs.exp() - truth).abs().sum(-1) / 2,
                     top1=logprobs.argmax(-1) == truth.argmax(-1),
-                    losses=-logprobs.gather(1, target)[:, 0],
+                    losses=losses,
                 )
             )
             if advance is not None:
@@ -222,10 +226,39 @@ def _gradients(
         hidden, _ = functional_call(network, weights, (rows, state), tie_weights=False)
         probability = torch.softmax(network.logits(hidden[-1]), -1).gather(1, target)
         (gradient,) = torch.autograd.grad(probability.sum(), table)
-        norms.append(torch.linalg.vector_norm(gradient, dim=-1).view_as(tokens))
+        norm = torch.linalg.vector_norm(gradient.double(), dim=-1).view_as(tokens)
+        _check(f"the gradient over {length} token(s)", begin + length - 1, norm.T)
+        norms.append(norm)
         if advance is not None:
             advance(3 * tokens.numel())
     return torch.cat(norms, dim=1)
+
+
+def _losses(
+    recurrent: Tensor, positions: NDArray[np.int64], windows: dict[int, _Pairs], words: int | None
+) -> SplitLosses:
+    """The mean losses. Words are left out where a perplexity a word is more than a float64 holds."""
+    found = SplitLosses(
+        tokens=len(recurrent),
+        words=words,
+        recurrent=recurrent.double().mean().item(),
+        positions=len(positions),
+        recurrent_at_positions=recurrent[torch.from_numpy(positions)].double().mean().item(),
+        window={k: each.losses.double().mean().item() for k, each in windows.items()},
+    )
+    worst = max(found.recurrent, found.recurrent_at_positions, *found.window.values())
+    if worst > LARGEST_LOSS:
+        raise Unmeasurable(f"a mean loss of {worst:.4g} nats a token has no perplexity that a float64 holds")
+    if words is not None and worst * found.tokens > LARGEST_LOSS * words:
+        found = replace(found, words=None)
+    return found
+
+
+def _check(what: str, ends: NDArray[np.int64], *found: Tensor) -> None:
+    """Raises Unmeasurable where not all of `found` (ends, ...) is finite; `ends`: the last tokens read, from 0."""
+    finite = torch.stack([each.reshape(len(ends), -1).isfinite().all(-1) for each in found]).all(0).cpu().numpy()
+    if not finite.all():
+        raise Unmeasurable(f"{what} overflows float32 at token {ends[~finite][0] + 1}")
 
 
 def _spread(values: Tensor) -> Spread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -81,16 +82,12 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     _spreads(distance, ks, [at.distance for at in windows])
     distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by the tokens they share")
     if certificate.state_error:
-        bottom, curve = distance.get_ylim()[0], [error + rounding for error in certificate.state_error]
-        distance.plot(range(1, len(curve) + 1), curve, "--", color="C3", label=proved)
-        distance.set_ylim(bottom=bottom)
+        _proved(distance, [error + rounding for error in certificate.state_error], proved)
 
     _spreads(variation, ks, [at.total_variation for at in windows])
     variation.set(ylabel="total variation", title="predicted distributions: the last k tokens, or all")
     if certificate.error_bound:
-        bottom = variation.get_ylim()[0]
-        variation.plot(range(1, len(curve) + 1), certificate.error_bound, "--", color="C3", label=proved)
-        variation.set_ylim(bottom=bottom)
+        _proved(variation, certificate.error_bound, proved)
     variation.axhline(recommended.tolerance, color="0.4", linestyle=":", label=f"tolerance {recommended.tolerance:g}")
     if recommended.p99 is not None:
         variation.axvline(recommended.p99, color="C1", alpha=0.5, label=f"k = {recommended.p99}: 99 % within it")
@@ -120,9 +117,22 @@ def plot_audit(report: AuditReport, path: Path) -> None:
 
 
 def _spreads(axes: Axes, at: list[int], spreads: list[Spread]) -> None:
-    """Median, p99 and maximum, on a logarithmic axis that starts above nothing."""
+    """Median, p99 and maximum, on a logarithmic axis that starts above nothing, or on a linear one where all are 0."""
+    if any(spread.max > 0 for spread in spreads):
+        axes.set_yscale("log")
     for name, style in (("median", "o-"), ("p99", "s-"), ("max", "^-")):
-        values = [getattr(spread, name) for spread in spreads]
-        shown = [value if value > 0 else math.nan for value in values]
+        shown = _shown(axes, [getattr(spread, name) for spread in spreads])
         axes.plot(at, shown, style, markersize=4, label="99th percentile" if name == "p99" else name)
-    axes.set_yscale("log")
+
+
+def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
+    """What is proved of every k from 1; a logarithmic axis still ends below where what was measured does."""
+    bottom = axes.get_ylim()[0]
+    axes.plot(range(1, len(curve) + 1), _shown(axes, curve), "--", color="C3", label=label)
+    if axes.get_yscale() == "log":
+        axes.set_ylim(bottom=bottom)
+
+
+def _shown(axes: Axes, values: Sequence[float]) -> list[float]:
+    """The values without those that the axis cannot show."""
+    return [math.nan if value <= 0 and axes.get_yscale() == "log" else value for value in values]

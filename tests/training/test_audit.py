@@ -121,6 +121,57 @@ def test_what_is_not_certified_is_said_with_its_reason(folder: Path, capsys: pyt
     assert "proved, for every text              none" in printed
 
 
+def test_a_model_that_diverges_is_reported_as_one_without_measured_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder / "model.pt", Plain("rnn_tanh").state_dict())
+    audited(folder)
+    plot = folder / "audits" / "model" / "audit.png"
+    assert plot.exists()
+    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    capsys.readouterr()
+    report = audited(folder, "--nonlinearity", "relu")
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"the never-interrupted run overflows float32 at token \d+", str(report.unmeasured))
+    assert f"nothing is measured: {report.unmeasured}" in printed
+    assert "not certified: layer 0 is not proved to forget" in printed
+    assert not report.certificate.certified
+    assert len(report.margins) > 1
+    assert (report.perplexity, report.windows, report.gradients) == (None, (), ())
+    assert (report.text.tokens, report.text.positions, report.text.gradient_positions) == (390, 0, 0)
+    recommended = report.recommended
+    assert (recommended.p99, recommended.max, recommended.certified, recommended.perplexity) == (None,) * 4
+    assert not plot.exists()  # it was of another model
+    assert "audit.png" not in printed
+
+
+def test_a_model_that_diverges_is_not_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--nonlinearity", "relu"]
+    assert main([*command, "--max-window", "8", "--threads", "1", "--export", "bundles"]) == 2
+    told = capsys.readouterr().out
+    assert "bundles/model was not written: the never-interrupted run overflows float32 at token" in told
+    assert not (folder / "bundles").exists()
+    assert (folder / "audits" / "model" / "audit.json").exists()
+
+
+@pytest.mark.parametrize("zero", ["fc", "rnn", ""])
+def test_a_model_of_zeros_is_reported_plotted_and_exported(
+    folder: Path, capsys: pytest.CaptureFixture[str], zero: str
+) -> None:
+    module = Plain()
+    with torch.no_grad():
+        for parameter in module.get_submodule(zero).parameters():
+            parameter.zero_()
+    saved(folder / "model.pt", module.state_dict())
+    report = audited(folder, "--export", "bundles")
+    assert all(at.gradient.max == 0 for at in report.gradients)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "in an input i tokens before it: median 0 at i = 0 recommended k" in printed
+    assert (folder / "audits" / "model" / "audit.png").read_bytes().startswith(b"\x89PNG")
+    assert Bundle.read(folder / "bundles" / "model").manifest.max_window == 16
+
+
 def test_the_report_holds_table_plot_and_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     report = audited(folder, "--tolerance", "0.05", "--report", "audits/model")
@@ -181,6 +232,7 @@ def test_a_text_model_with_a_tokenizer_is_audited_on_a_folder_of_text(folder: Pa
     report = AuditReport.model_validate_json(Path("audits/cats/audit.json").read_text())
     assert list(report.text.files) == ["a.txt", str(Path("more") / "b.txt")]
     assert report.text.words == 40 * 7
+    assert report.perplexity is not None
     assert report.perplexity.per_word is not None
     bundle = Bundle.read(Path("bundles/cats"))
     theirs = Tokenizer.from_file("tokenizer.json")
@@ -205,6 +257,8 @@ def test_a_text_model_with_a_tokenizer_is_audited_on_a_folder_of_text(folder: Pa
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"], "model.pt: File exists"),
         (["--tolerance", "2"], "'2' is not a number between 0 and 1"),
         (["--name", "a b"], "'a b' is not a name"),
+        (["--max-window", "65537"], "argument --max-window: 65537 is more than 65536, the largest window there is"),
+        (["--max-window", "0"], "argument --max-window: '0' is not a whole number from 1"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
@@ -264,6 +318,7 @@ def test_a_run_is_audited_on_its_validation_split(folder: Path) -> None:
     assert report.text.words == corpus.words["valid"]
     assert main(["audit", str(folder / "run"), "--tokens", "60", "--max-window", "8", "--threads", "1"]) == 0
     short = AuditReport.model_validate_json(Path("audits/run/audit.json").read_text())
+    assert short.perplexity is not None
     assert (short.text.tokens, short.text.words, short.perplexity.per_word) == (60, None, None)
 
 

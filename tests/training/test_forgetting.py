@@ -13,7 +13,7 @@ from tests.models.random_models import random_weights
 from tests.training.corpora import text_corpus
 from training.data import Corpus
 from training.evaluate import spread_positions
-from training.forgetting import AtWindow, Spread, measure, smallest_window, token_steps, window_grid
+from training.forgetting import AtWindow, Spread, Unmeasurable, measure, smallest_window, token_steps, window_grid
 
 CORPUS = text_corpus()
 WINDOWS = (1, 3, 8)
@@ -138,6 +138,83 @@ def test_a_model_without_memory_has_forgotten_everything_after_one_token() -> No
     assert all(at.top1_match == 1 and at.perplexity_ratio == pytest.approx(1, abs=1e-6) for at in found.windows)
     assert found.lags[0].gradient.median > 0
     assert found.lags[1].gradient.max == 0
+
+
+def filled(network: Network, **values: object) -> Network:
+    """A network of one layer with weights and biases of 0 but for these, such as weight_hh."""
+    with torch.no_grad():
+        for name, tensor in network.named_parameters():
+            short = "head" if name == "head.weight" else name.split(".")[-1].removesuffix("_l0")
+            given = values.get("embedding" if name == "embedding.weight" else short, 0.0)
+            tensor.copy_(torch.as_tensor(given, dtype=torch.float32).expand_as(tensor))
+    return network
+
+
+@pytest.mark.parametrize("piece", [7, 1024])
+def test_a_run_that_overflows_is_named_with_its_token(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.evaluate.PIECE", piece)
+    network, _ = model("rnn_relu", layers=1)
+    with torch.no_grad():
+        network.layers[0].cell.weight_hh_l0.abs_().mul_(4)
+    stream, state, read = short_corpus().streams["audit"], None, 0
+    finite = True
+    while finite:
+        hidden, state = network(torch.from_numpy(stream[read : read + 1, None]), state)
+        finite = bool(network.logits(hidden).isfinite().all())
+        read += 1
+    assert 16 < read < len(stream) - 1
+    with pytest.raises(Unmeasurable, match=f"^the never-interrupted run overflows float32 at token {read}$"):
+        measure(network, short_corpus(), "audit", WINDOWS, COUNT)
+    with pytest.raises(Unmeasurable, match=r"^a mean loss of \S+ nats"):  # a token less, and all of it is finite
+        measure(network, short_corpus(read), "audit", WINDOWS, COUNT)
+
+
+def test_a_window_that_overflows_where_the_whole_past_does_not_is_named() -> None:
+    # unit 0 grows by 1e20 a token, but not from `<eos>` on, the first token of all, which unit 1 keeps
+    eos = CORPUS.vocabulary.eos_id
+    embedding = torch.tensor([1.0, 0, 0, 0, 0, 0]).repeat(CORPUS.vocabulary.size, 1)
+    embedding[eos] = torch.tensor([0.0, 1, 0, 0, 0, 0])
+    recurrent = torch.zeros(6, 6)
+    recurrent[0, 0], recurrent[0, 1], recurrent[1, 1] = 1e20, -2, 1
+    network, _ = model("rnn_relu", layers=1, tied=False)
+    filled(network, embedding=embedding, weight_ih=torch.eye(6), weight_hh=recurrent)
+    corpus = short_corpus()
+    assert corpus.streams["audit"][0] == eos
+    with pytest.raises(Unmeasurable, match=r"^the window of 3 token\(s\) overflows float32 at token \d+$"):
+        measure(network, corpus, "audit", WINDOWS, COUNT)
+
+
+def test_a_gradient_that_overflows_is_named() -> None:
+    network, _ = model("rnn_tanh", layers=1, tied=False)
+    filled(network, weight_ih=torch.eye(6), weight_hh=1e10 * torch.eye(6), head=torch.rand(CORPUS.vocabulary.size, 6))
+    with pytest.raises(Unmeasurable, match=r"^the gradient over 8 token\(s\) overflows float32 at token 16$"):
+        measure(network, short_corpus(), "audit", WINDOWS, COUNT)
+
+
+def test_a_loss_without_a_perplexity_is_said() -> None:
+    network, _ = model(tied=False)
+    with torch.no_grad():
+        network.head.weight.mul_(1e6)
+    with pytest.raises(Unmeasurable, match=r"^a mean loss of \S+ nats a token has no perplexity"):
+        measure(network, short_corpus(), "audit", WINDOWS, COUNT)
+
+
+def test_a_distance_of_states_whose_squares_overflow_is_measured() -> None:
+    network, _ = model("rnn_relu", layers=1, tied=False)
+    filled(network, embedding=1.0, weight_ih=1e30 * torch.eye(6), weight_hh=torch.eye(6))
+    found = measure(network, short_corpus(), "audit", (1, 2), 1)
+    # the only position read 4 tokens or more: 4e30 in each of six units against k of 1e30
+    assert [at.distance.max for at in found.windows] == pytest.approx([3e30 * 6**0.5, 2e30 * 6**0.5])
+
+
+def test_words_too_few_for_a_perplexity_are_left_out() -> None:
+    corpus = short_corpus(300)
+    corpus.words["audit"] = 1
+    found = measure(model()[0], corpus, "audit", WINDOWS, COUNT)
+    assert found.losses.words is None
+    assert found.windows[0].perplexity.per_word is None
+    corpus.words["audit"] = 150
+    assert measure(model()[0], corpus, "audit", WINDOWS, COUNT).windows[0].perplexity.per_word is not None
 
 
 def test_a_measurement_advances_its_bar_by_what_it_announced() -> None:
