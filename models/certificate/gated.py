@@ -16,7 +16,7 @@ greatest slope from m on: where f is large, F is small (`models/certificate/case
 
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
-is largest for one token k times over: the maximum over the vocabulary is exact, given the box r.
+is largest for one token k times over: the maximum over the vocabulary is exact, given the box r (`joint.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import numpy as np
 
 from models.certificate.admissible import Inputs, Rows
 from models.certificate.cases import Cases
+from models.certificate.joint import JointLength
 from models.certificate.layer_bound import Errors, LayerBound, Proof
 from models.certificate.norm import Norm
-from models.certificate.outward import TINY, UP, Matrix, Vector
+from models.certificate.outward import UP, Matrix, Vector
 from models.certificate.spread import Spread
 from models.reference import sigmoid
 
@@ -52,17 +53,16 @@ class GatedLayer:
         if not isinstance(inputs, Rows):
             gates, candidates = inputs.seen_by(weight[: self.hidden]), inputs.seen_by(weight[self.hidden :])
             self.into = gates, candidates
-        self.table: Matrix | None = None
+        table: Matrix | None = None
         if isinstance(inputs, Rows) and len(inputs.rows) * self.hidden <= JOINT_TABLE:
             each = inputs.each(weight[: self.hidden], bias[: self.hidden])
-            self.table = np.minimum(cap * sigmoid(each) * UP, cap) * UP
-        self._joint = [np.inf]
-        self._powers: Matrix | None = None
+            table = np.minimum(cap * sigmoid(each) * UP, cap) * UP
         widest = float(self.gate.max())
         proofs = [Proof("gate_maximum", Norm("inf"), widest), Proof("gate_cap", Norm("inf"), cap)]
         if widest >= cap:
             proofs.reverse()
         self.bound = LayerBound(tuple(proofs), (np.maximum(-self.low, self.high),), self._input_gain())
+        self._joint = None if table is None else JointLength(table, self.bound.reach[0])
 
     def _input_gain(self) -> float | None:
         if self.into is None:
@@ -80,7 +80,7 @@ class GatedLayer:
     def step(self, errors: Errors, fed: Spread | None) -> Errors:
         before, steps = errors.spreads[0], errors.steps + 1
         if fed is None:
-            joint = self._joint_error(steps) if errors.cut_only else np.inf
+            joint = self._joint(steps) if self._joint is not None and errors.cut_only else np.inf
             after = Spread.within(self.gate * before.box * UP, joint)
             return Errors((after,), (), steps, errors.cut_only)
         assert self.into is not None, "this is a bug: embeddings are equal"
@@ -98,16 +98,3 @@ class GatedLayer:
         gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
         off = self.width * (self.cases.slope.max(axis=0) * gate + function)
         return (Spread.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
-
-    def _joint_error(self, steps: int) -> float:
-        """The 2-norm error of the first layer, `steps` tokens after the cut."""
-        if self.table is None:
-            return np.inf
-        if self._powers is None:
-            self._powers = np.tile(self.bound.reach[0], (len(self.table), 1))
-        while len(self._joint) <= steps:
-            self._powers *= self.table
-            np.maximum(self._powers, TINY, out=self._powers)
-            squares = np.einsum("vh,vh->v", self._powers, self._powers)
-            self._joint.append(float(np.sqrt(squares.max())) * UP)
-        return self._joint[steps]
