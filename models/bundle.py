@@ -14,6 +14,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ from models.bundle_checks import (
     read_vocabulary,
 )
 from models.certificate import certify
+from models.certificate.layer_bound import Layer
+from models.certificate.layers import build_layers
 from models.certificate.request import RequestBound
 from models.manifest import Manifest, Role
 from models.parity import ParityError, RoundingError, Run, check_graphs
@@ -46,9 +49,9 @@ BEYOND_FRONT = 16
 """The longest row has at least this many tokens more than a front sees: so many gates have their say in its radius."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bundle:
-    """A verified bundle."""
+    """A verified bundle. Its weights are read once, and what is proved of its layers is computed once."""
 
     path: Path
     manifest: Manifest
@@ -75,11 +78,24 @@ class Bundle:
     def verify_certificate(self) -> None:
         """Recomputes the certificate from the weights. Raises CertificateError where the manifest's is another one."""
         claimed = self.manifest.certificate
-        computed = certify(self.manifest.architecture, self.weights(), self.manifest.max_window, claimed.rounding)
+        architecture, max_window = self.manifest.architecture, self.manifest.max_window
+        computed = certify(architecture, self._weights, max_window, claimed.rounding, self._layers)
         check_certificate(self.path, claimed, computed)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """The tensors of the weights file, by name. Raises BundleError where they do not fit the architecture."""
+        return dict(self._weights)
+
+    def request_bound(self) -> RequestBound:
+        """What bounds how far from a window's end any run over it can end."""
+        return RequestBound(self.manifest.architecture, self._weights, self._layers)
+
+    def graph_path(self, role: Role) -> Path:
+        """The ONNX file of a role."""
+        return self.path / self.manifest.graphs[role]
+
+    @cached_property
+    def _weights(self) -> dict[str, NDArray[np.float32]]:
         path = self.path / self.manifest.weights
         try:
             weights = decode_weights(path.read_bytes())
@@ -88,13 +104,9 @@ class Bundle:
             raise BundleError(f"{path}: {error}") from error
         return weights
 
-    def request_bound(self) -> RequestBound:
-        """What bounds how far from a window's end any run over it can end."""
-        return RequestBound(self.manifest.architecture, self.weights())
-
-    def graph_path(self, role: Role) -> Path:
-        """The ONNX file of a role."""
-        return self.path / self.manifest.graphs[role]
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return build_layers(self.manifest.architecture, self._weights)
 
 
 def verify_graphs(bundle: Bundle, run: Run) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from models.certificate.answer import head_diameter, total_variation
-from models.certificate.layer_bound import LayerBound
+from models.certificate.layer_bound import Layer, LayerBound
 from models.certificate.layers import build_layers
 from models.certificate.outward import norm_above
 from models.certificate.rounding import worst_case
@@ -17,13 +17,19 @@ CERTIFIED = 1e-3
 """The total variation that a certified model's bound falls to."""
 
 
-def certify(architecture: Architecture, weights: Weights, max_window: int, rounding: Rounding | None) -> Certificate:
+def certify(
+    architecture: Architecture,
+    weights: Weights,
+    max_window: int,
+    rounding: Rounding | None,
+    layers: list[Layer] | None = None,
+) -> Certificate:
     """What is proved of these float32 weights, for windows of up to `max_window` tokens.
 
     `rounding`, where there is one, is what was measured of float32 runs: it is added to the answers' bound. Its worst
-    case is computed here.
+    case is computed here. `layers`: of these weights, where they are built already.
     """
-    layers = build_layers(architecture, weights)
+    layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]
     diameter = head_diameter(head_weight(weights).astype(np.float64))
     reason: str | None

@@ -16,7 +16,7 @@ import numpy as np
 from models.certificate.admissible import Box, Inputs, Normalised, Rows
 from models.certificate.gated import GatedLayer
 from models.certificate.gru import GruLayer
-from models.certificate.layer_bound import Layer, LayerBound
+from models.certificate.layer_bound import Layer
 from models.certificate.lstm import LstmLayer
 from models.certificate.outward import Matrix
 from models.certificate.recurrent import RecurrentLayer
@@ -31,11 +31,6 @@ def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
         inputs = inputs_of(architecture, weights, layer, layers)
         layers.append(_layer(architecture, weights, layer, inputs))
     return layers
-
-
-def layer_bounds(architecture: Architecture, weights: Weights) -> list[LayerBound]:
-    """What is proved of each layer, bottom to top."""
-    return [layer.bound for layer in build_layers(architecture, weights)]
 
 
 def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from models.certificate.cell import CellStep, Deviations, States
 from models.certificate.deviation import FAR, Deviation, Fed, FeedForward, Linear, Normalised
-from models.certificate.layers import layer_bounds
+from models.certificate.layer_bound import Layer
+from models.certificate.layers import build_layers
 from models.certificate.outward import Matrix, Vector, roundoff
 from models.manifest import STATE_NAMES, Architecture
 from models.weights import GATES, Weights
@@ -71,7 +72,8 @@ def window_bound(architecture: Architecture, weights: Weights, windows: NDArray[
 class RequestBound:
     """`window_bound` for one model: what does not depend on the request is computed once."""
 
-    def __init__(self, architecture: Architecture, weights: Weights) -> None:
+    def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
+        """layers: of these weights, where they are built already."""
         self._architecture = architecture
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         self._residual = architecture.block == "residual"
@@ -79,8 +81,8 @@ class RequestBound:
         front = 0 if architecture.front is None else architecture.front.blocks
         self._front = [FrontBlock(architecture, self._of(f"front.{block}.")) for block in range(front)]
         self.layers = [
-            Block(architecture, layer, self._of(f"layers.{layer}."), bound.reach)
-            for layer, bound in enumerate(layer_bounds(architecture, weights))
+            Block(architecture, index, self._of(f"layers.{index}."), layer.bound.reach)
+            for index, layer in enumerate(layers or build_layers(architecture, weights))
         ]
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from models.certificate import certify
 from models.certificate.layer_bound import LayerBound
-from models.certificate.layers import layer_bounds
+from models.certificate.layers import build_layers
 from models.manifest import STATE_NAMES, Architecture, Cell, Certificate
 from models.reference import Reference, State, sigmoid
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
@@ -21,6 +21,10 @@ HISTORY = 20
 CLOSEST = 1e-5
 FLOAT64 = 1e-13
 ROUNDING = 1e-9
+
+
+def layer_bounds(model: Architecture, weights: dict[str, np.ndarray]) -> list[LayerBound]:
+    return [layer.bound for layer in build_layers(model, weights)]
 
 
 def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certificate:
