@@ -6,7 +6,8 @@
 FOLDER holds WikiText-2's word-level files. At positions spread evenly over a split, for windows of several k: the state
 (the output layer's input) and the answer of the window, in float64, against the run that has never been interrupted
 since the split's first token; the certificate's curve; the bound of each request; which first tokens are proved.
-Bounds of LSTM and GRU windows are slow, so those other than of 64 tokens are measured at `--fewer` positions.
+Bounds of LSTM and GRU windows, and of several layers, are slow, so those of windows other than of 64 tokens are
+measured at `--fewer` positions.
 
 Every k of every bundle is kept in the JSON when it is done: a run that was killed goes on, and what is done is not
 done again. From the JSON come the figure and, between their markers, the tables of the page; `--render` makes only
@@ -75,7 +76,8 @@ def measure(
     name, results = bundle.manifest.name, read(path, split)
     figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
     positions = min(positions, len(stream) - LONGEST)
-    slow = bundle.manifest.architecture.cell in SLOW
+    architecture = bundle.manifest.architecture
+    slow = architecture.cell in SLOW or architecture.layers > 1
 
     def asked(k: int) -> int:
         return min(fewer, positions) if slow and k != FIRST else positions
@@ -119,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--split", choices=("valid", "test"), default="valid")
     parser.add_argument("--positions", type=int, default=5000)
-    parser.add_argument("--fewer", type=int, default=1000, help="positions of slow cells, but at k = 64")
+    parser.add_argument("--fewer", type=int, default=1000, help="positions of slow models, but at k = 64")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/proofs.json"))
     parser.add_argument("--figure", type=Path, default=Path("docs/figures/proofs.png"))
     parser.add_argument("--page", type=Path, default=Path("docs/stability.md"))
