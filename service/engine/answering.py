@@ -21,6 +21,10 @@ from service.engine.margin import Margin
 from service.engine.report import Report
 from service.engine.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin
 
+MOST_PROOFS = 4
+"""Proofs that are sought or wait at a time. An answer that comes when there are as many goes out without: to be late is
+worse than not to be proved."""
+
 
 @dataclass(frozen=True, slots=True)
 class Course:
@@ -80,6 +84,7 @@ class Answering:
         self._forward = forward
         self._report = report
         self._prover = prover
+        self._proofs = 0
         self.direction: Direction | None = None
 
     def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
@@ -162,7 +167,13 @@ class Answering:
         rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
+        if self._proofs == MOST_PROOFS:
+            return False
         first = int(outcome.logits.argmax())
-        return await asyncio.get_running_loop().run_in_executor(
-            self._prover, self.direction.proves, ending, first, rivals
-        )
+        self._proofs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._prover, self.direction.proves, ending, first, rivals
+            )
+        finally:
+            self._proofs -= 1

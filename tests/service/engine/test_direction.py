@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from service.engine.answering import MOST_PROOFS
 from service.engine.types import Mode, PredictRequest
 from tests.service.engine.oracle import Small
 
@@ -87,7 +89,7 @@ def test_no_past_overturns_a_token_that_is_proved(seed: int, layers: int, front:
 @pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
 def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
     more = 0
-    for seed in range(6):
+    for seed in range(MOST_PROOFS + 2):
         small, random = model(seed, 1, front), np.random.default_rng(seed)
         windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
         both = proofs(small, windows)
@@ -116,3 +118,41 @@ def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
     proofs(small, windows)
     assert small.engine._answering.direction is None
+
+
+class Held:
+    """A test that takes until it is let go, and then proves everything."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = False, threading.Event()
+
+    def proves(self, *_: object) -> bool:
+        self.asked = True
+        if not self.go.wait(20):
+            raise TimeoutError("an answer waits for a proof that nobody lets go")
+        return True
+
+
+def test_an_answer_does_not_wait_behind_a_queue_of_proofs() -> None:
+    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
+
+    async def ask() -> list[bool]:
+        held = Held()
+        small.engine._answering.direction = held  # type: ignore[assignment]
+        held.go.set()
+        while not held.asked:  # for a window whose radius settles nothing
+            window = tuple(random.integers(VOCABULARY, size=8).tolist())
+            request = PredictRequest(window, mode=Mode.WINDOW, window=2, top_k=1)
+            await small.engine.predict(request)
+        held.go.clear()
+        answers = [asyncio.create_task(small.engine.predict(request)) for _ in range(MOST_PROOFS + 2)]
+        waiting = set(answers)
+        try:
+            while len(waiting) > MOST_PROOFS:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                assert not any(answer.result().top1_proved for answer in done)
+        finally:
+            held.go.set()
+        return [answer.top1_proved for answer in await asyncio.gather(*answers)]
+
+    assert sorted(asyncio.run(ask())) == [False] * 2 + [True] * MOST_PROOFS
