@@ -12,6 +12,7 @@ numbers, is off by some 1e-13 relative, which is left to one margin at the end (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +91,27 @@ class Linear:
         by_ball: Matrix = x.ball[:, None] * self.rows
         return by_ball if x.no_box else np.minimum(x.box @ self.magnitude.T, by_ball)
 
+    def furthest(self, box: Matrix) -> Vector:
+        """The greatest `|weight d|_2` over all |d_i| <= box_i, from above: (B, I) -> (B).
+
+        `|W d|^2 = sum_ij d_i d_j (W' W)_ij`, of which each term is at most its magnitude: columns that are nearly at
+        right angles, as those of a wide matrix are, hardly add up.
+        """
+        result: Vector = np.sqrt(np.einsum("bi,bi->b", box @ self._between_columns, box))
+        return result
+
+    @cached_property
+    def columns(self) -> Vector:
+        """Their 2-norms: (I)."""
+        result: Vector = np.linalg.norm(self.weight, axis=0)
+        return result
+
+    @cached_property
+    def _between_columns(self) -> Matrix:
+        off = roundoff(len(self.weight)) * self.columns[:, None] * self.columns
+        result: Matrix = np.abs(self.weight.T @ self.weight) + off
+        return result
+
     def scaled_norm(self, scale: Matrix) -> Vector:
         """`|diag(scale) weight|_2` from above, scale >= 0: (B, R) -> (B).
 
@@ -148,6 +170,7 @@ class Normalised:
 
     `remainder` (B): how far n~ - n is at most from `D (x~ - x)`, D the derivative at x. A unit vector's second
     derivative along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the way.
+    Along one direction g it can be far less (`turned`).
     """
 
     def __init__(self, x: Matrix, epsilon: float, r: Vector) -> None:
@@ -158,9 +181,11 @@ class Normalised:
         whole = np.sqrt(length**2 + width * epsilon)
         self.value: Matrix = root * centred / whole[:, None]
         self._unit, self._factor = centred / whole[:, None], root / whole
+        self._whole, self._root, self._slight = whole, root, 8 * relative
 
         # centring is off by `relative * max|x|`, entry by entry, which moves n as the same change of x would
-        r = r + relative * root * np.abs(x).max(axis=1)
+        uncentred = relative * root * np.abs(x).max(axis=1)
+        r = r + uncentred
         inside = r < whole
         near = np.where(inside, 2 * root * np.sin(np.arcsin(np.minimum(r / whole, 1.0)) / 2), np.inf)
         farthest = np.minimum(length + r, FAR)
@@ -169,7 +194,21 @@ class Normalised:
         self.ball: Vector = moved + relative * root
         least = np.where(inside, whole - r, 1.0)
         second = np.where(inside, root / np.sqrt(3) * (r / least) ** 2, np.inf)
-        self.remainder: Vector = np.minimum(second, moved + self._factor * r) + 2 * relative * (root + moved)
+        self._rounding = 2 * relative * (root + moved) + self._factor * uncentred
+        self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
+        self._share = r / whole
+
+    def seen_by(self, reader: Linear, source: Linear, box: Matrix, rest: Vector) -> Matrix:
+        """Row by row, how far `reader n` moves where x moves by `source d`, |d_i| <= box_i, and by no more than `rest`
+        (B) beside: (B, R). reader: of columns without their mean. The derivative between the two is multiplied out.
+        """
+        moved = np.empty((len(box), len(reader.weight)))
+        for row, (unit, factor) in enumerate(zip(self._unit, self._factor, strict=True)):
+            slope = reader.weight @ source.weight - np.outer(reader.weight @ unit, unit @ source.weight)
+            off = 4 * roundoff(len(unit)) * float(source.columns @ box[row])
+            moved[row] = np.abs(slope) @ box[row] * factor
+            moved[row] += reader.rows * (self.remainder[row] + factor * (rest[row] + off))
+        return moved
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
         """Of functions `g . n` (P, H), each of one of the rows (P): their gradients at x, and what that leaves out."""
@@ -177,6 +216,32 @@ class Normalised:
         unit = self._unit[rows]
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
         return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
+
+    def along(self, rows: NDArray[np.intp]) -> Matrix:
+        """The unit vectors u = v / w of these rows: (P, H)."""
+        unit: Matrix = self._unit[rows]
+        return unit
+
+    def turned(self, g: Matrix, rows: NDArray[np.intp], moved: Vector, along: Vector) -> Vector:
+        """How far `g . n` (P) moves where its gradient's part is at most `moved` and |u . (x~ - x)| at most `along`.
+
+        With a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the gradient's part and rho = w~ / w, all of it is
+
+            T / rho + sqrt(H) (u . g) ((1 + a) / rho - 1),    rho^2 = 1 + 2 a + b >= (1 + a)^2,
+
+        as a^2 <= b: the second order of a LayerNorm is n made shorter, and of n the lead of one token over another,
+        `g . n`, is little. With q = b / ((1 - |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1.
+        """
+        g = g - g.mean(axis=1, keepdims=True)
+        share = self._share[rows]
+        closer = 1 - np.minimum(along / self._whole[rows] + self._slight, share)
+        open_ = closer > 0
+        closer = np.where(open_, closer, 1.0)
+        q = share**2 / (closer**2 + share**2)
+        shorter = q / (1 + np.sqrt(1 - q)) * np.abs(np.einsum("ph,ph->p", self._unit[rows], g)) * self._root
+        rounding = np.linalg.norm(g, axis=1) * self._rounding[rows]
+        result: Vector = np.where(open_, moved / closer + shorter + rounding, np.inf)
+        return result
 
 
 class FeedForward:
@@ -187,9 +252,9 @@ class FeedForward:
         self.outer = outer
         self.columns = Linear(outer.weight.T)
 
-    def __call__(self, x: Matrix, ball: Vector) -> Fed:
-        """x: (B, H), which moves by at most `ball` (B)."""
-        return Fed(self, x, ball)
+    def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
+        """x: (B, H), which moves by at most `ball` (B), and `inner x` by no more than `units` (B, R)."""
+        return Fed(self, x, ball, units)
 
 
 class Fed:
@@ -199,10 +264,11 @@ class Fed:
     moves by at most r > |p|, relu is within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
     """
 
-    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector) -> None:
+    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, units: Matrix | None = None) -> None:
         self._layer = layer
         p, off = layer.inner(x), layer.inner.rounding(x)
-        r = ball[:, None] * layer.inner.rows + off
+        r = ball[:, None] * layer.inner.rows
+        r = (r if units is None else np.minimum(r, units)) + off
         live = (p + r > 0).astype(np.float64)
         unit = np.minimum(r, np.maximum(0, p + r))
         through = layer.inner.scaled_norm(live) * ball + np.linalg.norm(live * off, axis=1)
@@ -210,7 +276,9 @@ class Fed:
         active = np.maximum(p, 0)
         self.value: Matrix = layer.outer(active)
         self._off = np.linalg.norm(layer.outer.rounding(active), axis=1)
-        self.ball: Vector = layer.columns.scaled_norm(live) * through + self._off
+        self.ball: Vector = (
+            np.minimum(layer.columns.scaled_norm(live) * through, layer.outer.furthest(unit)) + self._off
+        )
         self._slope = np.clip((p + r) / (2 * np.maximum(r, TINY)), 0, 1)
         self._slack = np.maximum(0, (r - np.abs(p)) / 2) + off
 

@@ -196,15 +196,16 @@ class Block:
         """The rest of the block, for the state after the token. x: what the block reads, which moves by `ball`."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
-        turned = np.linalg.norm(self.mix.moved(error[0]), axis=1)
-        ball = ball + np.minimum(error[0].ball * self.mix.norm, turned)
+        rest, box = ball, error[0].box
+        ball = ball + np.minimum(error[0].ball * self.mix.norm, self.mix.furthest(box))
         off = np.linalg.norm(self.mix.rounding(state[0]), axis=1)
         x = x + self.mix(state[0])
         off = off + roundoff(1) * np.linalg.norm(x, axis=1)
         if self.feed_forward is None:
             return x, ball + off, Step(state, error, off)
         norm = Normalised(x, self._epsilon, ball + off)
-        out = self.feed_forward(norm.value, norm.ball)
+        units = norm.seen_by(self.feed_forward.inner, self.mix, box, rest + off)
+        out = self.feed_forward(norm.value, norm.ball, units)
         x = x + out.value
         off = off + roundoff(1) * np.linalg.norm(x, axis=1)
         return x, ball + out.ball + off, Step(state, error, off, norm, out)

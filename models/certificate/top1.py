@@ -68,8 +68,19 @@ class Top1:
         if bound.norm is None:
             error = bound.steps[-1].error[0]
             return _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
-        g, left = bound.norm.pull(gap * self._gain, rows)
-        left = left + np.linalg.norm(gap, axis=1) * bound.off[rows]
+        g = gap * self._gain
+        windows, row = np.unique(rows, return_inverse=True)
+        gradient, left = bound.norm.pull(g, rows)
+        pulled = np.concatenate([gradient, bound.norm.along(windows)])
+        changed = self._stream(bound, pulled, np.concatenate([rows, windows]))
+        moved, along = changed[: len(rows)], changed[len(rows) :][row]
+        moved = np.minimum(moved + left, bound.norm.turned(g, rows, moved, along))
+        result: Vector = (moved + np.linalg.norm(gap, axis=1) * bound.off[rows]) * (1 + MARGIN)
+        return result
+
+    def _stream(self, bound: WindowBound, g: Matrix, rows: NDArray[np.intp]) -> Vector:
+        """How far `g . x` (P, H) moves at most, x what the last LayerNorm reads: (P)."""
+        left = np.zeros(len(g))
         for step, mix in zip(reversed(bound.steps), reversed(self._mixes), strict=True):
             left = left + np.linalg.norm(g, axis=1) * step.off[rows]
             if step.fed is not None and step.norm is not None:
@@ -79,7 +90,7 @@ class Top1:
                 left = left + units_left + norm_left + np.linalg.norm(g, axis=1) * step.off[rows]
             error = step.error[0]
             left = left + _support(g @ mix, error.box[rows], error.ball[rows])
-        result: Vector = (left + np.linalg.norm(g, axis=1) * bound.below[rows]) * (1 + MARGIN)
+        result: Vector = left + np.linalg.norm(g, axis=1) * bound.below[rows]
         return result
 
 
