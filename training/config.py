@@ -86,13 +86,15 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """A pressure towards answers that a window of one chunk can prove (`training/proof.py`).
+    """A pressure towards answers that a window can prove (`training/proof.py`).
 
+    window: of how many tokens; without it, of one chunk. Of a longer one, gates are taken to go on as in the chunk.
     weight: nats of loss for an answer that is a factor e from provable, reached after `ramp` steps; rivals: how many
     runners-up the first token is held against; slack: how much better than provable, in log units, is good enough;
     ceiling: beyond it, in log units, nothing is gained by pressing harder.
     """
 
+    window: Whole | None = None
     weight: Finite = Field(gt=0)
     rivals: Whole = 5
     slack: Finite = Field(default=0.2, ge=0)
@@ -172,10 +174,9 @@ class Experiment(Frozen):
         if self.training.proof is not None:
             if (architecture.cell, architecture.block, architecture.layers) != ("gated", "residual", 1):
                 raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
-            if architecture.front is not None and architecture.front.reach >= self.training.chunk:
-                raise ValueError(
-                    f"training.proof needs chunks longer than the front's reach, {architecture.front.reach}"
-                )
+            reach = 0 if architecture.front is None else architecture.front.reach
+            if reach >= min(self.training.chunk, self.training.proof.window or self.training.chunk):
+                raise ValueError(f"training.proof needs chunks and windows longer than the front's reach, {reach}")
         return self
 
     @classmethod

@@ -55,7 +55,9 @@ class ProofPressure:
         gates = self._cell.gates
         assert isinstance(gates, Tensor), "a network that has not run: this is a bug"
         config, below, state = self._config, self._below.float(), self._state.float()
-        error = 2 * torch.exp(torch.log(gates[self._reach :] + TINY).sum(0))
+        seen = len(gates) - self._reach
+        longer = 1.0 if config.window is None else (config.window - self._reach) / seen
+        error = 2 * torch.exp(longer * torch.log(gates[self._reach :] + TINY).sum(0))
         self._network.eval()
         with torch.autocast(below.device.type, enabled=False):
             hidden = self._network.norm(self._layer.above(below, state))

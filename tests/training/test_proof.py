@@ -36,8 +36,8 @@ def network(gate_bias: float) -> Network:
     return built
 
 
-def run(built: Network, time: int = 24) -> tuple[torch.Tensor, float, torch.Tensor]:
-    pressure = ProofPressure(built, CONFIG)
+def run(built: Network, time: int = 24, config: ProofConfig = CONFIG) -> tuple[torch.Tensor, float, torch.Tensor]:
+    pressure = ProofPressure(built, config)
     tokens = torch.randint(20, (time, 16), generator=torch.Generator().manual_seed(5))
     built.train()
     built(tokens)
@@ -74,6 +74,22 @@ def test_it_leaves_the_network_in_training_and_its_loss_on_the_lead_alone() -> N
     assert built.training
     pressed.backward()
     assert built.head.bias.grad is None or not built.head.bias.grad.any()
+
+
+def test_a_longer_window_is_pressed_as_if_the_gates_went_on() -> None:
+    reach, time = 2, 24
+    pressed = {}
+    for window in (None, time, reach + 2 * (time - reach)):
+        config = ProofConfig(weight=0.1, ramp=1, ceiling=500.0, slack=50.0, window=window)
+        built = network(gate_bias=3.0)
+        with torch.no_grad():  # every gate the same at every token
+            built.layers[0].cell.weight[:6] = 0
+        pressed[window], _, _ = run(built, time, config)
+    gate = 0.98 * torch.sigmoid(torch.tensor(3.0)).item()
+    assert pressed[time].item() == pytest.approx(pressed[None].item(), rel=1e-6)
+    longest = max(window for window in pressed if window is not None)
+    expected = pressed[None].item() + 0.1 * (time - reach) * np.log(gate)
+    assert pressed[longest].item() == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_ramp_begins_gently() -> None:
