@@ -1,0 +1,87 @@
+"""The benchmarks' model: one LSTM layer of 256 over a vocabulary of 256 words, random weights made contractive.
+
+    python -m benchmarks.lstm256 FOLDER
+
+What it predicts is noise; what a step of it costs is what a trained one costs, and it is certified as one. The same
+seed gives the same weights, so every server of a comparison may be given the same graphs. Needs the extra train.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from models.constraints.projection import project
+from models.export.export import export_bundle
+from models.manifest import Architecture, Manifest, Provenance
+from models.networks import Network
+from models.vocabulary import EOS, UNK
+
+NAME = "lstm256"
+SIZE = 256
+WINDOW = 64
+MAX_WINDOW = 256
+CONTRACTION = 0.9
+SEED = 0
+SAMPLE_TOKENS = 4096
+
+ARCHITECTURE = Architecture(cell="lstm", vocabulary_size=SIZE, embedding=SIZE, hidden=SIZE, layers=1, tied=False)
+
+
+def export(folder: Path) -> Manifest:
+    """Writes the bundle `folder`/lstm256. Raises ExportError where it cannot be."""
+    torch.manual_seed(SEED)
+    network = Network(ARCHITECTURE).eval().requires_grad_(False)
+    project(network, [CONTRACTION])
+    weights = {name: tensor.numpy() for name, tensor in network.weights().items()}
+    return export_bundle(
+        folder / NAME,
+        architecture=ARCHITECTURE,
+        weights=weights,
+        vocabulary_kind="words",
+        tokenizer_json=tokenizer(),
+        name=NAME,
+        version="1",
+        description="One LSTM layer of 256 with random contractive weights, for benchmarks",
+        window=WINDOW,
+        max_window=MAX_WINDOW,
+        quality=None,
+        provenance=Provenance(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command="python -m benchmarks.lstm256",
+            config={"contraction": CONTRACTION},
+            seed=SEED,
+            steps=0,
+            best_step=0,
+            git_commit=None,
+            data={},
+            versions={"torch": torch.__version__, "numpy": np.__version__},
+            hardware="none",
+            train_wall_s=0.0,
+        ),
+        sample_tokens=np.random.default_rng(SEED).integers(SIZE, size=SAMPLE_TOKENS).tolist(),
+        torch_network=network,
+    )
+
+
+def tokenizer() -> str:
+    """The tokenizer.json of `<eos>`, `<unk>` and 254 words."""
+    words = [EOS, UNK, *(f"w{index}" for index in range(2, SIZE))]
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return str(made.to_str())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the bundle is put, in a folder of its name")
+    export(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()
