@@ -21,15 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.cell import CellStep, Deviations, States
-from models.certificate.deviation import FAR, Deviation, Fed, FeedForward, Linear, Normalised
+from models.certificate.deviation import FAR, MARGIN, Deviation, Linear
+from models.certificate.feed_forward import Fed, FeedForward
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
+from models.certificate.normalised import Between, Normalised
 from models.certificate.outward import Matrix, Vector, roundoff
 from models.manifest import STATE_NAMES, Architecture
 from models.weights import GATES, Weights
-
-MARGIN = 1e-9
-"""Relative: what radii are made of is positive, and float64 adds and multiplies it to far better than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +178,7 @@ class Block:
             self.mix = Linear(weights["mix.weight"])
             if architecture.feed_forward:
                 self.feed_forward = _feed_forward(weights, "feed_forward_norm")
+                self._between = Between(self.feed_forward.inner, self.mix)
 
     def start(self, batch: int) -> tuple[States, Deviations]:
         """The zero state of a window, and how far the run's may be from it."""
@@ -204,7 +204,7 @@ class Block:
         if self.feed_forward is None:
             return x, ball + off, Step(state, error, off)
         norm = Normalised(x, self._epsilon, ball + off)
-        units = norm.seen_by(self.feed_forward.inner, self.mix, box, rest + off)
+        units = norm.seen_by(self._between, box, rest + off)
         out = self.feed_forward(norm.value, norm.ball, units)
         x = x + out.value
         off = off + roundoff(1) * np.linalg.norm(x, axis=1)

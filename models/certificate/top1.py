@@ -18,9 +18,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.deviation import FAR
+from models.certificate.deviation import FAR, MARGIN
 from models.certificate.outward import Matrix, Vector, roundoff
-from models.certificate.request import MARGIN, RequestBound, WindowBound
+from models.certificate.request import RequestBound, WindowBound
 from models.manifest import Architecture
 from models.weights import Weights, head_weight
 

@@ -1,0 +1,73 @@
+"""A feed-forward beside a run that is somewhere near: how far its output moves, as a whole and along a direction."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.certificate.deviation import TINY, Linear
+from models.certificate.outward import Matrix, Vector
+
+
+class FeedForward:
+    """`W_2 relu(W_1 x + b_1) + b_2`."""
+
+    def __init__(self, inner: Linear, outer: Linear) -> None:
+        self.inner = inner
+        self.outer = outer
+        self.columns = Linear(outer.weight.T)
+
+    def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
+        """x: (B, H), which moves by at most `ball` (B), and `inner x` by no more than `units` (B, R)."""
+        return Fed(self, x, ball, units)
+
+
+class Fed:
+    """What a feed-forward puts out, `value` (B, H), and how far that moves, `ball` (B).
+
+    A unit that stays off moves nothing and one that stays on is linear. In between, with a pre-activation p that
+    moves by at most r > |p|, relu is within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
+    """
+
+    def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, units: Matrix | None = None) -> None:
+        self._layer = layer
+        p, off = layer.inner(x), layer.inner.rounding(x)
+        r = ball[:, None] * layer.inner.rows
+        r = (r if units is None else np.minimum(r, units)) + off
+        live = (p + r > 0).astype(np.float64)
+        unit = np.minimum(r, np.maximum(0, p + r))
+        through = layer.inner.scaled_norm(live) * ball + np.linalg.norm(live * off, axis=1)
+        through = np.minimum(through, np.linalg.norm(unit, axis=1))
+        active = np.maximum(p, 0)
+        self.value: Matrix = layer.outer(active)
+        self._off = np.linalg.norm(layer.outer.rounding(active), axis=1)
+        self.ball: Vector = (
+            np.minimum(layer.columns.scaled_norm(live) * through, layer.outer.furthest(unit)) + self._off
+        )
+        self._slope = np.clip((p + r) / (2 * np.maximum(r, TINY)), 0, 1)
+        self._slack = np.maximum(0, (r - np.abs(p)) / 2) + off
+
+    def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
+        """Of functions `g . value` (P, H), each of one of the rows (P): a linear function of x, and how far off."""
+        if len(self._slope) == 1:
+            return self._pull_alone(g)
+        units = g @ self._layer.outer.weight
+        left = np.einsum("pu,pu->p", np.abs(units), self._slack[rows])
+        left = left + np.linalg.norm(g, axis=1) * self._off[rows]
+        return (units * self._slope[rows]) @ self._layer.inner.weight, left
+
+    def _pull_alone(self, g: Matrix) -> tuple[Matrix, Vector]:
+        """Where there is one row: of the units that stay off no more is counted than their columns' lengths."""
+        outer, slope, slack, inner, off = self._alone
+        units = g @ outer
+        return (units * slope) @ inner, np.abs(units) @ slack + np.linalg.norm(g, axis=1) * off
+
+    @cached_property
+    def _alone(self) -> tuple[Matrix, Vector, Vector, Matrix, float]:
+        """Of the one row's units that may be on: columns of the outer matrix, slopes, slacks, rows of the inner one."""
+        live = self._slope[0] > 0
+        off = float(self._layer.columns.rows[~live] @ self._slack[0, ~live]) + float(self._off[0])
+        outer, inner = self._layer.outer.weight[:, live], self._layer.inner.weight[live]
+        return outer, self._slope[0, live], self._slack[0, live], inner, off
