@@ -11,7 +11,8 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from models.manifest import Certificate, Contraction, Quality, Rounding
+from models.manifest import Certificate, Contraction, Quality, Role, Rounding
+from service.engine.costs import Cost
 from service.engine.types import Mode, Origin
 
 ErrorBound = Annotated[
@@ -226,10 +227,20 @@ class ModelFactsDocument(TypedDict):
     attribution: str | None
 
 
+Costs = Annotated[
+    dict[Role, list[Cost]],
+    Field(
+        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over what was "
+        "served since, the latest counting most; auto chooses by it"
+    ),
+]
+
+
 class ModelCardDocument(ModelFactsDocument):
-    """One model, with the whole of its certificate."""
+    """One model, with the whole of its certificate, and what its runs cost here."""
 
     certificate: Certificate
+    costs: Costs
 
 
 class CertificateSummaryDocument(TypedDict):
@@ -332,6 +343,7 @@ class ModelReportDocument(ModelDocument):
     operations: dict[str, int]
     agreement: AgreementReportDocument
     sessions: SessionsReportDocument
+    costs: Costs
 
 
 class ReportDocument(TypedDict):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from service.engine import batch
 from service.engine.batch import Row, Work
+from service.engine.costs import Costs
 from service.engine.slab import Slab
 from service.engine.types import Latency
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
@@ -70,12 +71,22 @@ class Batcher:
     """Feeds one runner from a queue, on one thread of its own. All methods belong to the event loop's thread."""
 
     def __init__(
-        self, runner: Runner, slab: Slab, metrics: Metrics, model: str, *, max_batch: int, max_queue: int
+        self,
+        runner: Runner,
+        slab: Slab,
+        metrics: Metrics,
+        model: str,
+        *,
+        max_batch: int,
+        max_queue: int,
+        costs: Costs | None = None,
     ) -> None:
+        """`costs`: told of every run."""
         self._runner = runner
         self._slab = slab
         self._max_batch = max_batch
         self._max_queue = max_queue
+        self._costs = costs
         self._queue: deque[_Item] = deque()
         self._running = False
         self._closed = False
@@ -174,6 +185,9 @@ class Batcher:
         compute_s = time.perf_counter() - started_s
         self._metrics.batch_seconds.labels(self._model, items[0].work.role).observe(compute_s)
         self._start()
+        if self._costs is not None:
+            tokens = sum(item.work.length for item in items)
+            self._costs.observe(items[0].work.role, len(items), tokens, compute_s)
         for item, row in zip(items, rows, strict=True):
             item.ticket.compute_s += compute_s
             if isinstance(row, Exception):

@@ -1,7 +1,7 @@
 """The heart of one model version: admit, check out, submit, choose, commit. It owns the return leg.
 
 limits      judges a request by the model and the settings
-routing     says which way to answer it
+routing     says which way to answer it, by costs, which measures what each takes
 steps       takes requests to sessions through: check out, run, commit
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner
@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
-from models.manifest import Manifest
+from models.manifest import Manifest, Role
 from models.vocabulary import Vocabulary
 from service.engine import comparison, scoring
 from service.engine.answering import Answering
 from service.engine.batcher import Batcher, Ticket
+from service.engine.costs import Cost, Costs
 from service.engine.deadline import until
 from service.engine.direction import Direction
-from service.engine.forward import Forward
+from service.engine.forward import PIECE_TOKENS, Forward
 from service.engine.generation import Generation
 from service.engine.limits import Limits
 from service.engine.margin import Margin
@@ -72,8 +73,12 @@ class Engine:
         settings: Settings,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        costs: Costs | None = None,
     ) -> None:
-        """`clock` gives seconds, as the store's does. Raises ValueError where the settings do not fit the model."""
+        """`clock` gives seconds, as the store's does; `costs` of runs are measured if not given.
+
+        Raises ValueError where the settings do not fit the model.
+        """
         self.manifest = manifest
         self.vocabulary = vocabulary
         self.name = name = manifest.name
@@ -87,7 +92,16 @@ class Engine:
             settings.state_budget_bytes,
             metrics.evicted.labels(name).inc,
         )
-        self._batcher = Batcher(runner, slab, metrics, name, max_batch=settings.max_batch, max_queue=settings.max_queue)
+        self._costs = costs or Costs(PIECE_TOKENS)
+        self._batcher = Batcher(
+            runner,
+            slab,
+            metrics,
+            name,
+            max_batch=settings.max_batch,
+            max_queue=settings.max_queue,
+            costs=self._costs,
+        )
         self._forward = Forward(self._batcher, slab)
         self._sessions = Sessions(
             store,
@@ -111,6 +125,7 @@ class Engine:
             slab,
             self._forward,
             self._answering,
+            self._costs,
             beside=beside,
         )
         self._steps = Steps(
@@ -120,6 +135,7 @@ class Engine:
             self._forward,
             self._sessions,
             self._answering,
+            self._costs,
             metrics,
             beside=beside,
         )
@@ -138,6 +154,11 @@ class Engine:
         """`cpu` or `cuda`."""
         return self._runner.device
 
+    @property
+    def costs(self) -> dict[Role, list[Cost]]:
+        """What an item takes of a run, by role: for lengths seen, shortest first."""
+        return self._costs.document()
+
     def warm_up(self) -> None:
         """Makes the engine ready for its first request. Blocks, so it belongs off the event loop."""
         warm_up(
@@ -147,6 +168,8 @@ class Engine:
             window=self.manifest.window,
             max_batch=self._max_batch,
         )
+        lengths = (1, self._limits.window, self._limits.max_window)
+        self._costs.measure(self._runner, self._slab, self.vocabulary.eos_id, lengths)
         if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
             self._answering.direction = Direction(self.manifest, self._margin, self._runner)
 
@@ -306,13 +329,15 @@ class Engine:
     # Life
 
     async def report(self) -> dict[str, object]:
-        """This model's part of /v1/report: name, version, device, modes, operations, agreement, sessions."""
+        """This model's part of /v1/report: name, version, device, modes, operations, agreement, sessions,
+        costs."""
         return {
             "model": self.name,
             "model_version": self.version,
             "device": self.device,
             **self._report.document(),
             "sessions": await self._sessions.counts(),
+            "costs": self.costs,
         }
 
     @contextmanager

@@ -14,6 +14,7 @@ from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.batcher import Ticket
 from service.engine.bounds import Bound, meets
+from service.engine.costs import Costs
 from service.engine.forward import Forward, sequence
 from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
 from service.engine.limits import Limits
@@ -47,6 +48,7 @@ class Prompts:
         slab: Slab,
         forward: Forward,
         answering: Answering,
+        costs: Costs,
         *,
         beside: bool,
     ) -> None:
@@ -57,6 +59,7 @@ class Prompts:
         self._slab = slab
         self._forward = forward
         self._answering = answering
+        self._costs = costs
         self._beside = beside
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
@@ -65,14 +68,16 @@ class Prompts:
         if request.mode is not Mode.AUTO:
             k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
             return await self._answer(await self._run(request.mode, k, fed, ticket), request, ticket)
+        position = len(request.tokens)
         for k in routing.ways(
             self._manifest.certificate,
-            len(request.tokens),
+            position,
             window=request.window,
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
             beside=self._beside,
+            cost=lambda k: self._costs.full(1 + position) if k is None else self._costs.window(k),
         ):
             run = await self._run(Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
             if request.tolerance is not None and meets(run.bound, request.tolerance):

@@ -1,10 +1,18 @@
-"""Which way a request is answered."""
+"""Which way a request is answered: by what the certificate is good for, and by what ways cost."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from models.manifest import Certificate
 from service.engine.bounds import bound, meets
 from service.engine.types import Mode
+
+NEAR = 1.1
+"""Costs are measured, and two that are this near are the same: the way with the smaller bound is taken."""
+
+Cost = Callable[[int | None], float]
+"""Seconds that an answer from the last k tokens takes, or, for None, one from all of them."""
 
 
 def ways(
@@ -16,41 +24,76 @@ def ways(
     largest: int,
     tolerance: float | None,
     beside: bool,
+    cost: Cost,
 ) -> tuple[int | None, ...]:
     """What `auto` does with `position` tokens and no state: the k to answer with, or None for all of them.
 
     `window` is the k that was asked for, `own` the model's, `largest` the most that may be used. Without a tolerance
     it is the k asked for or the model's own; with one, the k asked for if the curve meets it there, or else the
-    smallest at which it does. `beside`: runs of windows compute a bound for their own tokens, which may be far under
-    the curve. Then a k comes first that is to be tried: it answers if its own bound meets the tolerance, or else what
-    comes last does. A model that is not certified runs everything, and a k that covers everything is no window.
+    smallest at which it does. All of the tokens are run instead where that costs no more: their answer is exact.
+    `beside`: runs of windows compute a bound for their own tokens, which may be far under the curve. Then a k comes
+    first that is to be tried: it answers if its own bound meets the tolerance, or else what comes last does. A model
+    that is not certified runs everything, and a k that covers everything is no window.
     """
     if not certificate.certified:
         return (None,)
-    if tolerance is None:
-        return (_short(own if window is None else window, position),)
     tried = own if window is None else window
-    if window is not None:
-        sure = window if meets(bound(certificate, window, position), tolerance) else None
-    else:
-        smallest = certificate.smallest_window(tolerance)
-        sure = smallest if smallest is not None and smallest <= largest else None
-    sure = _short(sure, position)
+    sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
+    if sure is not None and cost(None) <= NEAR * cost(sure):
+        sure = None
     # A try that fails is for nothing: it should cost at most half of what it can save.
-    if beside and tried != sure and 2 * tried <= (position if sure is None else sure):
+    if beside and tolerance is not None and tried != sure and tried < position and 2 * cost(tried) <= cost(sure):
         return (tried, sure)
     return (sure,)
 
 
-def _short(k: int | None, position: int) -> int | None:
-    return None if k is None or k >= position else k
+def rebuilt_from(
+    certificate: Certificate,
+    position: int,
+    held: int,
+    *,
+    own: int,
+    largest: int,
+    tolerance: float | None,
+    used: float,
+    cost: Cost,
+) -> int | None:
+    """From how many of its latest tokens `auto` rebuilds the state of a session at `position`; None: from all `held`.
+
+    All of them tell the most, and the state serves later steps too: `used` of them, so often as a state was found
+    that had been there before, for each that had to be rebuilt. They are run where that costs no more than to answer
+    all of these steps by windows. Otherwise states do not last, and one is made of the k that a window would be made
+    of: it meets the tolerance, costs the same, and is there for the next step. A model that is not certified needs all
+    of its tokens.
+    """
+    k = None
+    if certificate.certified:
+        k = _enough(certificate, position, window=None, own=own, largest=largest, tolerance=tolerance)
+    if k is None or k >= held or cost(None) <= max(1 + used, NEAR) * cost(k):
+        return None
+    return k
+
+
+def _enough(
+    certificate: Certificate, position: int, *, window: int | None, own: int, largest: int, tolerance: float | None
+) -> int | None:
+    """The k that is known to do before anything is run; None: all tokens."""
+    if tolerance is None:
+        k = own if window is None else window
+    elif window is not None:
+        k = window if meets(bound(certificate, window, position), tolerance) else position
+    else:
+        smallest = certificate.smallest_window(tolerance)
+        k = smallest if smallest is not None and smallest <= largest else position
+    return None if k >= position else k
 
 
 def of_session(asked: Mode | None, own: Mode) -> Mode:
-    """The mode of a request to a session: what was asked for, or else the session's own.
-
-    `auto` is recurrent there: a state that is not resident is rebuilt by one run over the tail, which tells at
-    least as much as any window of it, and is there for the next step.
-    """
+    """The mode of a request to a session: what was asked for, or else the session's own; auto is recurrent there."""
     mode = own if asked in (None, Mode.AUTO) else asked
     return Mode.RECURRENT if mode in (None, Mode.AUTO) else mode
+
+
+def is_free(asked: Mode | None, own: Mode) -> bool:
+    """Whether a session's request leaves it to `auto` how its answer is made: neither it nor the session has a mode."""
+    return asked in (None, Mode.AUTO) and own is Mode.AUTO

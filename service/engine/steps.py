@@ -10,22 +10,26 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.batcher import Ticket
-from service.engine.bounds import Bound, meets
-from service.engine.forward import Forward
+from service.engine.bounds import Bound, bound, meets
+from service.engine.costs import Costs
+from service.engine.forward import Forward, last
 from service.engine.limits import Limits
 from service.engine.sessions import Place, Sessions, conflict, place
-from service.engine.slab import Slab
+from service.engine.slab import Resident, Slab
 from service.engine.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
 from service.errors import InvalidRequest
 from service.metrics import Metrics
 from service.stores.store import Record
 
 RETRIES = 3  # of a step without a position, after comparisons lost to another writer
+NEWEST = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
+MOST_USED = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
 
 
 class Steps:
@@ -39,6 +43,7 @@ class Steps:
         forward: Forward,
         sessions: Sessions,
         answering: Answering,
+        costs: Costs,
         metrics: Metrics,
         *,
         beside: bool,
@@ -50,7 +55,9 @@ class Steps:
         self._forward = forward
         self._sessions = sessions
         self._answering = answering
+        self._costs = costs
         self._beside = beside
+        self._found = 1.0
         self._replayed = metrics.replayed.labels(manifest.name)
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
@@ -63,7 +70,8 @@ class Steps:
                 raise InvalidRequest(
                     "window is given, but the session answers by mode recurrent; it is for window and both", "window"
                 )
-            return await self._recall(record, mode, request.window, request.top_k, ticket, request.tolerance)
+            free = routing.is_free(request.mode, record.mode)
+            return await self._recall(record, mode, free, request.window, request.top_k, ticket, request.tolerance)
 
     async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
         """Appends and answers, or answers again. A comparison lost to another writer is tried again on what that
@@ -74,7 +82,8 @@ class Steps:
                 mode = routing.of_session(request.mode, record.mode)
                 if place(record, request) is Place.REPLAY:
                     self._replayed.inc()
-                    answer = await self._recall(record, mode, None, request.top_k, ticket)
+                    free = routing.is_free(request.mode, record.mode)
+                    answer = await self._recall(record, mode, free, None, request.top_k, ticket)
                     return replace(answer, replayed=True)
                 appended = await self._append(record, request, mode, ticket)
                 if appended is not None:
@@ -84,10 +93,12 @@ class Steps:
     def view(self, record: Record) -> SessionView:
         """A session as its owner may see it."""
         resident = self._sessions.resident(record, use=False)
-        cut = record.cut if resident is None else resident.cut
         mode = routing.of_session(None, record.mode)
+        cut = record.cut if resident is None else resident.cut
+        if resident is None and routing.is_free(None, record.mode):
+            _, cut = self._rebuilding(record.position, record.tail.ids(), cut)
         course = self._course(mode, record.position, None, len(record.tail), resident is None, cut)
-        bound = course.bound(self._manifest.certificate)
+        found = course.bound(self._manifest.certificate)
         return SessionView(
             session=record.session,
             model=record.model,
@@ -95,7 +106,7 @@ class Steps:
             mode=record.mode,
             position=record.position,
             state=course.state,
-            error_bound=None if bound is None else bound.variation,
+            error_bound=None if found is None else found.variation,
             idle_s=record.idle_s,
         )
 
@@ -103,9 +114,11 @@ class Steps:
         """Runs a step that comes next and commits it; None if the comparison was lost."""
         tokens = np.array(request.tokens, np.int64)
         position = record.position + len(tokens)
-        fed = np.concatenate([record.tail.ids(), tokens])
+        fed = seen = np.concatenate([record.tail.ids(), tokens])
         resident = self._sessions.resident(record)
         cut = record.cut if resident is None else resident.cut
+        if resident is None and routing.is_free(request.mode, record.mode):
+            seen, cut = self._rebuilding(position, fed, cut)
         course = self._course(mode, position, None, len(fed), resident is None, cut)
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
         keeps = resident is not None and routing.of_session(None, record.mode) is not Mode.WINDOW
@@ -116,10 +129,11 @@ class Steps:
                 if resident is not None:
                     stack.enter_context(self._slab.hold(resident.slot))
                 slot = stack.enter_context(self._slab.lease())
+                self._used(record, resident)
                 if resident is not None:
                     outcome = await self._forward.append(tokens, ticket, read=resident.slot, write=slot, binding=True)
                 else:
-                    outcome = await self._forward.full(fed, ticket, write=slot, binding=True)
+                    outcome = await self._forward.full(seen, ticket, write=slot, binding=True)
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
                     recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
@@ -134,30 +148,39 @@ class Steps:
         self,
         record: Record,
         mode: Mode,
+        free: bool,
         window: int | None,
         top_k: int,
         ticket: Ticket,
         tolerance: float | None = None,
     ) -> Answer:
-        """The answer of a session as it stands. A state that had to be rebuilt for it stays resident.
+        """The answer of a session as it stands, however it is cheapest if `free`. A state that had to be rebuilt for
+        it stays resident.
 
         Raises InvalidRequest where the answer's bound does not meet the tolerance: before anything is run, if that
         can be known.
         """
-        fed = record.tail.ids()
+        fed = seen = record.tail.ids()
         resident = self._sessions.resident(record)
+        if resident is not None and free and tolerance is not None and record.cut < resident.cut:
+            known = record.position - resident.cut
+            if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
+                resident = None  # the tail tells more than the state, and may be enough
         cut = record.cut if resident is None else resident.cut
+        if resident is None and free:
+            seen, cut = self._rebuilding(record.position, fed, cut, tolerance)
         course = self._course(mode, record.position, window, len(fed), resident is None, cut)
         if not self._beside or course.state is Origin.RESIDENT:  # else the run itself may bring a better one
             _check(course.bound(self._manifest.certificate), tolerance)
         recurrent: Part | None = None
         if mode is not Mode.WINDOW:
+            self._used(record, resident)
             if resident is not None:
                 with self._slab.hold(resident.slot):
                     outcome = await self._forward.again(resident.slot, ticket)
             else:
                 with self._slab.lease() as slot:
-                    outcome = await self._forward.full(fed, ticket, write=slot)
+                    outcome = await self._forward.full(seen, ticket, write=slot)
                     self._sessions.count_rebuilt()
                     self._sessions.keep(record, slot, cut)
             recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
@@ -167,6 +190,28 @@ class Steps:
         _check(answering.bound, tolerance)
         answer = await self._answering.answer(course, recurrent, part, top_k, ticket)
         return replace(answer, session=record.session, position=record.position)
+
+    def _rebuilding(
+        self, position: int, fed: NDArray[np.int64], cut: int, tolerance: float | None = None
+    ) -> tuple[NDArray[np.int64], int]:
+        """What to run for the state after `fed`, which ends at `position` and lacks the first `cut` tokens; and how
+        many the state will then lack."""
+        k = routing.rebuilt_from(
+            self._manifest.certificate,
+            position,
+            len(fed),
+            own=self._limits.window,
+            largest=self._limits.max_window,
+            tolerance=tolerance,
+            used=min(self._found / max(1 - self._found, 1 / MOST_USED), MOST_USED),
+            cost=lambda k: self._costs.full(len(fed)) if k is None else self._costs.window(k),
+        )
+        return (fed, cut) if k is None else (last(fed, position, k), position - k)
+
+    def _used(self, record: Record, resident: Resident | None) -> None:
+        """A state was needed, and found resident or not. That of no tokens always is."""
+        if record.position:
+            self._found += NEWEST * ((resident is not None) - self._found)
 
     def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> Course:
         """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.
@@ -186,9 +231,9 @@ class Steps:
         return Course(mode, position, k, origin, known=position - cut)
 
 
-def _check(bound: Bound | None, tolerance: float | None) -> None:
+def _check(found: Bound | None, tolerance: float | None) -> None:
     """Raises InvalidRequest where the bound of a session's answer does not meet the tolerance, if there is one."""
-    if tolerance is None or meets(bound, tolerance):
+    if tolerance is None or meets(found, tolerance):
         return
-    has = "no error bound" if bound is None else f"an error bound of {bound.variation:g}"
+    has = "no error bound" if found is None else f"an error bound of {found.variation:g}"
     raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")

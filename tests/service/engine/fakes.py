@@ -14,7 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from models.certificate.answer import head_diameter, total_variation
 from models.manifest import Architecture, Certificate, Manifest, Provenance, Role, Rounding
 from models.vocabulary import EOS, UNK, Vocabulary
+from service.engine.costs import Costs
 from service.engine.engine import Engine
+from service.engine.forward import PIECE_TOKENS
 from service.engine.margin import Margin
 from service.metrics import Metrics
 from service.runners.runner import RADIUS, Array
@@ -199,6 +201,16 @@ class FakeRunner:
         return logits
 
 
+class LinearCosts(Costs):
+    """Every run costs as many seconds as it has tokens, whatever it really took."""
+
+    def __init__(self) -> None:
+        super().__init__(PIECE_TOKENS)
+
+    def run(self, role: Role, tokens: int) -> float:
+        return float(tokens)
+
+
 class Clock:
     """Seconds that pass when they are told to."""
 
@@ -218,11 +230,12 @@ class Bench:
         store: Store | None = None,
         certified: bool = False,
         radius: float | None = None,
+        costs: Costs | None = None,
         **changes: Any,
     ) -> None:
         """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
         `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
-        function has. `radius`: what the runner's windows say theirs is."""
+        function has. `radius`: what the runner's windows say theirs is. `costs`: what runs are said to cost."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = Clock()
         self.metrics = Metrics()
@@ -246,6 +259,7 @@ class Bench:
             self.settings,
             self.metrics,
             self.clock,
+            costs or LinearCosts(),
         )
         self.engine.warm_up()
         self.runner.calls.clear()

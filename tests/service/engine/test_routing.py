@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from models.manifest import Certificate
-from service.engine.routing import of_session, ways
+from service.engine.routing import Cost, is_free, of_session, rebuilt_from, ways
 from service.engine.types import Mode
 from tests.service.engine.fakes import CONTRACTIVE, ROUNDING
 
@@ -11,6 +11,11 @@ BOUNDS = tuple(0.5**k for k in range(1, 17))
 CERTIFIED = Certificate(
     contractive=True, certified=True, layers=(), state_error=BOUNDS, error_bound=BOUNDS, rounding=ROUNDING
 )
+
+
+def linear(tokens: int) -> Cost:
+    """Every token costs the same; there are `tokens` in all."""
+    return lambda k: float(tokens if k is None else k)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +38,9 @@ CERTIFIED = Certificate(
 def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
     position: int, window: int | None, tolerance: float | None, way: int | None
 ) -> None:
-    found = ways(CERTIFIED, position, window=window, own=4, largest=12, tolerance=tolerance, beside=False)
+    found = ways(
+        CERTIFIED, position, window=window, own=4, largest=12, tolerance=tolerance, beside=False, cost=linear(position)
+    )
     assert found == (way,)
 
 
@@ -56,8 +63,51 @@ def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
 def test_where_windows_bound_themselves_a_small_one_is_tried_before_the_way_that_is_sure(
     position: int, window: int | None, tolerance: float | None, expected: tuple[int | None, ...]
 ) -> None:
-    found = ways(CERTIFIED, position, window=window, own=4, largest=12, tolerance=tolerance, beside=True)
+    found = ways(
+        CERTIFIED, position, window=window, own=4, largest=12, tolerance=tolerance, beside=True, cost=linear(position)
+    )
     assert found == expected
+
+
+@pytest.mark.parametrize(("of_all", "way"), [(4.4, None), (4.5, 4), (1.0, None)])
+def test_everything_is_run_where_it_costs_no_more_than_the_window(of_all: float, way: int | None) -> None:
+    def cost(k: int | None) -> float:
+        return of_all if k is None else float(k)
+
+    assert ways(CERTIFIED, 100, window=None, own=4, largest=12, tolerance=None, beside=False, cost=cost) == (way,)
+
+
+@pytest.mark.parametrize(("of_try", "expected"), [(4.0, (4, 8)), (4.1, (8,))])
+def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: tuple[int | None, ...]) -> None:
+    costs = {4: of_try, 8: 8.0, None: 100.0}
+    found = ways(CERTIFIED, 100, window=None, own=4, largest=12, tolerance=0.5**8, beside=True, cost=costs.__getitem__)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "tolerance", "used", "expected"),
+    [
+        (40, None, 9.0, None),
+        (41, None, 9.0, 4),
+        (40, None, 8.0, 4),
+        (4, None, 0.0, None),
+        (5, None, 0.0, 4),
+        (40, 0.5**10, 3.0, None),
+        (41, 0.5**10, 3.0, 10),
+        (40, 0.0, 0.0, None),
+        (40, 0.5**13, 0.0, None),
+    ],
+)
+def test_a_state_is_made_of_all_tokens_where_the_steps_that_it_serves_pay_for_them(
+    held: int, tolerance: float | None, used: float, expected: int | None
+) -> None:
+    found = rebuilt_from(CERTIFIED, 100, held, own=4, largest=12, tolerance=tolerance, used=used, cost=linear(held))
+    assert found == expected
+
+
+def test_the_state_of_a_model_that_is_not_certified_is_made_of_all_tokens() -> None:
+    cost = linear(50)
+    assert rebuilt_from(CONTRACTIVE, 100, 50, own=4, largest=12, tolerance=None, used=0.0, cost=cost) is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +125,9 @@ def test_where_windows_bound_themselves_a_small_one_is_tried_before_the_way_that
 def test_auto_runs_everything_where_a_model_is_not_certified(
     certificate: Certificate, window: int | None, tolerance: float | None, beside: bool
 ) -> None:
-    found = ways(certificate, 100, window=window, own=4, largest=16, tolerance=tolerance, beside=beside)
+    found = ways(
+        certificate, 100, window=window, own=4, largest=16, tolerance=tolerance, beside=beside, cost=linear(100)
+    )
     assert found == (None,)
 
 
@@ -91,3 +143,17 @@ def test_auto_runs_everything_where_a_model_is_not_certified(
 )
 def test_a_session_answers_in_the_mode_asked_for_or_else_its_own(asked: Mode | None, own: Mode, mode: Mode) -> None:
     assert of_session(asked, own) is mode
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "free"),
+    [
+        (None, Mode.AUTO, True),
+        (Mode.AUTO, Mode.AUTO, True),
+        (Mode.RECURRENT, Mode.AUTO, False),
+        (Mode.AUTO, Mode.RECURRENT, False),
+        (None, Mode.BOTH, False),
+    ],
+)
+def test_a_session_is_free_where_nobody_named_a_mode(asked: Mode | None, own: Mode, free: bool) -> None:
+    assert is_free(asked, own) is free

@@ -90,6 +90,7 @@ class FakeEngine:
     manifest = MANIFEST
 
     def __init__(self) -> None:
+        self.costs = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
         self.failure: Exception | None = None
         self.failure_after_first_token: Exception | None = None
         self.wait_after_first_token: asyncio.Event | None = None

@@ -216,6 +216,7 @@ async def test_models_have_openai_s_shape_and_the_manifest_beside_it(client: htt
     assert card["k_epsilon"] == {"1e-1": 2, "1e-2": None, "1e-3": None, "1e-4": None}
     assert card["quality"] is None
     whole = (await client.get("/v1/models/fake")).json()
+    assert whole.pop("costs") == {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
     assert {**whole, "certificate": None} == {**card, "certificate": None}
 
 

@@ -1,0 +1,123 @@
+"""What runs cost: seconds of compute an item, by role and length, measured at warm-up and kept up by what is served.
+
+A point is kept for every power of two of the length: the lengths seen there and what they took, both averaged with
+exponentially falling weights. Between points cost is taken to be linear, and beyond the last proportional to length.
+In a batch every item costs its share of the run: under load, that is what another item of its kind adds.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from models.manifest import Role
+from service.engine import batch
+from service.engine.batch import Work
+from service.engine.slab import START, Slab
+from service.runners.runner import Runner
+
+NEWEST = 1 / 16
+"""Weight of the latest run in an average: a change of load is followed within some tens of runs."""
+
+REPEATS = 3
+"""Runs of each kind that warm-up measures; the quickest counts."""
+
+
+class Cost(TypedDict):
+    """What an item of about so many tokens takes of a run."""
+
+    tokens: float
+    compute_ms: float
+
+
+@dataclass(slots=True)
+class _Point:
+    tokens: float
+    seconds: float
+
+
+class Costs:
+    """One model's costs. Nothing is known before `measure` or the first `observe`, and then nothing costs anything."""
+
+    def __init__(self, piece_tokens: int) -> None:
+        """`piece_tokens`: the longest piece in which a sequence is run from beginning to end."""
+        self._piece = piece_tokens
+        self._points: dict[Role, dict[int, _Point]] = {}
+
+    def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
+        """One batch of `items` with `tokens` positions in all, padding not counted, took `seconds`."""
+        length, each = tokens / items, seconds / items
+        points = self._points.setdefault(role, {})
+        place = int(length).bit_length()
+        point = points.get(place)
+        if point is None:
+            points[place] = _Point(length, each)
+        else:
+            point.tokens += NEWEST * (length - point.tokens)
+            point.seconds += NEWEST * (each - point.seconds)
+
+    def run(self, role: Role, tokens: int) -> float:
+        """Seconds of compute that an item of `tokens` takes in one run."""
+        points = sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
+        if not points:
+            return 0.0
+        at = bisect_left(points, float(tokens), key=lambda point: point.tokens)
+        if at == len(points):
+            return points[-1].seconds * tokens / points[-1].tokens
+        if at == 0:
+            return points[0].seconds
+        before, after = points[at - 1], points[at]
+        share = (tokens - before.tokens) / (after.tokens - before.tokens)
+        return before.seconds + share * (after.seconds - before.seconds)
+
+    def window(self, k: int) -> float:
+        """Seconds of compute that a window of `k` tokens takes."""
+        return self.run("window", k)
+
+    def full(self, tokens: int) -> float:
+        """Seconds of compute that a whole sequence takes: in one run or, if it is long, in pieces."""
+        if tokens <= self._piece:
+            return self.window(tokens)
+        pieces, rest = divmod(tokens, self._piece)
+        last = self.run("advance", rest) if rest else 0.0
+        return pieces * self.run("advance", self._piece) + last + self.run("head", 1)
+
+    def measure(
+        self,
+        runner: Runner,
+        slab: Slab,
+        eos_id: int,
+        lengths: Sequence[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Runs what answers are made of, alone, over every one of the lengths. Blocks, and raises what the runner
+        raises. To be called once every graph has run: first runs are slow."""
+        eos = np.array([eos_id], np.int64)
+        works = [Work("step", eos, read=START), Work("head", read=START)]
+        for length in sorted(set(lengths)):
+            some = np.repeat(eos, length)
+            works += [Work("window", some), Work("advance", some, read=START)]
+        for work in works:
+            taken: list[float] = []
+            for _ in range(REPEATS):
+                started_s = clock()
+                (row,) = batch.run([work], slab, runner)
+                taken.append(clock() - started_s)
+                if isinstance(row, Exception):
+                    raise row
+            self.observe(work.role, 1, work.length, min(taken))
+
+    def document(self) -> dict[Role, list[Cost]]:
+        """By role, what is known: lengths, shortest first, and milliseconds an item."""
+        return {
+            role: [
+                {"tokens": point.tokens, "compute_ms": 1e3 * point.seconds}
+                for point in sorted(points.values(), key=lambda point: point.tokens)
+            ]
+            for role, points in self._points.items()
+        }

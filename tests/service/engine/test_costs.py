@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from service.engine.costs import Costs
+from service.engine.slab import Slab
+from service.engine.types import PredictRequest
+from tests.service.engine.fakes import HIDDEN, Bench, FakeRunner, byte_vocabulary, make_manifest
+
+PIECE = 512
+
+
+def test_between_what_was_measured_cost_is_linear_and_beyond_it_proportional() -> None:
+    costs = Costs(PIECE)
+    costs.observe("window", 1, 16, 2.0)
+    costs.observe("window", 1, 64, 5.0)
+    assert [costs.window(k) for k in (1, 16, 40, 64, 128)] == [2.0, 2.0, 3.5, 5.0, 10.0]
+
+
+def test_an_item_of_a_batch_costs_its_share() -> None:
+    costs = Costs(PIECE)
+    costs.observe("window", 4, 64, 2.0)
+    assert costs.window(16) == 0.5
+
+
+def test_costs_follow_a_change_of_load() -> None:
+    costs = Costs(PIECE)
+    costs.observe("step", 1, 1, 1.0)
+    costs.observe("step", 1, 1, 17.0)
+    assert costs.run("step", 1) == 2.0
+    for _ in range(200):
+        costs.observe("step", 1, 1, 17.0)
+    assert costs.run("step", 1) == pytest.approx(17.0, rel=1e-4)
+
+
+def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
+    costs = Costs(PIECE)
+    costs.observe("window", 1, PIECE, 7.0)
+    costs.observe("advance", 1, PIECE, 5.0)
+    costs.observe("advance", 1, 100, 1.0)
+    costs.observe("head", 1, 1, 0.25)
+    assert costs.full(PIECE) == 7.0
+    assert costs.full(2 * PIECE) == 10.25
+    assert costs.full(2 * PIECE + 100) == 11.25
+
+
+def test_what_was_never_run_costs_nothing_yet() -> None:
+    assert Costs(PIECE).full(10_000) == 0.0
+
+
+def test_warm_up_measures_every_role_alone_and_counts_the_quickest_run() -> None:
+    vocabulary = byte_vocabulary()
+    runner, costs = FakeRunner(vocabulary.size), Costs(PIECE)
+    slab = Slab(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
+    ticks = itertools.accumulate(itertools.chain([0], itertools.cycle((3, 1, 2, 1, 5, 1))))
+    costs.measure(runner, slab, vocabulary.eos_id, (2, 4, 4), clock=lambda: float(next(ticks)))
+    assert {role for role, _ in runner.calls} == {"step", "head", "window", "advance"}
+    assert {len(rows) for role, rows in runner.calls if role != "head"} == {1}
+    assert costs.run("step", 1) == costs.run("head", 1) == costs.window(2) == costs.window(4) == 2.0
+    slab.check_integrity()
+
+
+def test_a_model_that_cannot_be_measured_says_why() -> None:
+    vocabulary = byte_vocabulary()
+    runner = FakeRunner(vocabulary.size)
+    runner.poison = vocabulary.eos_id
+    slab = Slab(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
+    with pytest.raises(RuntimeError, match="poisoned"):
+        Costs(PIECE).measure(runner, slab, vocabulary.eos_id, (2,))
+
+
+async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
+    bench = Bench(costs=Costs(PIECE))
+    await bench.engine.predict(PredictRequest(tuple(range(2, 12))))
+    report = await bench.engine.report()
+    costs = report["costs"]
+    assert isinstance(costs, dict)
+    assert set(costs) == {"step", "head", "window", "advance"}
+    assert [point["tokens"] for point in costs["window"]] == [1, 4, 11, 16]
+    assert all(point["compute_ms"] > 0 for points in costs.values() for point in points)
+    await bench.engine.close()
