@@ -46,6 +46,7 @@ class Metrics:
         self.http_request_seconds = histogram(
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
         )
+        self._http_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
@@ -95,6 +96,7 @@ class Metrics:
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
         self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
         self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
+        self.squeezed = counter("wane_sessions_squeezed", "Sessions ended early for lack of memory.", "model")
         self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
         self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
 
@@ -110,6 +112,19 @@ class Metrics:
         self.bound_violations = counter(
             "wane_agreement_bound_violations", "Pairs further apart than is claimed: must stay 0.", "model"
         )
+
+    def count_request(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Counts an HTTP request. The metrics of these labels are looked up once: there are few, and many requests."""
+        children = self._http_children.get((route, method, status))
+        if children is None:
+            children = (
+                self.http_requests.labels(route, method, str(status)),
+                self.http_request_seconds.labels(route),
+            )
+            self._http_children[route, method, status] = children
+        requests, durations = children
+        requests.inc()
+        durations.observe(seconds)
 
     def render(self) -> bytes:
         """The exposition text, of content type `CONTENT_TYPE`."""

@@ -67,11 +67,11 @@ class Settings(BaseModel):
     session_ttl_s: float = Field(
         default=3600, gt=0, allow_inf_nan=False, description="idle time after which a session ends"
     )
-    max_sessions: int = Field(
-        default=1_000_000,
+    session_budget_bytes: int = Field(
+        default=2**30,
         ge=1,
-        description="sessions that may exist; more are answered 429; one takes about 700 bytes of memory, and 2 for "
-        "each token of its tail (4 where a vocabulary has over 65536)",
+        description="memory for sessions beside their states: about 230 each, and 2 for each token of the tail (4 where "
+        "a vocabulary has over 65536); where it is used up new sessions are answered 429",
     )
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"

@@ -79,7 +79,8 @@ class Catalog:
         store = MemoryStore(
             tail_tokens=max(self._settings.tail_tokens, longest),
             ttl_s=self._settings.session_ttl_s,
-            max_sessions=self._settings.max_sessions,
+            budget_bytes=self._settings.session_budget_bytes,
+            on_squeeze=lambda model: self._metrics.squeezed.labels(model).inc(),
         )
         engines: dict[str, Engine] = {}
         for bundle, margin, runner in opened:

@@ -7,21 +7,19 @@ is not resident is rebuilt from the tail by whoever needs it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
+import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
-
-import numpy as np
 
 from service.engine.slab import START, Resident, Slab
 from service.engine.types import Mode, StepRequest, check_session_id
 from service.errors import InvalidRequest, Overloaded, PositionConflict, SessionExists, UnknownSession
 from service.metrics import Metrics
-from service.stores.store import LastStep, Record, Store
+from service.stores.store import LastStep, Record, Store, digest
 from service.stores.tail import Tail
 
 MOST_WAITERS = 64  # requests that may wait for one session: they are not in the batcher's bounded queue yet
@@ -34,9 +32,19 @@ class Place(Enum):
     REPLAY = auto()
 
 
-def token_hash(tokens: Sequence[int]) -> bytes:
+def last_step(record: Record, request: StepRequest) -> LastStep:
+    """What a step is remembered by once it was appended to the session in `record`."""
+    return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
+
+
+def of_tokens(tokens: Sequence[int]) -> bytes:
     """What a step's tokens are remembered by."""
-    return hashlib.sha256(np.asarray(tokens, "<i8").tobytes()).digest()
+    return digest(struct.pack(f"<{len(tokens)}q", *tokens))
+
+
+def of_key(key: str | None) -> bytes | None:
+    """What a step's key is remembered by."""
+    return None if key is None else digest(key.encode())
 
 
 def place(record: Record, request: StepRequest) -> Place:
@@ -53,9 +61,9 @@ def place(record: Record, request: StepRequest) -> Place:
         return Place.NEXT
     if last is not None:
         if request.idempotency_key is not None:
-            repeats = request.idempotency_key == last.key and start in (None, last.start)
+            repeats = of_key(request.idempotency_key) == last.key and start in (None, last.start)
         else:
-            repeats = start == last.start and token_hash(request.tokens) == last.token_hash
+            repeats = start == last.start and of_tokens(request.tokens) == last.tokens
         if repeats:
             return Place.REPLAY
     if start is None:
@@ -171,7 +179,7 @@ class Sessions:
 
         None if the comparison was lost: then nothing was appended, and no state is resident any more.
         """
-        step = LastStep(record.position, token_hash(request.tokens), request.idempotency_key)
+        step = last_step(record, request)
         try:
             committed = await self._store.append(record.session, record.revision, request.tokens, step)
         except BaseException:
@@ -202,7 +210,7 @@ class Sessions:
                 )
             if position == record.position:  # nothing to forget: the state and the last step stay as they are
                 await self._store.touch(session)
-                return replace(record, idle_s=0.0)
+                return record._replace(idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
             if rewound is not None:
                 self._slab.drop(session)

@@ -3,54 +3,74 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 from service.errors import Overloaded
+from service.stores.packed import Packing, entry_bytes, tail_bytes, touched, touched_s
+from service.stores.shard import Shard
 from service.stores.store import LastStep, Record
+from service.stores.tail import Tail
 
+SHARDS = 64
 EXPIRED_AT_ONCE = 1000  # sessions that one call forgets at most, so that none takes long
 
 
-@dataclass(slots=True)
-class _Entry:
-    record: Record
-    touched_s: float
-
-
 class MemoryStore:
-    """A `Store` of at most `max_sessions` sessions, each idle for at most `ttl_s`."""
+    """A `Store` of sessions that are each idle for at most `ttl_s`, within a budget in bytes.
+
+    A new session is refused where there is no room for it and a whole tail. Those that are there may outgrow the
+    budget all the same, as their tails fill; then the longest idle end before their time.
+    """
 
     def __init__(
-        self, tail_tokens: int, ttl_s: float, max_sessions: int, clock: Callable[[], float] = time.monotonic
+        self,
+        tail_tokens: int,
+        ttl_s: float,
+        budget_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        on_squeeze: Callable[[str], object] = lambda _: None,
     ) -> None:
+        """`on_squeeze` is told the model of every session that had to end for lack of room."""
         self.tail_tokens = tail_tokens
-        self._ttl_s = ttl_s
-        self._max_sessions = max_sessions
+        self.used_bytes = 0
+        self._budget_bytes = budget_bytes
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the longest idle first
+        self._on_squeeze = on_squeeze
+        self._packing = Packing()
+        self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
 
     async def create(self, record: Record) -> bool:
         """See `Store`."""
-        if self._live(record.session) is not None:
+        session = record.session
+        if self._find(session) is not None:
             return False
-        if len(self._entries) >= self._max_sessions:
-            raise Overloaded(f"there are {self._max_sessions} sessions already, the most this server keeps")
-        self._entries[record.session] = _Entry(record, self._clock())
+        self._forget(session)  # one of that id may be over and still be there
+        self._expire([self._shard(session)])
+        whole = entry_bytes(session, (1 + self.tail_tokens) * record.tail.width)  # with <eos>
+        if self.used_bytes + whole > self._budget_bytes:
+            self._expire(self._shards)
+        if self.used_bytes + whole > self._budget_bytes:
+            raise Overloaded(
+                f"the {sum(map(len, self._shards))} sessions that there are take {self.used_bytes} bytes, and one more "
+                f"takes up to {whole}: too much for session_budget_bytes, which is {self._budget_bytes}"
+            )
         self._counts[record.model] += 1
+        self.used_bytes += entry_bytes(session, len(record.tail.data))
+        self._put(record)
         return True
 
     async def get(self, session: str) -> Record | None:
         """See `Store`."""
-        entry = self._live(session)
-        return None if entry is None else replace(entry.record, idle_s=self._clock() - entry.touched_s)
+        packed = self._find(session)
+        return None if packed is None else self._packing.unpack(session, packed, self._clock())
 
     async def touch(self, session: str) -> None:
         """See `Store`."""
-        if self._live(session) is not None:
-            self._touch(session)
+        packed = self._find(session)
+        if packed is not None:
+            self._shard(session).put(session, touched(packed, self._clock()))
 
     async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
         """See `Store`."""
@@ -58,64 +78,72 @@ class MemoryStore:
         if record is None:
             return None
         position = record.position + len(tokens)
-        tail = record.tail.append(tokens, position, self.tail_tokens)
-        return self._change(replace(record, position=position, tail=tail, last=step))
+        return self._change(record, position, record.tail.append(tokens, position, self.tail_tokens), step)
 
     async def rewind(self, session: str, revision: int, position: int) -> Record | None:
         """See `Store`."""
         record = self._at(session, revision)
         if record is None:
             return None
-        tail = record.tail.without_last(record.position - position)
-        return self._change(replace(record, position=position, tail=tail, last=None))
+        return self._change(record, position, record.tail.without_last(record.position - position), None)
 
     async def delete(self, session: str) -> bool:
         """See `Store`."""
-        entry = self._live(session)
-        if entry is not None:
-            self._forget(entry)
-        return entry is not None
+        there = self._find(session) is not None
+        self._forget(session)
+        return there
 
     async def count(self, model: str) -> int:
         """See `Store`."""
-        self._expire()
+        self._expire(self._shards)
         return self._counts[model]
 
-    def _at(self, session: str, revision: int) -> Record | None:
-        """The record, if it is at `revision`."""
-        entry = self._live(session)
-        return entry.record if entry is not None and entry.record.revision == revision else None
+    def _shard(self, session: str) -> Shard:
+        return self._shards[hash(session) % SHARDS]
 
-    def _change(self, record: Record) -> Record:
-        record = replace(record, revision=record.revision + 1)
-        self._entries[record.session].record = record
-        self._touch(record.session)
+    def _find(self, session: str) -> bytes | None:
+        """The session, unless it has been idle for longer than the time to live."""
+        return self._shard(session).get(session, self._clock())
+
+    def _at(self, session: str, revision: int) -> Record | None:
+        """The session, if it is at `revision`."""
+        packed = self._find(session)
+        if packed is None:
+            return None
+        record = self._packing.unpack(session, packed, self._clock())
+        return record if record.revision == revision else None
+
+    def _change(self, before: Record, position: int, tail: Tail, last: LastStep | None) -> Record:
+        """The session at its next revision, used now."""
+        session, model, version, mode, *_ = before
+        record = Record(session, model, version, mode, position, tail, before.revision + 1, last)
+        self.used_bytes += len(tail.data) - len(before.tail.data)
+        self._put(record)
+        while self.used_bytes > self._budget_bytes:
+            self._squeeze()
         return record
 
-    def _touch(self, session: str) -> None:
-        self._entries[session].touched_s = self._clock()
-        self._entries.move_to_end(session)
+    def _put(self, record: Record) -> None:
+        self._shard(record.session).put(record.session, self._packing.pack(record, self._clock()))
 
-    def _live(self, session: str) -> _Entry | None:
-        """The session's entry, unless it has been idle for longer than the time to live."""
-        self._expire()
-        entry = self._entries.get(session)
-        if entry is None or not self._is_over(entry):
-            return entry
-        self._forget(entry)
-        return None
+    def _forget(self, session: str) -> None:
+        packed = self._shard(session).pop(session)
+        if packed is not None:
+            self._counts[self._packing.model(packed)] -= 1
+            self.used_bytes -= entry_bytes(session, tail_bytes(packed))
 
-    def _expire(self) -> None:
-        """Forgets sessions that are over: from the front of the order, never by a scan, and some at a time."""
-        for _ in range(EXPIRED_AT_ONCE):
-            entry = next(iter(self._entries.values()), None)
-            if entry is None or not self._is_over(entry):
-                return
-            self._forget(entry)
+    def _expire(self, shards: Sequence[Shard]) -> None:
+        """Forgets sessions that are over: from the front of their order, never by a scan, and some at a time."""
+        now_s = self._clock()
+        left = EXPIRED_AT_ONCE
+        for shard in shards:
+            while left and (session := shard.over(now_s)) is not None:
+                self._forget(session)
+                left -= 1
 
-    def _is_over(self, entry: _Entry) -> bool:
-        return entry.touched_s < self._clock() - self._ttl_s
-
-    def _forget(self, entry: _Entry) -> None:
-        del self._entries[entry.record.session]
-        self._counts[entry.record.model] -= 1
+    def _squeeze(self) -> None:
+        """Ends the session that was longest idle."""
+        oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
+        session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
+        self._forget(session)
+        self._on_squeeze(self._packing.model(packed))

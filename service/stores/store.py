@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from service.engine.types import Mode
 from service.stores.tail import Tail
 
+DIGEST_BYTES = 16
 
-@dataclass(frozen=True, slots=True)
-class LastStep:
-    """What a retry is recognised by: the step's key, the SHA-256 of its tokens, and the position it started from."""
+
+def digest(data: bytes) -> bytes:
+    """What a step's tokens and key are remembered by, in at most 16 bytes: themselves where they are shorter than
+    that, else their BLAKE2b. No two are the same but for a collision, of which there is one in 2^64 digests."""
+    return data if len(data) < DIGEST_BYTES else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+class LastStep(NamedTuple):
+    """What a retry is recognised by: the position that the step started from, and digests of its tokens and its key."""
 
     start: int
-    token_hash: bytes
-    key: str | None
+    tokens: bytes
+    key: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A session as it is kept.
 
     `revision` grows by one with every change. It is what comparisons are made on: unlike a position it never

@@ -38,7 +38,7 @@ class Tail:
 
         `<eos>` counts nothing: a sequence of up to `keep` tokens is kept whole, a longer one by its last `keep`.
         """
-        data = self.data + np.asarray(tokens, dtype=f"<u{self.width}").tobytes()
+        data = self.data + b"".join([token.to_bytes(self.width, "little") for token in tokens])
         return Tail(data if position <= keep else data[-keep * self.width :], self.width)
 
     def without_last(self, count: int) -> Tail:

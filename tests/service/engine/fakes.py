@@ -248,7 +248,7 @@ class Bench:
             of_manifest["certificate"] = self.runner.certificate(of_manifest.get("max_window", 16))
         self.manifest = make_manifest(self.vocabulary, **of_manifest)
         self.store = store or MemoryStore(
-            self.settings.tail_tokens, self.settings.session_ttl_s, self.settings.max_sessions, self.clock
+            self.settings.tail_tokens, self.settings.session_ttl_s, self.settings.session_budget_bytes, self.clock
         )
         self.engine = Engine(
             self.manifest,

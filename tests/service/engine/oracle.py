@@ -110,7 +110,7 @@ class Small:
             self.vocabulary,
             Margin(self.weights),
             OracleRunner(self.architecture, self.weights, beside),
-            MemoryStore(keep, 3600, 100),
+            MemoryStore(keep, 3600, 2**20),
             self.settings,
             Metrics(),
         )

@@ -33,7 +33,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """One shipped model, warmed up."""
     bundle, runner = opened(request.param)
     settings = Settings(max_batch=8)
-    store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.max_sessions)
+    store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.session_budget_bytes)
     margin = Margin(bundle.weights())
     engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics())
     await asyncio.to_thread(engine.warm_up)

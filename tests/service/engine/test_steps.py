@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.engine.sessions import token_hash
+from service.engine.sessions import of_tokens
 from service.engine.types import Mode, Origin, PredictRequest, ScoreRequest, StepRequest
 from service.errors import (
     DeadlineExceeded,
@@ -22,6 +22,7 @@ from service.errors import (
     WaneError,
 )
 from service.stores.memory import MemoryStore
+from service.stores.packed import entry_bytes
 from service.stores.store import LastStep, Record
 from tests.service.engine.fakes import Bench, Clock
 
@@ -158,7 +159,7 @@ class ContendedStore(MemoryStore):
     """Before the next `losses` appends, somebody else appends `theirs`."""
 
     def __init__(self) -> None:
-        super().__init__(16, 3600, 100, Clock())
+        super().__init__(16, 3600, 2**20, Clock())
         self.losses = 0
         self.theirs: tuple[int, ...] = (99,)
         self.attempts = 0
@@ -170,7 +171,7 @@ class ContendedStore(MemoryStore):
         self.attempts += 1
         if self.losses:
             self.losses -= 1
-            theirs = replace(step, token_hash=token_hash(self.theirs))
+            theirs = step._replace(tokens=of_tokens(self.theirs))
             assert await super().append(session, revision, self.theirs, theirs)
         return await super().append(session, revision, tokens, step)
 
@@ -709,10 +710,10 @@ async def test_a_bad_session_id_is_refused(bench: Bench, session: str) -> None:
 
 
 async def test_more_sessions_than_the_store_keeps_are_refused(make_bench: MakeBench) -> None:
-    bench = make_bench(max_sessions=2)
+    bench = make_bench(session_budget_bytes=2 * entry_bytes("x" * 22, 34))
     await start(bench)
     await start(bench)
-    with pytest.raises(Overloaded, match="2 sessions"):
+    with pytest.raises(Overloaded, match="the 2 sessions that there are take"):
         await bench.engine.create_session()
 
 

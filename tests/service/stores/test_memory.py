@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from service.engine.sessions import token_hash
 from service.engine.types import Mode
 from service.errors import Overloaded
 from service.stores.memory import EXPIRED_AT_ONCE, MemoryStore
-from service.stores.store import LastStep, Record
+from service.stores.packed import entry_bytes
+from service.stores.store import LastStep, Record, digest
 from service.stores.tail import Tail
 from tests.service.engine.fakes import Clock
 
@@ -15,7 +15,7 @@ STEP = LastStep(0, b"hash", None)
 
 def make_store(**changes: int) -> tuple[MemoryStore, Clock]:
     clock = Clock()
-    return MemoryStore(**{"tail_tokens": 4, "ttl_s": 10, "max_sessions": 100, **changes}, clock=clock), clock
+    return MemoryStore(**{"tail_tokens": 4, "ttl_s": 10, "budget_bytes": 2**24, **changes}, clock=clock), clock
 
 
 def record(session: str = "s", model: str = "m") -> Record:
@@ -121,37 +121,93 @@ async def test_sessions_are_counted_by_model() -> None:
     assert [await store.count(model) for model in ("m", "n", "o")] == [1, 1, 0]
 
 
-async def test_there_is_a_most_of_sessions_and_the_expired_make_room() -> None:
-    store, clock = make_store(max_sessions=2)
+async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
+    store, clock = make_store(tail_tokens=300)
+    wide = Record("w", "n", "2", Mode.WINDOW, 2, Tail.start(7, 70_000).append((69_999, 3), 2, 300))
+    for whole in (record(), wide, record("x")._replace(position=2**40, revision=2**33)):
+        for last in (None, LastStep(0, b"7", None), LastStep(2**40, b"t" * 16, b"k" * 16)):
+            kept = whole._replace(last=last)
+            assert await store.create(kept)
+            clock.now_s += 1.5
+            assert await store.get(kept.session) == kept._replace(idle_s=1.5)
+            await store.delete(kept.session)
+
+
+async def test_a_new_session_needs_room_for_a_whole_tail_and_the_expired_make_room() -> None:
+    whole = entry_bytes("a", 5 * 2)
+    store, clock = make_store(budget_bytes=2 * whole)
     await store.create(record("a"))
     await store.create(record("b"))
-    with pytest.raises(Overloaded, match="2 sessions"):
+    assert store.used_bytes == 2 * entry_bytes("a", 2)
+    with pytest.raises(Overloaded, match=f"one more takes up to {whole}.*session_budget_bytes.* {2 * whole}"):
         await store.create(record("c"))
     clock.now_s += 11
     assert await store.create(record("c"))
 
 
+async def test_memory_is_counted_through_every_change_and_all_of_it_comes_back() -> None:
+    store, clock = make_store()
+    names = [str(index) for index in range(200)]
+    for name in names:
+        await store.create(record(name))
+        await store.append(name, 0, (7, 8), STEP)
+    assert store.used_bytes == sum(entry_bytes(name, 6) for name in names)
+    for name in names:
+        await store.append(name, 1, (7, 8, 9), STEP)
+    assert store.used_bytes == sum(entry_bytes(name, 8) for name in names)
+    for name in names:
+        await store.rewind(name, 2, 3)
+        await store.touch(name)
+    assert store.used_bytes == sum(entry_bytes(name, 4) for name in names)
+    for name in names[:100]:
+        await store.delete(name)
+    clock.now_s += 11
+    assert await store.count("m") == 0
+    assert store.used_bytes == 0
+
+
+async def test_sessions_that_outgrow_the_budget_cost_the_longest_idle_theirs() -> None:
+    ended: list[str] = []
+    small, whole = entry_bytes("a", 2), entry_bytes("a", 10)
+    clock = Clock()
+    store = MemoryStore(4, 10, 2 * small + whole, clock, ended.append)
+    for name, model in (("a", "m"), ("b", "n"), ("c", "m")):
+        clock.now_s += 1
+        await store.create(record(name, model))
+    await store.touch("a")  # so that b is the longest idle
+    await store.append("c", 0, (1, 2, 3, 4), STEP)
+    assert ended == []
+    await store.append("a", 0, (1,), STEP)
+    assert ended == ["n"]
+    assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
+    assert [await store.count(model) for model in "mn"] == [2, 0]
+    assert store.used_bytes <= 2 * small + whole
+
+
 async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_same() -> None:
-    store, clock = make_store(max_sessions=2 * EXPIRED_AT_ONCE + 5)
+    store, clock = make_store()
     names = [str(index) for index in range(2 * EXPIRED_AT_ONCE + 5)]
     for name in names:
         await store.create(record(name))
     clock.now_s += 11
-    assert await store.count("m") == EXPIRED_AT_ONCE + 5
-    assert await store.get(names[-1]) is None
-    assert await store.count("m") == 0
+    assert not any([await store.get(name) for name in names])
+    assert await store.append(names[-1], 0, (7,), STEP) is None
+    assert not await store.delete(names[0])
+    assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
-    for name in names:
-        await store.create(record(name))
+
+async def test_the_id_of_a_session_that_is_over_is_free() -> None:
+    store, clock = make_store()
+    await store.create(record())
+    await store.append("s", 0, (7,), STEP)
     clock.now_s += 11
-    last = names[-1]
-    assert await store.append(last, 0, (7,), STEP) is None
-    assert await store.create(record(last))
-    assert not await store.delete(names[-2])
-    assert await store.delete(last)
-    assert await store.count("m") == 0
+    assert await store.create(record())
+    assert await store.get("s") == record()
+    assert await store.count("m") == 1
 
 
-def test_a_steps_tokens_are_remembered_by_32_bytes_however_many_they_are() -> None:
-    assert {len(token_hash((7,) * count)) for count in (1, 1000)} == {32}
-    assert token_hash((7,)) != token_hash((8,))
+@pytest.mark.parametrize(("data", "length"), [(b"", 0), (b"x" * 15, 15), (b"x" * 16, 16), (b"x" * 9000, 16)])
+def test_a_digest_is_what_it_is_of_or_16_bytes(data: bytes, length: int) -> None:
+    assert len(digest(data)) == length
+    assert (digest(data) == data) == (len(data) < 16)
+    assert digest(data) != digest(data + b"x")

@@ -1,0 +1,95 @@
+"""A session in one `bytes` object: a million of them have to fit into a gigabyte.
+
+    touched_s  position  revision  start  identity  tokens' digest  key's digest  tail
+    float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
+
+`start` is that of the last step, -1 where there is none; a key's digest is empty where it had no key. What many
+sessions have in common, model, version, mode and the width of an id, is their identity, kept once. Bytes hold no
+references, so the garbage collector does not walk through them, however many there are.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from service.engine.types import Mode
+from service.stores.store import DIGEST_BYTES, LastStep, Record
+from service.stores.tail import Tail
+
+_TOUCHED = struct.Struct("<d")
+_HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
+NO_STEP = -1
+# Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
+# memory is handed out in steps of 16 bytes.
+BESIDE_BYTES = 140
+
+
+class Identity(NamedTuple):
+    """What many sessions have in common; `width` is of a token id, in bytes."""
+
+    model: str
+    version: str
+    mode: Mode
+    width: int
+
+
+def entry_bytes(session: str, tail: int) -> int:
+    """Memory that a session takes whose tail is of so many bytes."""
+    return BESIDE_BYTES + len(session) + _HEADER.size + tail
+
+
+def tail_bytes(packed: bytes) -> int:
+    """How long the session's tail is."""
+    return len(packed) - _HEADER.size
+
+
+def touched_s(packed: bytes) -> float:
+    """When the session was last used."""
+    (when,) = _TOUCHED.unpack_from(packed)
+    return float(when)
+
+
+def touched(packed: bytes, now_s: float) -> bytes:
+    """The session, used now."""
+    return _TOUCHED.pack(now_s) + packed[_TOUCHED.size :]
+
+
+class Packing:
+    """Packs records and unpacks them. Identities are numbered as they come: there are as many as the models loaded
+    have versions and modes."""
+
+    def __init__(self) -> None:
+        self._identities: list[Identity] = []
+        self._numbers: dict[Identity, int] = {}
+
+    def pack(self, record: Record, now_s: float) -> bytes:
+        """The record, used now."""
+        identity = Identity(record.model, record.model_version, record.mode, record.tail.width)
+        number = self._numbers.setdefault(identity, len(self._identities))
+        if number == len(self._identities):
+            self._identities.append(identity)
+        last = record.last or LastStep(NO_STEP, b"", None)
+        header = _HEADER.pack(now_s, record.position, record.revision, last.start, number, last.tokens, last.key or b"")
+        return header + record.tail.data
+
+    def unpack(self, session: str, packed: bytes, now_s: float) -> Record:
+        """The record, as of now."""
+        touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
+        identity = self._identities[number]
+        return Record(
+            session,
+            identity.model,
+            identity.version,
+            identity.mode,
+            position,
+            Tail(packed[_HEADER.size :], identity.width),
+            revision,
+            None if start == NO_STEP else LastStep(start, tokens, key or None),
+            now_s - touched_s,
+        )
+
+    def model(self, packed: bytes) -> str:
+        """The session's model."""
+        number: int = _HEADER.unpack_from(packed)[4]
+        return self._identities[number].model
