@@ -18,10 +18,16 @@ Curve = NDArray[np.float64]
 
 def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
     """past: (N, P), last: (N, K) -> the 2-norm distance of `hidden` after each of the last tokens, (N, K)."""
-    count = len(past)
-    full, cut = reference.zero_state(count), reference.zero_state(count)
+    full = reference.zero_state(len(past))
     for column in past.T:
         _, full = reference.advance(column, full)
+    return distances_from(reference, full, last)
+
+
+def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
+    """full: states after some past, (N, ...), or any others; last: (N, K) -> the same."""
+    count = len(last)
+    cut = reference.zero_state(count)
     curve = []
     for column in last.T:
         hidden, both = reference.advance(np.tile(column, 2), _stack(full, cut))
@@ -29,6 +35,16 @@ def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
         apart = hidden[:count].astype(np.float64) - hidden[count:].astype(np.float64)
         curve.append(np.linalg.norm(apart, axis=1))
     return np.stack(curve, axis=1)
+
+
+def after(reference: Reference, state: State, past: Tokens | None, window: Tokens) -> Curve:
+    """`hidden` where runs from `state` (N, ...) end that read a past of their own (N, P), if any, and then all of them
+    the window (K): (N, H)."""
+    for column in () if past is None else past.T:
+        _, state = reference.advance(column, state)
+    for token in window:
+        hidden, state = reference.advance(np.full(len(next(iter(state.values()))), token), state)
+    return hidden
 
 
 def random_histories(generator: np.random.Generator, vocabulary: int, count: int, past: int, last: int) -> Tokens:
