@@ -1,10 +1,11 @@
-"""The cells as ONNX nodes: one step, and whole sequences. The equations are those of `models/reference.py`.
+"""The cells as ONNX nodes. The equations are those of `models/reference.py`.
 
 A step is written in two halves: `drive` is what depends on the layer's input alone, for many rows at once, and `step`
-is the rest, token by token. Single steps are spelt out, which lets `drive` of the first layer fold into a table of
-tokens. Whole sequences go through ONNX's own LSTM, GRU and RNN operators, which are cuDNN's on a GPU. For the linear
-and the gated cell ONNX has none that every provider runs: they loop over `step`. On the CPU the gated loop costs a
-microsecond a token, less than solving chunks by doubling (`benchmarks/recurrence.py`), and it rounds as streaming does.
+is the rest, token by token. In the first layer `drive` is a function of the token and folds into a table, V rows that
+are computed when the graph is loaded. Whole sequences loop over `step`, so that they round as streaming does. ONNX has
+operators for LSTM, GRU and RNN; they multiply by the input's weights at every token and copy more about. On the CPU
+the loop beats them from batches of 4 on and is behind for one sequence (`benchmarks/sequences.py`). The gated loop
+costs a microsecond a token, less than solving chunks by doubling (`benchmarks/recurrence.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +22,6 @@ STEP_ORDER: dict[Cell, tuple[int, ...]] = {
 }
 """The order in which `drive` and `step` want the blocks of a weight's rows."""
 
-ONNX_ORDER: dict[Cell, tuple[int, ...]] = {
-    "rnn_tanh": (0,),
-    "rnn_relu": (0,),
-    "gru": (1, 0, 2),  # z, r, n
-    "lstm": (0, 3, 1, 2),  # i, o, f, g
-}
-"""The order in which ONNX's operators want them."""
-
-OPERATORS: dict[Cell, tuple[str, dict[str, object]]] = {
-    "rnn_tanh": ("RNN", {"activations": ["Tanh"]}),
-    "rnn_relu": ("RNN", {"activations": ["Relu"]}),
-    "gru": ("GRU", {"linear_before_reset": 1}),
-    "lstm": ("LSTM", {}),
-}
-
 
 class CellWriter:
     """One layer's cell in one graph. B: batch, T: time, N: any number of rows, I: inputs, H: hidden."""
@@ -48,11 +34,6 @@ class CellWriter:
         self._graph = graph
         self._prefix = f"layers.{layer}.cell."
         self._gate_cap = architecture.gate_cap(layer)
-
-    @property
-    def has_operator(self) -> bool:
-        """Whether whole sequences run in an ONNX operator, rather than in a loop over `step`."""
-        return self.cell in OPERATORS
 
     def drive(self, x: str) -> list[str]:
         """What the input contributes. x: (N, I). Returns values of N rows, as `step` wants them."""
@@ -119,32 +100,6 @@ class CellWriter:
                 return [graph.node("Tanh", pre)]
             case _:
                 return [graph.node("Relu", pre)]
-
-    def operator(self, x: str, lengths: str, state: list[str], every: bool) -> tuple[str, list[str]]:
-        """A whole sequence in one operator. x: (T, B, I); lengths: int32 (B); state: (B, H) each.
-
-        Returns the outputs (T, 1, B, H) ("" unless `every`) and the states after each row's last token.
-        """
-        graph, order = self._graph, ONNX_ORDER[self.cell]
-        operator, attributes = OPERATORS[self.cell]
-        first, size = graph.integers(0), self.gates * self.hidden
-        weights = [
-            graph.node("Unsqueeze", self._rows(name, order, width), first)
-            for name, width in (("weight_ih_l0", self.inputs), ("weight_hh_l0", self.hidden))
-        ]
-        bias = graph.node("Concat", self._rows("bias_ih_l0", order), self._rows("bias_hh_l0", order), axis=0)
-        bias = graph.node("Reshape", bias, graph.integers(1, 2 * size))
-        initial = [graph.node("Unsqueeze", value, first) for value in state]
-        results = graph.nodes(
-            operator,
-            *(x, *weights, bias, lengths, *initial),
-            outputs=1 + len(state),
-            omit=0 if every else 1,
-            hidden_size=self.hidden,
-            **attributes,
-        )
-        outputs = results.pop(0) if every else ""
-        return outputs, [graph.node("Squeeze", value, first) for value in results]
 
     def _block(self, name: str, index: int | slice, *columns: int) -> str:
         """Blocks of H rows of a weight, by position: (rows, *columns)."""

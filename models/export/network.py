@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnx import TensorProto
-
 from models.certificate.request import RequestBound
 from models.export.cells import CellWriter
 from models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
@@ -72,7 +70,6 @@ class NetworkWriter:
         shape = graph.node("Shape", by_time)
         flat = graph.node("Reshape", by_time, graph.integers(-1))
         last = self._last_rows(lengths, graph.node("Shape", by_time, start=1))
-        short_lengths = graph.node("Cast", lengths, to=TensorProto.INT32)
         if state is None:
             state = self._zeros(shape)
         x = graph.node("Gather", self._embedding(), flat)
@@ -83,36 +80,31 @@ class NetworkWriter:
         for layer, cell in enumerate(self._cells):
             top = layer == len(self._cells) - 1
             before = self._state_of(layer, state)
-            if cell.has_operator:
-                fed = self._reshape(self._input(layer, x), shape, cell.inputs)
-                y, ends = cell.operator(fed, short_lengths, before, every=every or not top)
-                y = graph.node("Reshape", y, graph.integers(-1, cell.hidden)) if y else ends[0]
+            rho, candidate = "", ""
+            if radius is None or layer == 0:
+                driven = self._drive(layer, flat, x)
             else:
-                rho, candidate = "", ""
-                if radius is None or layer == 0:
-                    driven = self._drive(layer, flat, x)
+                fed, rho = self._normalise_off(f"layers.{layer}.norm", x, r, radius)
+                gate, candidate = cell.gates_of(fed)
+                driven = cell.enter(gate, candidate)
+                candidate = self._by_time(candidate, shape)
+            driven = [self._by_time(value, shape) for value in driven]
+            stacked = graph.scan(cell.step, before, driven)
+            rows = [graph.node("Reshape", value, graph.integers(-1, cell.hidden)) for value in stacked]
+            ends = [graph.node("Gather", value, last) for value in rows]
+            y = ends[0] if top and not every else rows[0]
+            if radius is not None:
+                if layer == 0 and top:
+                    error, off = radius.only(driven[0], stacked[0])
+                elif layer == 0:
+                    error, off = radius.first(driven[0], stacked[0], last)
                 else:
-                    fed, rho = self._normalise_off(f"layers.{layer}.norm", x, r, radius)
-                    gate, candidate = cell.gates_of(fed)
-                    driven = cell.enter(gate, candidate)
-                    candidate = self._reshape(candidate, shape, cell.hidden)
-                driven = [self._reshape(value, shape, cell.hidden) for value in driven]
-                stacked = graph.scan(cell.step, before, driven)
-                rows = [graph.node("Reshape", value, graph.integers(-1, cell.hidden)) for value in stacked]
-                ends = [graph.node("Gather", value, last) for value in rows]
-                y = ends[0] if top and not every else rows[0]
-                if radius is not None:
-                    if layer == 0 and top:
-                        error, off = radius.only(driven[0], stacked[0])
-                    elif layer == 0:
-                        error, off = radius.first(driven[0], stacked[0], last)
-                    else:
-                        gates = driven[0], candidate
-                        error, off = radius.further(layer, gates, before[0], stacked[0], rho, last)
-                    errors.append(error)
-                    if top and layer:
-                        off, r = graph.node("Gather", off, last), graph.node("Gather", r, last)
-                    r = radius.mixed(layer, r, off) if self._residual else off
+                    gates = driven[0], candidate
+                    error, off = radius.further(layer, gates, before[0], stacked[0], rho, last)
+                errors.append(error)
+                if top and layer:
+                    off, r = graph.node("Gather", off, last), graph.node("Gather", r, last)
+                r = radius.mixed(layer, r, off) if self._residual else off
             if top and not every and self._residual:
                 x = graph.node("Gather", x, last)
             x, r = self._above_cell(layer, x, y, r, radius)
@@ -184,10 +176,10 @@ class NetworkWriter:
         first = len(self._architecture.front_tensors()) + layer * self._states
         return state[first : first + self._states]
 
-    def _reshape(self, rows: str, shape: str, width: int) -> str:
+    def _by_time(self, rows: str, shape: str) -> str:
         """(T * B, width) -> (T, B, width)."""
         graph = self._graph
-        return graph.node("Reshape", rows, graph.node("Concat", shape, graph.integers(width), axis=0))
+        return graph.node("Reshape", rows, graph.node("Concat", shape, graph.integers(-1), axis=0))
 
     def _last_rows(self, lengths: str, batch: str) -> str:
         """The flat row of each sequence's last token: (length - 1) * B + b."""

@@ -1,0 +1,223 @@
+"""The engine without HTTP beside a bare loop over the same graphs: what batching, futures, sessions and answers cost.
+
+    python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
+
+Of every bundle, a step from a resident state and a window of its own k, each in three ways that take turns:
+
+- bare: the runner in a loop, a full batch each time, the state fed back, the outputs dropped. One thread.
+- batcher: clients that each wait for a future of their own; states are gathered from the slab and written back to it.
+- engine: the same clients, with sessions, limits, deadlines, predictions, bounds and reports: `Engine.step` and
+  `Engine.predict`.
+
+Twice as many clients as a batch holds: while one half is being computed, the other is being answered. And one client:
+the median time of a request, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import uvloop
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from models.bundle import Bundle
+from service.engine.batch import Work
+from service.engine.batcher import Batcher, Ticket
+from service.engine.engine import Engine
+from service.engine.margin import Margin
+from service.engine.slab import Slab
+from service.engine.types import Mode, PredictRequest, StepRequest
+from service.metrics import Metrics
+from service.runners.onnx import OnnxRunner
+from service.runners.runner import NEXT
+from service.settings import Settings
+from service.stores.memory import MemoryStore
+
+SHIPPED = Path("models/bundles/gated-stable")
+ROLES = ("step", "window")
+WAYS = ("bare", "batcher", "engine")
+BATCH = 64
+CLIENTS = 2 * BATCH
+PATIENCE_S = 60.0
+
+Ask = Callable[[int], Awaitable[object]]
+"""One request of a client, by its number."""
+
+
+class Subject:
+    """One bundle, ready to be asked in every way."""
+
+    def __init__(self, path: Path) -> None:
+        self.bundle = bundle = Bundle.read(path)
+        self.manifest = bundle.manifest
+        self.runner = OnnxRunner(bundle, "cpu", threads=1)
+        settings = Settings(max_batch=BATCH)
+        store = MemoryStore(
+            max(settings.tail_tokens, bundle.manifest.max_window), settings.session_ttl_s, settings.session_budget_bytes
+        )
+        self.engine = Engine(
+            bundle.manifest, bundle.vocabulary, Margin(bundle.weights()), self.runner, store, settings, Metrics()
+        )
+        self.engine.warm_up()
+        self.slab = Slab(bundle.manifest.state, bundle.manifest.architecture.hidden, settings.state_budget_bytes)
+        self.batcher = Batcher(
+            self.runner, self.slab, Metrics(), "batcher", max_batch=BATCH, max_queue=settings.max_queue
+        )
+        random = np.random.default_rng(0)
+        size = bundle.manifest.vocabulary.size
+        self.tokens: NDArray[np.int64] = random.integers(size, size=(CLIENTS, bundle.manifest.window))
+        self.slots = [self.slab.acquire() for _ in range(CLIENTS)]
+
+    async def start(self) -> None:
+        """Opens the clients' sessions."""
+        for client in range(CLIENTS):
+            await self.engine.create_session(f"client-{client}")
+
+    async def close(self) -> None:
+        """Ends every thread."""
+        await self.batcher.close()
+        await self.engine.close()
+
+    def bare(self, role: str, batch: int, seconds: float) -> list[float]:
+        """Seconds of each run of a full batch."""
+        tokens = self.tokens[:batch]
+        if role == "step":
+            feeds = {t.name: np.zeros((batch, *t.shape), np.float32) for t in self.manifest.state}
+            feeds["tokens"] = tokens[:, 0].copy()
+        else:
+            feeds = {"tokens": tokens.copy(), "lengths": np.full(batch, tokens.shape[1])}
+        taken, end = [], time.perf_counter() + seconds
+        while (begun := time.perf_counter()) < end:
+            outputs = self.runner.run("step" if role == "step" else "window", feeds)
+            if role == "step":
+                feeds |= {t.name: outputs[NEXT + t.name] for t in self.manifest.state}
+            taken.append(time.perf_counter() - begun)
+        return taken
+
+    def ask(self, way: str, role: str) -> Ask:
+        """What one client does, over and over."""
+        token, window = [row[:1] for row in self.tokens], list(self.tokens)
+        tuples = [tuple(row.tolist()) for row in self.tokens]
+        slots, submit, engine = self.slots, self.batcher.submit, self.engine
+
+        def by_batcher(client: int) -> Awaitable[object]:
+            if role == "window":
+                return submit(Work("window", window[client]), Ticket())
+            return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
+
+        def by_engine(client: int) -> Awaitable[object]:
+            deadline = asyncio.get_running_loop().time() + PATIENCE_S  # as every request over HTTP has one
+            if role == "window":
+                return engine.predict(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
+            return engine.step(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
+
+        return by_batcher if way == "batcher" else by_engine
+
+    async def rate(self, way: str, role: str, seconds: float) -> float:
+        """Requests per second, all clients asking."""
+        if way == "bare":
+            taken = self.bare(role, BATCH, seconds)
+            return BATCH * len(taken) / sum(taken)
+        ask, answered, end = self.ask(way, role), 0, time.perf_counter() + seconds
+
+        async def client(number: int) -> None:
+            nonlocal answered
+            while time.perf_counter() < end:
+                await ask(number)
+                answered += 1
+
+        begun = time.perf_counter()
+        await asyncio.gather(*map(client, range(CLIENTS)))
+        return answered / (time.perf_counter() - begun)
+
+    async def latency_us(self, way: str, role: str, seconds: float) -> float:
+        """Median of one client's requests."""
+        if way == "bare":
+            return 1e6 * float(np.median(self.bare(role, 1, seconds)))
+        ask, taken, end = self.ask(way, role), [], time.perf_counter() + seconds
+        while (begun := time.perf_counter()) < end:
+            await ask(0)
+            taken.append(time.perf_counter() - begun)
+        return 1e6 * float(np.median(taken))
+
+
+async def measure(path: Path, rounds: int, seconds: float) -> dict[str, object]:
+    """Every way's figure in every round: rates in requests/s, latencies in microseconds."""
+    subject = Subject(path)
+    await subject.start()
+    kinds = {"rate": subject.rate, "latency_us": subject.latency_us}
+    found = {role: {kind: {way: [] for way in WAYS} for kind in kinds} for role in ROLES}
+    for index in range(rounds + 1):
+        for role in ROLES:
+            for kind, one in kinds.items():
+                for way in WAYS:
+                    figure = await one(way, role, seconds)
+                    if index:  # the first round is for warming up
+                        found[role][kind][way].append(figure)
+    await subject.close()
+    architecture = subject.manifest.architecture
+    return {
+        "model": subject.manifest.name,
+        "model_version": subject.manifest.version,
+        "cell": architecture.cell,
+        "vocabulary": subject.manifest.vocabulary.size,
+        "window": subject.manifest.window,
+        "figures": found,
+    }
+
+
+def table(subject: dict[str, object]) -> Table:
+    """Medians, and the least and the most of all rounds."""
+    title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
+    made = Table(title=title)
+    for heading in ("", f"requests/s, {CLIENTS} clients, batch {BATCH}", "of bare", "one client, us"):
+        made.add_column(heading, justify="left" if not heading else "right")
+    for role in ROLES:
+        figures = subject["figures"][role]
+        for way in WAYS:
+            rates, bare = np.array(figures["rate"][way]), np.array(figures["rate"]["bare"])
+            latencies = figures["latency_us"][way]
+            made.add_row(f"{role}, {way}", _spread(rates, ",.0f"), _spread(rates / bare, ".2f"), _spread(latencies))
+    return made
+
+
+def _spread(values: object, form: str = ",.0f") -> str:
+    low, middle, high = np.percentile(values, (0, 50, 100))
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement")
+    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    options = parser.parse_args()
+    found = [uvloop.run(measure(path, options.rounds, options.seconds)) for path in options.bundles]
+    for subject in found:
+        Console(width=120).print(table(subject))
+    if options.json:
+        document = {
+            "batch": BATCH,
+            "clients": CLIENTS,
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, "
+            f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
+            "subjects": found,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
