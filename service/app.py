@@ -7,20 +7,24 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service import middleware
+from service.direct import Direct, Endpoint
 from service.documents import ProblemDocument
 from service.engine.catalog import Catalog
 from service.logs import SERVICE
 from service.metrics import Metrics
-from service.routes import generate, models, ops, predict, sessions
+from service.middleware import Door
+from service.routes import generate, models, ops, predict, score, sessions
 from service.routes.errors import problem
 from service.settings import Settings
 
@@ -31,7 +35,11 @@ DESCRIPTION = (
     "the last k tokens, and how far the two are apart. Every failure is a problem document (RFC 9457)."
 )
 
-ROUTERS = (predict.router, generate.router, sessions.router, models.router, ops.router)
+ROUTERS = (predict.router, score.router, generate.router, sessions.router, models.router, ops.router)
+
+ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
+
+DIRECT: frozenset[Endpoint] = frozenset({sessions.append, predict.predict})
 
 PROBLEM = {
     "description": "any failure, as a problem document (RFC 9457)",
@@ -39,9 +47,26 @@ PROBLEM = {
 }
 
 
+class Application(FastAPI):
+    """FastAPI, which describes every route and calls all but the direct ones: see `service/direct.py`. On either way a
+    request passes one door."""
+
+    def __init__(self, *, door: Middleware, direct: Direct, **described: Any) -> None:
+        super().__init__(middleware=[door], **described)
+        self.direct = direct
+        self.answer_directly: ASGIApp = door.cls(direct, *door.args, **door.kwargs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.direct.takes(scope):
+            scope["app"] = self
+            await self.answer_directly(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
 def create_app(
     settings: Settings, catalog: Catalog, metrics: Metrics, on_load_failure: Callable[[Exception], None]
-) -> FastAPI:
+) -> Application:
     """The application around a catalog that is not loaded yet.
 
     It answers at once, and takes requests for models once they are loaded, verified and warmed up. If that fails,
@@ -67,17 +92,19 @@ def create_app(
         if catalog.status != "draining":  # else the server has begun to close it, and waits no longer than it may
             await catalog.close()
 
-    app = FastAPI(
-        title="Wane",
-        version=VERSION,
-        description=DESCRIPTION,
-        lifespan=lifespan,
-        middleware=middleware.stack(
+    app = Application(
+        door=Middleware(
+            Door,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_ms=settings.request_timeout_ms,
             envelope=problem,
             metrics=metrics,
         ),
+        direct=Direct(ROUTES, DIRECT),
+        title="Wane",
+        version=VERSION,
+        description=DESCRIPTION,
+        lifespan=lifespan,
         exception_handlers={HTTPException: answer_problem},
         responses={"default": PROBLEM},
         redirect_slashes=False,
@@ -99,6 +126,6 @@ async def answer_problem(request: Request, error: Exception) -> Response:
 
 def methods_at(request: Request) -> set[str]:
     """The methods of every route at the request's path; the framework itself tells of the first route's only."""
-    routes = chain(request.app.routes, *(router.routes for router in ROUTERS))
+    routes = chain(request.app.routes, ROUTES)
     here = (one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE)
     return {method for route in here for method in route.methods or ()}

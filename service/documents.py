@@ -90,7 +90,7 @@ class AnswerDocument(ModelDocument):
     error_bound: ErrorBound
     state_error_bound: StateErrorBound
     top1_proved: bool
-    modes: NotRequired[dict[Mode, ModeDocument]]
+    modes: NotRequired[dict[str, ModeDocument]]
     agreement: NotRequired[AgreementDocument]
     session: NotRequired[str]
     position: NotRequired[int]

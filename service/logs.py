@@ -7,6 +7,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+import orjson
+
 ACCESS = logging.getLogger("wane.access")
 SERVICE = logging.getLogger("wane")
 
@@ -24,7 +26,10 @@ class JsonFormatter(logging.Formatter):
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        try:
+            return orjson.dumps(line, default=str).decode()
+        except TypeError:  # half of a surrogate pair, which is no UTF-8
+            return json.dumps(line, default=str)
 
 
 def configure(level: str) -> None:
@@ -33,3 +38,12 @@ def configure(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel("WARNING")  # what it has to say of starts and stops, the server says itself
+    # No line tells a thread, a process or a task: a record need not look for them.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+def log_access(fields: dict[str, object]) -> None:
+    """The line of a request that is over: `ACCESS.info`, without a search for where in the code it was called."""
+    if ACCESS.isEnabledFor(logging.INFO):
+        extra = {"fields": fields}
+        ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, "request", (), None, extra=extra))

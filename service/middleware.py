@@ -1,12 +1,11 @@
-"""Pure ASGI middleware: each class wraps the next application and sees every HTTP request once.
+"""The door: the one piece of middleware, pure ASGI, that every HTTP request passes once, in and out.
 
-`stack` builds them in their order, outermost first:
+In:   its id (x-request-id, traceparent), its deadline (x-request-timeout-ms), the limit of its body (413, declared or
+      counted).
+Out:  x-request-id, an answer for whatever was raised, the metrics, and one line in the access log, whatever became of
+      it.
 
-    Identity     names the request: x-request-id in and out, traceparent
-    AccessLog    one JSON line a request, whatever became of it
-    Failures     turns what was raised below into an answer; nothing escapes but after the first byte
-    Deadline     x-request-timeout-ms
-    BodyLimit    413, declared or counted
+It is one class, because every layer costs every message of every request a call.
 """
 
 from __future__ import annotations
@@ -14,26 +13,25 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import getrandbits
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import InvalidRequest, TooLarge, Unavailable, shown
-from service.logs import ACCESS
+from service.logs import log_access
 from service.metrics import Metrics
 
 Envelope = Callable[[Scope, Exception], Response]
 """Turns a failure into the answer of the protocol that the request's path speaks."""
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are one label
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 TIMEOUT_HEADER = "x-request-timeout-ms"
+HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 
 
@@ -41,189 +39,144 @@ LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 class Context:
     """What the server knows of one request beside its body.
 
-    `deadline` is in seconds on the event loop's clock; `fields` is what a route adds to the access log.
+    `headers`: by lower-case name, the first of each. `deadline` is in seconds on the event loop's clock; `fields` is
+    what a route adds to the access log.
     """
 
     request_id: str
-    trace_id: str | None
+    trace_id: str | None = None
+    headers: dict[bytes, bytes] = field(default_factory=dict)
     deadline: float | None = None
     fields: dict[str, object] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, scope: Scope) -> Context:
+        """A request's id is the client's `x-request-id`, else its trace's id, else a new one."""
+        headers = dict(reversed(scope["headers"]))
+        traceparent = headers.get(b"traceparent")
+        trace = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
+        trace_id = None if trace is None else trace[1].decode()
+        given = headers.get(b"x-request-id")
+        if given is not None and REQUEST_ID.fullmatch(given):
+            request_id = given.decode()
+        else:
+            request_id = trace_id or f"{getrandbits(128):032x}"
+        return cls(request_id, trace_id, headers)
+
+    def header(self, name: str) -> str | None:
+        """The value of the first header of this lower-case name."""
+        value = self.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
 
 def context(scope: Scope) -> Context:
-    """The context that `Identity` gave to this request."""
+    """The context that the door gave to this request."""
     found = scope["wane.context"]
-    assert isinstance(found, Context), "this is a bug: Identity is outermost"
+    assert isinstance(found, Context), "this is a bug: every request comes through the door"
     return found
 
 
-def stack(*, max_body_bytes: int, request_timeout_ms: float, envelope: Envelope, metrics: Metrics) -> list[Middleware]:
-    """The whole of the middleware, outermost first."""
-    return [
-        Middleware(Identity),
-        Middleware(AccessLog, metrics=metrics),
-        Middleware(Failures, envelope=envelope),
-        Middleware(Deadline, default_ms=request_timeout_ms),
-        Middleware(BodyLimit, max_bytes=max_body_bytes),
-    ]
+class Door:
+    """Wraps an application; see the module's text.
 
+    `max_body_bytes` is the longest body; `request_timeout_ms` the deadline of requests that name none: a client may
+    shorten it, not lengthen it. After the first byte of an answer no other is possible: then what was raised goes on,
+    and the server cuts the connection. A request that the server cancels, because it waits for nobody any more, is
+    answered too, with 503.
+    """
 
-class Identity:
-    """Gives the request its id: the client's `x-request-id`, else its trace's id, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, request_timeout_ms: float, envelope: Envelope, metrics: Metrics
+    ) -> None:
         self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        trace = TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-        trace_id = trace[1] if trace else None
-        request_id = headers.get("x-request-id", "")
-        if not REQUEST_ID.fullmatch(request_id):
-            request_id = trace_id or uuid.uuid4().hex
-        scope["wane.context"] = Context(request_id, trace_id)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        await self.app(scope, receive, send_with_id)
-
-
-class AccessLog:
-    """Logs and counts a request when it is over; its status is 499 where the client left before an answer began."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.request_timeout_ms = request_timeout_ms
+        self.envelope = envelope
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = time.perf_counter()
-        status = 499
+        started_s = time.perf_counter()
+        here = scope["wane.context"] = Context.of(scope)
+        status: int | None = None
         sent_bytes = 0
 
-        async def counted_send(message: Message) -> None:
+        async def send_out(message: Message) -> None:
             nonlocal status, sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", here.request_id.encode())]
             else:
                 sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self.app(scope, receive, counted_send)
-        finally:
-            self.record(scope, status, sent_bytes, time.perf_counter() - started)
-
-    def record(self, scope: Scope, status: int, sent_bytes: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
-        method = scope["method"] if scope["method"] in METHODS else "other"
-        self.metrics.http_requests.labels(route, method, str(status)).inc()
-        self.metrics.http_request_seconds.labels(route).observe(seconds)
-        here = context(scope)
-        client = scope.get("client")
-        fields: dict[str, object] = {
-            "request_id": here.request_id,
-            "trace_id": here.trace_id,
-            "client": client[0] if client else None,
-            "method": scope["method"][:LOGGED_CHARACTERS],
-            "path": scope["path"][:LOGGED_CHARACTERS],
-            "status": status,
-            "bytes": sent_bytes,
-            "duration_ms": round(seconds * 1000, 3),
-            **here.fields,
-        }
-        ACCESS.info("request", extra={"fields": fields})
-
-
-class Failures:
-    """Answers for whatever was raised below, through the envelope of the path's protocol; a request that is cancelled
-    is answered too, with 503.
-
-    After the first byte no answer is possible: the exception goes on, and the server cuts the connection.
-    """
-
-    def __init__(self, app: ASGIApp, envelope: Envelope) -> None:
-        self.app = app
-        self.envelope = envelope
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched_send)
+            here.deadline = self.deadline(here)
+            await self.app(scope, self.bounded(here, receive), send_out)
         except (Exception, asyncio.CancelledError) as error:
-            if started:
+            if status is not None:
                 raise
-            if isinstance(error, asyncio.CancelledError):  # by the server, which waits for nobody any more
+            if isinstance(error, asyncio.CancelledError):
                 error = Unavailable("the server is stopping")
-            await self.envelope(scope, error)(scope, receive, send)
+            await self.envelope(scope, error)(scope, receive, send_out)
+        finally:
+            self.record(scope, here, status or HUNG_UP, sent_bytes, time.perf_counter() - started_s)
 
+    def deadline(self, here: Context) -> float:
+        """When the answer is no longer wanted. Raises InvalidRequest for a timeout that is none."""
+        timeout_ms = self.request_timeout_ms
+        asked = here.header(TIMEOUT_HEADER)
+        if asked is not None:
+            if not re.fullmatch(r"[0-9]{1,9}", asked) or int(asked) == 0:
+                raise InvalidRequest(
+                    f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(asked)}",
+                    TIMEOUT_HEADER,
+                )
+            timeout_ms = min(int(asked), timeout_ms)
+        return asyncio.get_running_loop().time() + timeout_ms / 1000
 
-class Deadline:
-    """Sets the request's deadline from `x-request-timeout-ms`; a client may shorten the default, not lengthen it."""
+    def bounded(self, here: Context, receive: Receive) -> Receive:
+        """`receive`, which raises TooLarge where the body goes on over the limit; at once where it says that it will.
 
-    def __init__(self, app: ASGIApp, default_ms: float) -> None:
-        self.app = app
-        self.default_ms = default_ms
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            asked = Headers(scope=scope).get(TIMEOUT_HEADER)
-            timeout_ms = self.default_ms if asked is None else min(self.parse(asked), self.default_ms)
-            context(scope).deadline = asyncio.get_running_loop().time() + timeout_ms / 1000
-        await self.app(scope, receive, send)
-
-    @staticmethod
-    def parse(text: str) -> float:
-        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-            raise InvalidRequest(
-                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(text)}",
-                TIMEOUT_HEADER,
-            )
-        return float(text)
-
-
-class BodyLimit:
-    """Refuses a body over `max_bytes`: at once where its length is declared, else when the count passes it."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.max_bytes:
-            raise self.refusal(f"is {declared} bytes")
+        A body of declared length is not counted again: the server reads no more of it than that.
+        """
+        declared = here.headers.get(b"content-length", b"")
+        if declared.isdigit():
+            if int(declared) > self.max_body_bytes:
+                raise self.too_large(f"is {declared.decode()} bytes")
+            return receive
         received = 0
 
         async def counted_receive() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self.max_bytes:
-                raise self.refusal("goes on")
+            if received > self.max_body_bytes:
+                raise self.too_large("goes on")
             return message
 
-        await self.app(scope, counted_receive, send)
+        return counted_receive
 
-    def refusal(self, what: str) -> TooLarge:
-        return TooLarge(f"the body {what}; at most {self.max_bytes} bytes are taken")
+    def too_large(self, what: str) -> TooLarge:
+        return TooLarge(f"the body {what}; at most {self.max_body_bytes} bytes are taken")
+
+    def record(self, scope: Scope, here: Context, status: int, sent_bytes: int, seconds: float) -> None:
+        """Counts and logs a request that is over."""
+        method, client = scope["method"], scope.get("client")
+        route = getattr(scope.get("route"), "path", "unmatched")
+        self.metrics.count_request(route, method if method in METHODS else "other", status, seconds)
+        log_access(
+            {
+                "request_id": here.request_id,
+                "trace_id": here.trace_id,
+                "client": client[0] if client else None,
+                "method": method[:LOGGED_CHARACTERS],
+                "path": scope["path"][:LOGGED_CHARACTERS],
+                "status": status,
+                "bytes": sent_bytes,
+                "duration_ms": round(seconds * 1000, 3),
+                **here.fields,
+            }
+        )

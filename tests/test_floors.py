@@ -34,7 +34,7 @@ TORCH_MODELS = (
     "models/parallel_scan",
     "models/export/",
 )
-HTTP = ("service/app", "service/middleware", "service/routes/", "service/schemas")
+HTTP = ("service/app", "service/direct", "service/middleware", "service/routes/", "service/schemas")
 CLIENTS = ("service/client", "service/compare", "service/console", "service/plot")
 
 ONLY_IN = {

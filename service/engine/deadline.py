@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
+from service.alarms import Alarm, alarms
 from service.errors import DeadlineExceeded
 
 
-@asynccontextmanager
-async def until(deadline: float | None) -> AsyncIterator[None]:
+class until:  # noqa: N801  (read as `async with until(deadline)`)
     """Cancels the body of the `async with` at `deadline`, seconds on the event loop's clock, and raises
-    DeadlineExceeded in its place. None is never."""
-    timeout = asyncio.timeout_at(deadline)
-    try:
-        async with timeout:
-            yield
-    except TimeoutError as error:
-        if timeout.expired():
-            raise DeadlineExceeded("the deadline passed before the answer was there") from error
-        raise
+    DeadlineExceeded in its place, with the message `why`. None is never.
+
+    What `asyncio.timeout_at` does, on a coarser clock that costs a request less.
+    """
+
+    __slots__ = ("_alarm", "_cancelled_before", "_deadline", "_rang", "_task", "_why")
+
+    def __init__(self, deadline: float | None, why: str = "the deadline passed before the answer was there") -> None:
+        self._deadline = deadline
+        self._why = why
+        self._rang = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "this is a bug: a deadline is always some task's"
+        self._task = task
+        self._cancelled_before = task.cancelling()
+        self._alarm: Alarm | None = None if self._deadline is None else alarms().at(self._deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._rang = True
+        self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._rang and self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
+            raise DeadlineExceeded(self._why) from error

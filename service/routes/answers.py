@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 
-from pydantic_core import to_json
+import orjson
+from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from service.documents import (
@@ -25,6 +26,8 @@ from service.documents import (
     PercentilesDocument,
     PredictionDocument,
     ScoreDocument,
+    ScoredTokensDocument,
+    ScoreSummaryDocument,
     SessionDocument,
 )
 from service.engine.engine import Engine
@@ -40,6 +43,8 @@ from service.engine.types import (
     Percentiles,
     Prediction,
     Score,
+    ScoredTokens,
+    ScoreSummary,
     SessionView,
 )
 
@@ -48,8 +53,13 @@ EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
 
 
 def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A document as an answer. Every number in it is finite: JSON has no others."""
-    return Response(to_json(document), status, headers, media_type="application/json")
+    """A document as an answer."""
+    return Response(encode(document), status, headers, media_type="application/json")
+
+
+def encode(document: Mapping[str, object]) -> bytes:
+    """A document as JSON. Every number in it is finite: JSON has no others."""
+    return orjson.dumps(document, default=to_jsonable_python)
 
 
 def model(engine: Engine) -> ModelDocument:
@@ -101,7 +111,7 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
     }
     if given.modes is not None:
         document["modes"] = {
-            mode: {
+            mode.value: {
                 "predictions": [prediction(one) for one in part.predictions],
                 "latency": latency(part.latency),
             }
@@ -149,12 +159,24 @@ def _percentiles(given: Percentiles) -> PercentilesDocument:
 
 
 def score(engine: Engine, tokens: tuple[int, ...], given: Score) -> ScoreDocument:
+    return {**score_summary(engine, given.summary), "tokens": list(tokens), "logprobs": list(given.logprobs)}
+
+
+def scored(tokens: tuple[int, ...], given: ScoredTokens) -> ScoredTokensDocument:
+    end = given.position + len(given.logprobs)
+    return {
+        "position": given.position,
+        "tokens": list(tokens[given.position : end]),
+        "logprobs": list(given.logprobs),
+    }
+
+
+def score_summary(engine: Engine, given: ScoreSummary) -> ScoreSummaryDocument:
     return {
         **model(engine),
-        "tokens": list(tokens),
-        "logprobs": list(given.logprobs),
         "perplexity": given.perplexity,
         "chunks": given.chunks,
+        "warm_up": given.warm_up,
         "rounds": given.rounds,
         "max_residual": given.max_residual,
         "state": Origin.FULL,

@@ -28,6 +28,11 @@ def deadline(request: Request) -> float | None:
     return context(request.scope).deadline
 
 
+def header(request: Request, name: str) -> str | None:
+    """The value of a header, by its lower-case name."""
+    return context(request.scope).header(name)
+
+
 def note_model(request: Request, engine: Engine) -> None:
     """Adds the model to the request's line in the access log."""
     context(request.scope).fields["model"] = engine.name

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.errors import SHOWN_CHARACTERS, DeadlineExceeded, InvalidRequest, NotJson
+from service.errors import SHOWN_CHARACTERS, Abandoned, InvalidRequest, NotJson
 from service.middleware import context
 from service.routes.errors import invalid_request
 from service.schemas import Body
@@ -19,12 +19,27 @@ B = TypeVar("B", bound=Body)
 
 
 async def decode(request: Request, model: type[B]) -> B:
-    """The body as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded."""
-    try:
-        async with asyncio.timeout_at(context(request.scope).deadline):
-            raw = await request.body()
-    except TimeoutError as error:
-        raise DeadlineExceeded("the deadline passed while the body was still coming in") from error
+    """The body as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded, Abandoned."""
+    async with until(context(request.scope).deadline, "the deadline passed while the body was still coming in"):
+        raw = await _body(request)
+    return parse(raw, model)
+
+
+async def _body(request: Request) -> bytes:
+    """All of the body; for most requests it is one message."""
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Abandoned("the client hung up before its request was read")
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def parse(raw: bytes | str, model: type[B]) -> B:
+    """JSON as `model`. Raises NotJson, InvalidRequest."""
     try:
         document = from_json(raw)
     except ValueError as error:
@@ -42,12 +57,14 @@ async def decode(request: Request, model: type[B]) -> B:
         raise invalid_request(error.errors(include_url=False, include_input=False)) from error
 
 
-async def tokens_of(engine: Engine, given: str | list[int], deadline: float | None) -> tuple[int, ...]:
-    """Token ids of text, or the ids themselves. Raises TooLarge, DeadlineExceeded, and InvalidRequest for text without
-    a token in it."""
+async def tokens_of(
+    engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
+) -> tuple[int, ...]:
+    """Token ids of text, or the ids themselves; a `document` is only scored, and may be longer than another input.
+    Raises TooLarge, DeadlineExceeded, and InvalidRequest for text without a token in it."""
     if isinstance(given, list):
         return tuple(given)
-    tokens = await engine.encode(given, deadline)
+    tokens = await engine.encode(given, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
     return tokens

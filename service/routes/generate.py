@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from fastapi import APIRouter
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
@@ -97,4 +96,4 @@ class EventStream(StreamingResponse):
 
 def event(name: str, document: Mapping[str, object]) -> bytes:
     """One server-sent event. JSON holds no raw line break, so that one `data:` line is enough."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), to_json(document))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), answers.encode(document))

@@ -13,7 +13,7 @@ from service.documents import AnswerDocument, SessionDocument
 from service.engine.types import StepRequest
 from service.errors import InvalidRequest, shown
 from service.routes import answers
-from service.routes.context import catalog, deadline, note_answer, note_model
+from service.routes.context import catalog, deadline, header, note_answer, note_model
 from service.routes.decode import decode, headers, json_body, tokens_of
 from service.routes.hangup import until_hangup
 from service.schemas import RewindBody, SessionBody, StepBody
@@ -70,7 +70,7 @@ async def append(request: Request, session: SessionId) -> Response:
             tokens=await tokens_of(engine, body.sequence, deadline(request)),
             mode=body.mode,
             expected_position=position,
-            idempotency_key=request.headers.get(IDEMPOTENCY_KEY),
+            idempotency_key=header(request, IDEMPOTENCY_KEY),
             top_k=body.top_k,
             deadline=deadline(request),
         )
@@ -81,17 +81,17 @@ async def append(request: Request, session: SessionId) -> Response:
 
 def _position(request: Request, body: StepBody) -> int | None:
     """Where the step says that it starts, in its body or in a header. Raises InvalidRequest if the two differ."""
-    header = request.headers.get(POSITION)
-    if header is None:
+    given = header(request, POSITION)
+    if given is None:
         return body.expected_position
-    if not re.fullmatch("[0-9]{1,15}", header):
-        raise InvalidRequest(f"{POSITION} must be a whole number, not {shown(header)}", POSITION)
-    if body.expected_position not in (None, int(header)):
+    if not re.fullmatch("[0-9]{1,15}", given):
+        raise InvalidRequest(f"{POSITION} must be a whole number, not {shown(given)}", POSITION)
+    if body.expected_position not in (None, int(given)):
         raise InvalidRequest(
-            f"expected_position is {body.expected_position}, but the header {POSITION} says {header}",
+            f"expected_position is {body.expected_position}, but the header {POSITION} says {given}",
             "expected_position",
         )
-    return int(header)
+    return int(given)
 
 
 @router.post("/{session}/rewind", response_model=SessionDocument, openapi_extra=json_body(RewindBody))

@@ -1,0 +1,63 @@
+"""Coarse timers: cheap to set and cheap to take back, for what hardly ever comes to pass.
+
+Every request has a deadline and a client that may hang up, and next to none of them meets either. A timer of the event
+loop costs a request more than its decoding; here it is one entry of a set, and the loop has one timer for all that ring
+within the same hundredth of a second. An alarm rings up to that much late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+TICK_S = 0.01
+
+
+class Alarm:
+    """Calls `ring` once, on the event loop, unless it is taken back before."""
+
+    __slots__ = ("_others", "ring")
+
+    def __init__(self, ring: Callable[[], None], others: set[Alarm]) -> None:
+        self.ring = ring
+        self._others = others
+        others.add(self)
+
+    def cancel(self) -> None:
+        """Takes it back; nothing happens where it has rung."""
+        self._others.discard(self)
+
+
+class Alarms:
+    """The alarms of one event loop, by the tick in which they ring."""
+
+    def __init__(self) -> None:
+        self._ticks: dict[int, set[Alarm]] = {}
+
+    def at(self, when: float, ring: Callable[[], None]) -> Alarm:
+        """`when` is seconds on the event loop's clock; what has passed rings in the loop's next turn."""
+        tick = math.ceil(when / TICK_S)
+        alarms = self._ticks.get(tick)
+        if alarms is None:
+            alarms = self._ticks[tick] = set()
+            asyncio.get_running_loop().call_at(tick * TICK_S, self._ring, tick)
+        return Alarm(ring, alarms)
+
+    def _ring(self, tick: int) -> None:
+        alarms = self._ticks.pop(tick)
+        while alarms:
+            alarms.pop().ring()
+
+
+_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarms] = WeakKeyDictionary()
+
+
+def alarms() -> Alarms:
+    """Those of the running event loop."""
+    loop = asyncio.get_running_loop()
+    found = _of_loop.get(loop)
+    if found is None:
+        found = _of_loop[loop] = Alarms()
+    return found
