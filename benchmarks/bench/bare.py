@@ -1,0 +1,68 @@
+"""The ceiling of the model: a loop around onnxruntime, one thread, batches full, nothing done with what comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from benchmarks.bench.open_loop import summary
+from benchmarks.bench.results import Timed
+
+NEXT = "next."
+Feeds = dict[str, NDArray[np.generic]]
+
+
+def open_graph(path: Path) -> onnxruntime.InferenceSession:
+    """With the threads that Wane and the peers' servers use."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callable[[float], Timed]:
+    """One token for each of `batch` sessions a run, the states fed back."""
+    session = open_graph(bundle / "step.onnx")
+    tokens = np.random.default_rng(seed).integers(vocabulary, size=(256, batch))
+    states: Feeds = {
+        value.name: np.zeros((batch, *value.shape[1:]), np.float32)
+        for value in session.get_inputs()
+        if value.name != "tokens"
+    }
+    names = [output.name for output in session.get_outputs()]
+
+    def run(index: int) -> None:
+        outputs = dict(zip(names, session.run(names, {"tokens": tokens[index % 256], **states}), strict=True))
+        states.update({name: outputs[NEXT + name] for name in states})
+
+    return lambda seconds: loop(run, seconds)
+
+
+def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed: int) -> Callable[[float], Timed]:
+    """`batch` windows a run."""
+    session = open_graph(bundle / "window.onnx")
+    tokens = np.random.default_rng(seed).integers(vocabulary, size=(16, batch, window))
+    lengths = np.full(batch, window)
+
+    def run(index: int) -> None:
+        session.run(None, {"tokens": tokens[index % 16], "lengths": lengths})
+
+    return lambda seconds: loop(run, seconds)
+
+
+def loop(run: Callable[[int], None], seconds: float) -> Timed:
+    """Over and over, for at least that long."""
+    taken: list[float] = []
+    begun = last = time.perf_counter()
+    while last - begun < seconds:
+        run(len(taken))
+        now = time.perf_counter()
+        taken.append(now - last)
+        last = now
+    return summary(taken, last - begun)

@@ -1,0 +1,133 @@
+"""HTTP/1.1 and WebSocket over plain sockets: no more than a load needs, so that the client leaves the cores alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from base64 import b64encode
+
+READ_AT_ONCE = 65536
+TEXT, CLOSE, PING, PONG = 0x1, 0x8, 0x9, 0xA
+
+
+class BadAnswer(Exception):
+    """A server answered what it should not have; the message has the beginning of it."""
+
+
+def connect(port: int) -> socket.socket:
+    """A connection to this machine that sends at once."""
+    connected = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def http_request(path: str, body: str) -> bytes:
+    """A POST of JSON on a connection that is kept."""
+    data = body.encode()
+    head = (
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        f"content-length: {len(data)}",
+    )
+    return "\r\n".join((*head, "", "")).encode() + data
+
+
+class HttpAnswers:
+    """The answers that arrive on one connection. Bodies have a content-length: nothing else is understood."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def receive(self, data: bytes) -> bytes | None:
+        """The body of the answer that `data` completes, or None. Raises BadAnswer where it is not a 2xx."""
+        if not data:
+            raise BadAnswer("the server closed the connection")
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0:
+            return None
+        head = bytes(self._received[:end]).lower()
+        _, named, length = head.partition(b"\r\ncontent-length:")
+        if not named:
+            raise BadAnswer(f"an answer without content-length: {head[:300]!r}")
+        whole = end + 4 + int(length.partition(b"\r\n")[0])
+        if len(self._received) < whole:
+            return None
+        body = bytes(self._received[end + 4 : whole])
+        del self._received[:whole]
+        if not head.startswith(b"http/1.1 2"):
+            raise BadAnswer(f"answered {head[:12].decode()}: {body[:300]!r}")
+        return body
+
+
+class WebSocket:
+    """One WebSocket, opened; messages are text, unfragmented, and pings are answered."""
+
+    def __init__(self, port: int, path: str) -> None:
+        """Raises BadAnswer where the server does not switch protocols."""
+        self.socket = connect(port)
+        key = b64encode(os.urandom(16)).decode()
+        self.socket.sendall(
+            f"GET {path} HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: Upgrade\r\n"
+            f"sec-websocket-key: {key}\r\nsec-websocket-version: 13\r\n\r\n".encode()
+        )
+        received = b""
+        while b"\r\n\r\n" not in received:
+            data = self.socket.recv(READ_AT_ONCE)
+            received += data
+            if not data:
+                raise BadAnswer(f"no WebSocket at {path}: {received[:300]!r}")
+        head, _, rest = received.partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 101"):
+            raise BadAnswer(f"no WebSocket at {path}: {head[:300]!r}")
+        self._received = bytearray(rest)
+
+    def send(self, frame: bytes) -> None:
+        """A frame made by `text_frame`."""
+        self.socket.sendall(frame)
+
+    def receive(self) -> bytes | None:
+        """Reads once: the message that is now complete, or None. Raises BadAnswer where the server closed."""
+        data = self.socket.recv(READ_AT_ONCE)
+        if not data:
+            raise BadAnswer("the server closed the connection")
+        self._received += data
+        while (frame := self._frame()) is not None:
+            kind, payload = frame
+            if kind == TEXT:
+                return payload
+            if kind == PING:
+                self.socket.sendall(_frame(PONG, payload))
+            elif kind == CLOSE:
+                raise BadAnswer(f"the server closed the WebSocket: {payload!r}")
+        return None
+
+    def _frame(self) -> tuple[int, bytes] | None:
+        """The first frame, taken off what was received: its opcode and payload."""
+        held = self._received
+        if len(held) < 2:
+            return None
+        length, start = held[1] & 0x7F, 2
+        if length >= 126:
+            code, start = ("!H", 4) if length == 126 else ("!Q", 10)
+            if len(held) < start:
+                return None
+            (length,) = struct.unpack_from(code, held, 2)
+        if len(held) < start + length:
+            return None
+        kind, payload = held[0] & 0xF, bytes(held[start : start + length])
+        del held[: start + length]
+        return kind, payload
+
+
+def text_frame(text: str) -> bytes:
+    """A client's text frame. Clients must mask; a mask of zeros changes nothing and costs nothing."""
+    return _frame(TEXT, text.encode())
+
+
+def _frame(kind: int, payload: bytes) -> bytes:
+    if len(payload) > 125:
+        raise ValueError(f"{len(payload)} bytes in one frame, but a load's messages have 125 at most")
+    return bytes([0x80 | kind, 0x80 | len(payload), 0, 0, 0, 0]) + payload

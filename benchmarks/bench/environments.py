@@ -1,0 +1,37 @@
+"""One virtual environment for each peer: their dependencies exclude each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.bench.contenders import ENVIRONMENTS, Contender
+
+INSTALLED = ".installed.txt"
+
+
+class NotInstalled(Exception):
+    """A peer's environment could not be made; the message has pip's last words."""
+
+
+def install(contender: Contender) -> None:
+    """Makes the environment that this one runs in, where it is missing or its requirements have changed.
+
+    Raises NotInstalled.
+    """
+    if contender.requirements is None:
+        return
+    wanted = contender.requirements.read_text(encoding="utf-8")
+    folder = ENVIRONMENTS / contender.name
+    stamp = folder / INSTALLED
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [*pip, "--requirement", str(contender.requirements)],
+    ):
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise NotInstalled(f"{contender.title}: {' '.join(command)} failed: {ended.stderr[-1000:]}")
+    stamp.write_text(wanted, encoding="utf-8")

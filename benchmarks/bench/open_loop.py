@@ -1,0 +1,85 @@
+"""Open loop over HTTP: requests are sent when they are due, whether or not earlier ones have been answered.
+
+A latency is from when its request was due: a server that stalls is charged for all that came due meanwhile, and so is
+the generator where it is late itself (told apart as `lag_p99_ms`). The wait is `select`'s, whose timeout is not rounded
+to milliseconds as `epoll`'s is in Python.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect
+from benchmarks.bench.results import Timed
+
+CONNECTIONS = 64
+PATIENCE_S = 10.0
+
+
+def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
+    """When requests are due, in seconds from the beginning: `rate` a second on average, each on its own."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, size=max(1, int(rate * seconds)))
+    return np.cumsum(gaps)
+
+
+def drive(port: int, requests: Iterator[bytes], due: NDArray[np.float64], connections: int = CONNECTIONS) -> Timed:
+    """Sends one of `requests` at each time of `due`, on whichever connection is free, in order.
+
+    Where none is free, a request waits for one, and its latency counts that. Raises BadAnswer where one is not
+    answered by a 2xx, or not within ten seconds.
+    """
+    opened = [connect(port) for _ in range(connections)]
+    try:
+        return _drive(opened, requests, due.tolist())
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+def _drive(opened: list[socket.socket], requests: Iterator[bytes], due: list[float]) -> Timed:
+    answers = {connection: HttpAnswers() for connection in opened}
+    idle, waiting = list(opened), deque(due)
+    asked: dict[socket.socket, float] = {}
+    latencies: list[float] = []
+    lags: list[float] = []
+    begun = time.perf_counter()
+    while waiting or asked:
+        now = time.perf_counter() - begun
+        while waiting and idle and waiting[0] <= now:
+            connection, intended = idle.pop(), waiting.popleft()
+            asked[connection] = intended
+            lags.append(time.perf_counter() - begun - intended)
+            connection.sendall(next(requests))
+        timeout = PATIENCE_S
+        if waiting and idle:
+            timeout = max(0.0, waiting[0] - (time.perf_counter() - begun))
+        readable = select.select(asked, [], [], timeout)[0]
+        if not readable and timeout == PATIENCE_S:
+            raise BadAnswer(f"{len(asked)} requests were not answered within {PATIENCE_S:.0f} s")
+        for connection in readable:
+            if answers[connection].receive(connection.recv(READ_AT_ONCE)) is not None:
+                latencies.append(time.perf_counter() - begun - asked.pop(connection))
+                idle.append(connection)
+    return summary(latencies, time.perf_counter() - begun, lags)
+
+
+def summary(latencies: list[float], seconds: float, lags: list[float] | None = None) -> Timed:
+    """Of latencies and lags in seconds."""
+    p50, p90, p99, longest = (float(value) for value in np.percentile(np.array(latencies) * 1e3, (50, 90, 99, 100)))
+    lag = float(np.percentile(lags, 99) * 1e3) if lags else None
+    return Timed(
+        requests=len(latencies),
+        seconds=seconds,
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        longest_ms=longest,
+        lag_p99_ms=lag,
+    )

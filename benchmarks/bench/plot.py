@@ -1,0 +1,88 @@
+"""A run as a figure: what each contender answers in a second, and how long one client waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.bench.contenders import BARE, HANDLER, WANE, contenders, peer_names
+from benchmarks.bench.results import Results, Spread
+from benchmarks.bench.targets import Figure, p50, rate
+
+OURS, THEIRS, CEILING = "#1f77b4", "#b0b0b0", "#e8c07d"
+
+Bar = tuple[str, Spread, str]
+
+
+def save(results: Results, path: Path) -> None:
+    """One row for each model: throughput on the left, one client's latency on the right; whiskers are the rounds."""
+    models = list(results.figures)
+    figure, rows = plt.subplots(
+        len(models), 2, figsize=(11, 0.8 + 3.5 * len(models)), layout="constrained", squeeze=False
+    )
+    for (left, right), model in zip(rows, models, strict=True):
+        _bars(left, throughput(results, model), "{:,.0f}")
+        left.set(title=f"{model}: next tokens answered a second", xlabel="a second (log scale)")
+        _bars(right, latency(results, model), "{:.2g}")
+        right.set(title=f"{model}: one client's wait for a next token", xlabel="p50, ms (log scale)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def throughput(results: Results, model: str) -> list[Bar]:
+    """Tokens and windows a second, Wane's ways first."""
+    wanted = [
+        (WANE, "batched-64", "Wane, session, 64 steps a call", OURS),
+        (WANE, "websocket-64", "Wane, session, 64 WebSockets", OURS),
+        (WANE, "session-64", "Wane, session, 64 connections", OURS),
+        (WANE, "window-64", "Wane, window of 64", OURS),
+        *((name, "window-64", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
+        (HANDLER, "handler-64", "ceiling of HTTP: trivial FastAPI", CEILING),
+        (BARE, "step-64", "ceiling of the model: bare loop, step", CEILING),
+        (BARE, "window-batch-64", "ceiling of the model: bare loop, window", CEILING),
+    ]
+    return _measured(results, model, wanted, rate)
+
+
+def latency(results: Results, model: str) -> list[Bar]:
+    """Median wait of a client that is alone."""
+    wanted = [
+        (WANE, "session-1", "Wane, session", OURS),
+        (WANE, "window-1", "Wane, window of 64", OURS),
+        *((name, "window-1", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
+        (HANDLER, "handler-1", "trivial FastAPI", CEILING),
+        (BARE, "step-1", "bare loop, step", CEILING),
+        (BARE, "window-batch-1", "bare loop, window", CEILING),
+    ]
+    return _measured(results, model, wanted, p50)
+
+
+def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, str]], figure: Figure) -> list[Bar]:
+    spreads = [(label, results.spread(model, name, load, figure), colour) for name, load, label, colour in wanted]
+    return [(label, spread, colour) for label, spread, colour in spreads if spread is not None]
+
+
+def _bars(axes: Axes, bars: list[Bar], form: str) -> None:
+    for index, (_, spread, colour) in enumerate(bars):
+        whisker = [[spread.median - spread.smallest], [spread.largest - spread.median]]
+        axes.barh(index, spread.median, color=colour, xerr=whisker, error_kw={"linewidth": 1, "capsize": 2})
+        axes.annotate(
+            form.format(spread.median),
+            (spread.largest, index),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.15)
+    axes.grid(axis="x", alpha=0.3)

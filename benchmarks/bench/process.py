@@ -1,0 +1,119 @@
+"""A server's life: started on free ports, asked until it answers, stopped with everything that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from benchmarks.bench.contenders import ROOT, Contender
+
+MARK = "BENCH_MARK"
+READY_WITHIN_S = 120.0
+STOPPED_WITHIN_S = 20.0
+KILLED_WITHIN_S = 5.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class ServerFailed(Exception):
+    """A server did not start, or is gone; the message has the end of its log."""
+
+
+class ServerProcess:
+    """One server on one bundle, as a context. Its processes are known by a mark in their environment, so that those
+    are stopped too which left the process group. Linux only: they are looked up in /proc."""
+
+    def __init__(self, contender: Contender, bundle: Path, log: Path) -> None:
+        self._contender, self._log = contender, log
+        self._mark = uuid.uuid4().hex
+        ports = free_ports(3)
+        self.port = ports[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._arguments = contender.arguments(bundle, ports)
+        self._variables = {**contender.variables(bundle, ports), MARK: self._mark}
+
+    def __enter__(self) -> ServerProcess:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._arguments,
+                cwd=ROOT,
+                env=self._variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        if left := self._pids_after(STOPPED_WITHIN_S):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._pids_after(KILLED_WITHIN_S)
+        self._process.wait()
+
+    def wait_ready(self, path: str, body: str) -> bytes:
+        """The first good answer to that request. Raises ServerFailed where there is none in time."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                if self._process.poll() is not None:
+                    raise ServerFailed(f"{self._contender.title} ended with {self._process.returncode}: {self._tail()}")
+                with contextlib.suppress(httpx.HTTPError):
+                    answer = client.post(path, content=body, headers={"content-type": "application/json"})
+                    if answer.is_success:
+                        return answer.content
+                time.sleep(0.1)
+        raise ServerFailed(f"{self._contender.title} did not answer within {READY_WITHIN_S:.0f} s: {self._tail()}")
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its living processes, user and system."""
+        spent = 0
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                spent += int(fields[11]) + int(fields[12])
+        return spent / TICKS
+
+    def _pids(self) -> Iterator[int]:
+        wanted = f"{MARK}={self._mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                        yield int(entry.name)
+
+    def _pids_after(self, seconds: float) -> list[int]:
+        """Waits until none of its processes lives, and returns those that still do after that time."""
+        deadline = time.monotonic() + seconds
+        while (left := list(self._pids())) and time.monotonic() < deadline:
+            self._process.poll()
+            time.sleep(0.05)
+        return left
+
+    def _tail(self) -> str:
+        return f"{self._log} ends in\n{self._log.read_text(errors='replace')[-2000:]}"
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in sockets]

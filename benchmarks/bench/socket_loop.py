@@ -1,0 +1,47 @@
+"""Closed loop over WebSockets: each sends its next message when the last one is answered."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Iterator, Sequence
+
+from benchmarks.bench.connections import BadAnswer, WebSocket
+from benchmarks.bench.open_loop import PATIENCE_S, summary
+from benchmarks.bench.results import Timed
+
+
+def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: bytes, seconds: float) -> Timed:
+    """A WebSocket at each of `paths`, all kept busy with `frames`; every answer must contain `wanted`.
+
+    Raises BadAnswer where one does not, or is not there within ten seconds.
+    """
+    sockets = [WebSocket(port, path) for path in paths]
+    latencies: list[float] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            begun = time.perf_counter()
+            sent: dict[WebSocket, float] = {}
+            for opened in sockets:
+                selector.register(opened.socket, selectors.EVENT_READ, opened)
+                sent[opened] = time.perf_counter()
+                opened.send(next(frames))
+            while sent:
+                ready = selector.select(PATIENCE_S)
+                if not ready:
+                    raise BadAnswer(f"{len(sent)} messages were not answered within {PATIENCE_S:.0f} s")
+                for key, _ in ready:
+                    answer = key.data.receive()
+                    if answer is None:
+                        continue
+                    now = time.perf_counter()
+                    latencies.append(now - sent.pop(key.data))
+                    if wanted not in answer:
+                        raise BadAnswer(f"answered {answer[:300]!r}")
+                    if now - begun < seconds:
+                        sent[key.data] = now
+                        key.data.send(next(frames))
+        finally:
+            for opened in sockets:
+                opened.socket.close()
+    return summary(latencies, time.perf_counter() - begun)

@@ -1,0 +1,55 @@
+"""What is sent to each server and what comes back: the same windows and the same five predictions in four forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.bench.contenders import Wire
+
+Ranked = list[tuple[int, float]]
+
+
+class WrongAnswer(Exception):
+    """A server did not answer what the model says; the message has both."""
+
+
+def window_body(wire: Wire, tokens: Sequence[int]) -> str:
+    """A request for what follows one window, as compact JSON."""
+    listed = list(tokens)
+    match wire:
+        case "tokens":
+            document: dict[str, Any] = {"tokens": listed}
+        case "windows":  # a batched endpoint takes and answers lists
+            document = {"windows": [listed]}
+        case "oip":  # the Open Inference Protocol's tensors
+            tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
+            document = {"inputs": [tensor]}
+        case "wane":
+            document = {"tokens": listed, "mode": "window"}
+    return json.dumps(document, separators=(",", ":"))
+
+
+def window_answer(wire: Wire, answer: bytes) -> Ranked:
+    """Token ids and probabilities, most probable first. Raises WrongAnswer where there are none."""
+    try:
+        document = json.loads(answer)
+        match wire:
+            case "oip":
+                columns = {output["name"]: output["data"] for output in document["outputs"]}
+                return list(zip(columns["token_id"], columns["probability"], strict=True))
+            case "windows":
+                predictions = document[0]
+            case _:
+                predictions = document["predictions"]
+        return [(prediction["token_id"], prediction["probability"]) for prediction in predictions]
+    except (ValueError, LookupError, TypeError) as error:
+        raise WrongAnswer(f"no predictions in {answer[:300]!r}") from error
+
+
+def check_ranked(given: Ranked, expected: Ranked, tolerance: float = 1e-4) -> None:
+    """Raises WrongAnswer unless the tokens are the same, in the same order, with probabilities within `tolerance`."""
+    same = [token for token, _ in given] == [token for token, _ in expected]
+    if not same or any(abs(ours - theirs) > tolerance for (_, ours), (_, theirs) in zip(given, expected, strict=True)):
+        raise WrongAnswer(f"answered {given}, but the model says {expected}")

@@ -1,0 +1,50 @@
+"""Closed loop over HTTP: wrk, whose every connection sends its next request when the last one is answered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.bench.results import Timed
+
+SCRIPT = Path(__file__).with_name("replay.lua")
+
+Requests = Iterable[tuple[str, str]]
+
+
+class LoadFailed(Exception):
+    """A load was not answered as it should have been; the message says how often."""
+
+
+def require_wrk() -> None:
+    """Raises LoadFailed where wrk is missing."""
+    if shutil.which("wrk") is None:
+        raise LoadFailed("wrk was not found; on Debian and Ubuntu: apt-get install wrk")
+
+
+def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:
+    """Sends `requests`, paths and bodies, in turn and again. Raises LoadFailed unless each is answered by a 2xx."""
+    with tempfile.NamedTemporaryFile("w", suffix=".requests") as file:
+        file.writelines(f"{path}\t{body}\n" for path, body in requests)
+        file.flush()
+        command = ["wrk", "--threads=1", f"--connections={connections}", f"--duration={max(1, round(seconds))}s"]
+        command += ["--timeout=10s", f"--script={SCRIPT}", url, "--", file.name]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return parse(ended.stdout, ended.stderr)
+
+
+def parse(output: str, errors: str = "") -> Timed:
+    """What `replay.lua` printed. Raises LoadFailed."""
+    last = output.strip().rpartition("\n")[2]
+    if not last.startswith("{"):
+        raise LoadFailed(f"wrk ended without a count: {output[-300:]}{errors[-300:]}")
+    counted = json.loads(last)
+    if failed := counted.pop("failed"):
+        raise LoadFailed(f"{failed} requests failed, {counted['requests']} were answered")
+    if not counted["requests"]:
+        raise LoadFailed("no request was answered")
+    return Timed(**counted)

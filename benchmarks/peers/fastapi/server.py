@@ -1,0 +1,26 @@
+"""A trivial FastAPI handler: reads the JSON and answers a constant. What the HTTP layer costs, and no more.
+
+A body as a pydantic model and a dictionary as the answer are the usual way, and a little slower.
+"""
+
+from __future__ import annotations
+
+import os
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+PREDICTIONS = [{"token_id": token, "probability": 0.2} for token in range(5)]
+
+app = FastAPI()
+
+
+@app.post("/predict")
+async def predict(request: Request) -> JSONResponse:
+    await request.json()
+    return JSONResponse({"predictions": PREDICTIONS})
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, host="127.0.0.1", port=int(os.environ["BENCH_PORT"]), log_level="warning", access_log=False)

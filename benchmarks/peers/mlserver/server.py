@@ -1,0 +1,28 @@
+"""MLServer: the Open Inference Protocol, batched by MLServer before the runtime."""
+
+from __future__ import annotations
+
+from mlserver import MLModel
+from mlserver.codecs import NumpyCodec
+from mlserver.types import InferenceRequest, InferenceResponse
+
+from benchmarks.peers.window_model import WindowModel
+
+
+class Window(MLModel):
+    """A runtime of our own, as the documentation has it for what no runtime that ships serves."""
+
+    async def load(self) -> bool:
+        self.model = WindowModel.served()
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        tokens = NumpyCodec.decode_input(payload.inputs[0])
+        ids, probabilities = self.model.top(tokens)
+        return InferenceResponse(
+            model_name=self.name,
+            outputs=[
+                NumpyCodec.encode_output("token_id", ids),
+                NumpyCodec.encode_output("probability", probabilities),
+            ],
+        )

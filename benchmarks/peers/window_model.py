@@ -1,0 +1,71 @@
+"""The model that every peer serves: a bundle's `window` graph on onnxruntime, and what a client wants of it.
+
+It needs numpy and onnxruntime alone, so that it runs in each peer's own virtual environment. Threads are set as Wane
+sets them: one a run, none that spins, since several processes share the cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+TOP_K = 5
+LARGEST_BATCH = 64
+
+Prediction = dict[str, int | float]
+
+
+class WindowModel:
+    """The answers of many windows by one run of the graph."""
+
+    def __init__(self, bundle: Path) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(
+            str(bundle / "window.onnx"), options, providers=["CPUExecutionProvider"]
+        )
+
+    @classmethod
+    def served(cls) -> WindowModel:
+        """The bundle that BENCH_BUNDLE names: how a server process is told what it serves."""
+        return cls(Path(os.environ["BENCH_BUNDLE"]))
+
+    def top(self, windows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Token ids and probabilities (B, TOP_K) of what follows each window, most probable first."""
+        lengths = np.array([len(window) for window in windows], np.int64)
+        if lengths.min() == lengths.max():
+            tokens = np.asarray(windows, np.int64)
+        else:
+            tokens = np.zeros((len(windows), int(lengths.max())), np.int64)
+            for row, window in zip(tokens, windows, strict=True):
+                row[: len(window)] = window
+        (logits,) = self._session.run(["logits"], {"tokens": tokens, "lengths": lengths})
+        ids = np.argpartition(logits, -TOP_K, axis=1)[:, -TOP_K:]
+        found = np.take_along_axis(logits, ids, axis=1)
+        order = np.argsort(-found, axis=1)
+        ids, found = np.take_along_axis(ids, order, axis=1), np.take_along_axis(found, order, axis=1)
+        largest = found[:, :1]
+        return ids, np.exp(found - largest) / np.exp(logits - largest).sum(axis=1, keepdims=True)
+
+    def predict(self, windows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
+        """The same as what JSON is made of, window by window."""
+        ids, probabilities = self.top(windows)
+        return [
+            [{"token_id": token, "probability": probability} for token, probability in zip(row_ids, row, strict=True)]
+            for row_ids, row in zip(ids.tolist(), probabilities.tolist(), strict=True)
+        ]
+
+    def ranked(self, windows: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
+        """The same as pairs, for who compares."""
+        ids, probabilities = self.top(windows)
+        rows = zip(ids.tolist(), probabilities.tolist(), strict=True)
+        return [list(zip(row_ids, row, strict=True)) for row_ids, row in rows]

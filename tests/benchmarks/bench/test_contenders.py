@@ -1,0 +1,137 @@
+"""Who is measured: every folder of a peer is whole and known, and what is sent and answered is understood."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench.__main__ import MODELS, plan
+from benchmarks.bench.contenders import BARE, HANDLER, PEERS, WANE, Contender, contenders, peer_names
+from benchmarks.bench.loads import loads_of
+from benchmarks.bench.process import ServerFailed, ServerProcess
+from benchmarks.bench.wire import WrongAnswer, check_ranked, window_answer, window_body
+
+FOLDERS = sorted(path.name for path in PEERS.iterdir() if path.is_dir() and path.name != "__pycache__")
+
+
+def test_the_peers_are_those_that_were_asked_for() -> None:
+    assert peer_names() == ["bentoml", "litserve", "mlserver", "mosec", "ray"]
+    assert set(contenders()) == {WANE, HANDLER, BARE, *peer_names()}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_peer_has_a_server_and_requirements_and_is_known(name: str) -> None:
+    folder, peer = PEERS / name, contenders()[name]
+    assert (folder / "server.py").is_file()
+    requirements = (folder / "requirements.txt").read_text().splitlines()
+    ranges = [line for line in requirements if not line.startswith("#")]
+    assert all("<" in line for line in ranges), "every requirement has an upper end"
+    assert any(line.startswith(peer.package) for line in ranges)
+    assert peer.programs.parts[-3:] == ("peers", name, "bin")
+
+
+def test_a_peer_s_batches_may_be_as_large_as_wane_s() -> None:
+    """MLServer's are set in a file, the others' in code by the shared constant."""
+    settings = tomllib.loads(
+        "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
+    )["settings"]
+    assert settings["max_batch_size"] == 64
+
+
+@pytest.mark.parametrize("name", list(contenders()))
+def test_everyone_is_put_under_a_load_at_64_and_at_1(name: str) -> None:
+    names = [load.name for load in loads_of(contenders()[name])]
+    assert len(names) == len(set(names))
+    assert any(load.endswith("-64") for load in names) and any(load.endswith("-1") for load in names)
+
+
+def test_a_command_has_its_bundle_its_port_and_nothing_of_this_process_s_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANE_THREADS", "2")
+    wane = contenders()[WANE]
+    arguments = wane.arguments(Path("some/bundle"), [1234, 1, 2])
+    assert arguments[0].endswith("/python")
+    assert "--bundles=some/bundle" in arguments and "--port=1234" in arguments
+    variables = wane.variables(Path("some/bundle"), [1234, 1, 2])
+    assert variables["BENCH_PORT"] == "1234"
+    assert "WANE_THREADS" not in variables
+
+
+@pytest.mark.parametrize("name", [WANE, *FOLDERS])
+def test_what_is_sent_is_the_window(name: str) -> None:
+    assert "[4,5,6]" in window_body(contenders()[name].wire, [4, 5, 6])
+
+
+@pytest.mark.parametrize(
+    ("wire", "answer"),
+    [
+        ("tokens", b'{"predictions": [{"token_id": 3, "probability": 0.5}]}'),
+        ("wane", b'{"predictions": [{"token_id": 3, "token": "a", "probability": 0.5, "logprob": -0.7}]}'),
+        ("windows", b'[[{"token_id": 3, "probability": 0.5}]]'),
+        ("oip", b'{"outputs": [{"name": "token_id", "data": [3]}, {"name": "probability", "data": [0.5]}]}'),
+    ],
+)
+def test_an_answer_is_understood_in_every_form(wire: str, answer: bytes) -> None:
+    assert window_answer(wire, answer) == [(3, 0.5)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"predictions": [{}]}', b'{"predictions": 3}'])
+def test_what_is_no_answer_is_told(answer: bytes) -> None:
+    with pytest.raises(WrongAnswer, match="no predictions"):
+        window_answer("tokens", answer)
+
+
+def test_another_order_or_another_probability_is_a_wrong_answer() -> None:
+    expected = [(1, 0.5), (2, 0.25)]
+    check_ranked([(1, 0.50001), (2, 0.25)], expected)
+    for given in ([(2, 0.5), (1, 0.25)], [(1, 0.51), (2, 0.25)], [(1, 0.5)]):
+        with pytest.raises(WrongAnswer, match="the model says"):
+            check_ranked(given, expected)
+
+
+def test_every_round_has_everyone_on_every_model_and_another_one_first() -> None:
+    names, models = ["a", "b", "c"], list(MODELS)
+    visits = plan(names, models, 3)
+    assert len(visits) == len(set(visits)) == 18
+    firsts = [[name for round_, model, name in visits if (round_, model) == (number, models[0])] for number in range(3)]
+    assert firsts == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+STUBBORN = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1:]:
+    subprocess.Popen([sys.executable, __file__], start_new_session=True)
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+def test_a_server_that_ends_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    ends = Contender("ends", "Ends", (sys.executable, "-c", "raise SystemExit('no such model')"))
+    with ServerProcess(ends, tmp_path, tmp_path / "log") as server, pytest.raises(ServerFailed, match="no such model"):
+        server.wait_ready("/", "{}")
+
+
+def test_all_that_a_server_started_is_stopped_even_what_ignores_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.bench.process.STOPPED_WITHIN_S", 0.1)
+    program, log = tmp_path / "stubborn.py", tmp_path / "log"
+    program.write_text(STUBBORN)
+    with ServerProcess(Contender("s", "S", (sys.executable, str(program), "child")), tmp_path, log) as server:
+        while len(pids := log.read_text().split()) < 2:
+            assert server.cpu_seconds() >= 0
+    assert not [pid for pid in pids if _runs(pid)]
+
+
+def _runs(pid: str) -> bool:
+    """Whether it is there and no mere zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

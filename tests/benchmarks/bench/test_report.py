@@ -1,0 +1,149 @@
+"""A run's figures: what is kept, what the tables say, and which targets are met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench import plot
+from benchmarks.bench.contenders import BARE, HANDLER, WANE
+from benchmarks.bench.results import Measured, Results, Visit
+from benchmarks.bench.tables import PageError, figure_rows, put_tables, target_rows, with_tables
+from benchmarks.bench.targets import best_peer, p50, rate, share_of_ceiling, targets
+
+PAGE = "# Figures\n<!-- bench -->\nold\n<!-- /bench -->\nand\n<!-- targets -->\n<!-- /targets -->\n"
+EMPTY = Results(
+    created="2026-01-01",
+    commit=None,
+    machine={"cpu": "a processor", "cores": "2 cores"},
+    seconds=1,
+    rounds=3,
+    models={"lstm256": {"about": "1 x lstm of 256", "weights": "0", "window": "0"}},
+)
+
+
+def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) -> Measured:
+    """`requests` in one second."""
+    return Measured(
+        requests=requests,
+        seconds=1,
+        p50_ms=p50,
+        p90_ms=p50,
+        p99_ms=p99,
+        longest_ms=p99,
+        items=requests * items,
+        server_cpus=0.5,
+    )
+
+
+def run(loads: dict[str, dict[str, list[Measured]]]) -> Results:
+    """A run of three rounds, from contender and load to its rounds."""
+    visits = [
+        Visit(
+            model="lstm256",
+            contender=name,
+            round=number,
+            version="1",
+            loads={load: rounds[number] for load, rounds in found.items()},
+        )
+        for name, found in loads.items()
+        for number in reversed(range(3))
+    ]
+    return EMPTY.having(visits)
+
+
+def three(*requests: int, items: int = 1) -> list[Measured]:
+    return [measured(count, items, p50=1000 / count) for count in requests]
+
+
+@pytest.fixture
+def results() -> Results:
+    return run(
+        {
+            WANE: {
+                "session-64": three(4000, 5000, 4400),
+                "session-1": three(2000, 2000, 2000),
+                "window-64": three(1100, 1100, 1100),
+                "websocket-64": three(8000, 6600, 7000),
+                "batched-64": three(400, 300, 340, items=64),
+                "open-1000": [measured(1000, p99=value) for value in (3.0, 9.0, 4.0)],
+            },
+            "mosec": {"window-64": three(1000, 1000, 1000), "window-1": three(200, 200, 200)},
+            "litserve": {"window-64": three(800, 800, 2000), "window-1": three(250, 250, 250)},
+            HANDLER: {"handler-64": three(8000, 8000, 8000)},
+            BARE: {"step-64": three(2000, 2000, 2000, items=64)},
+        }
+    )
+
+
+def test_figures_are_medians_over_the_rounds_in_the_rounds_order(results: Results) -> None:
+    spread = results.spread("lstm256", WANE, "session-64", rate)
+    assert spread is not None
+    assert (spread.median, spread.smallest, spread.largest) == (4400, 4000, 5000)
+    assert [found.requests for found in results.rounds_of("lstm256", WANE, "session-64")] == [4000, 5000, 4400]
+
+
+def test_the_best_peer_is_so_by_the_median_and_the_ceilings_are_no_peers(results: Results) -> None:
+    assert best_peer(results, "lstm256", "window-64", rate, largest=True) == "mosec"
+    assert best_peer(results, "lstm256", "window-1", p50, largest=False) == "litserve"
+    assert best_peer(results, "lstm256", "absent", rate, largest=True) is None
+
+
+def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(results: Results) -> None:
+    found = targets(results)
+    assert [(target.against, pytest.approx(target.value), target.met) for target in found] == [
+        ("mosec", 4.4, True),
+        ("trivial FastAPI handler", 0.55, False),
+        ("LitServe", 0.125, True),
+        ("mosec", 1.1, False),
+        ("own HTTP single-token rate", 7000 / 4400, True),
+        ("own HTTP single-token rate", 340 * 64 / 4400, False),
+        ("7 ms p90 (Serenade at bol.com, 2 vCPU)", 4.0, True),
+    ]
+    assert (found[0].spread.smallest, found[0].spread.largest) == (4, 5)
+    assert share_of_ceiling(results, "lstm256") == pytest.approx(4400 / 128_000)
+
+
+def test_a_target_whose_figures_are_missing_is_not_told() -> None:
+    found = targets(run({WANE: {"session-64": three(1, 1, 1), "websocket-64": three(2, 2, 2)}}))
+    assert [target.what for target in found] == ["one WebSocket per session, 64 of them, tokens/s"]
+
+
+def test_the_tables_have_everyone_with_its_unit_and_every_target_with_its_verdict(results: Results) -> None:
+    rows = {(row[0], row[1]): row for row in figure_rows(results, "lstm256")}
+    assert rows["Wane", "session step, 64 a call, 4 connections"][2] == "21,760 (19,200 to 25,600) tokens/s"
+    assert rows["mosec", "window of 64, 1 connection"][2:] == ["200 (200 to 200) windows/s", "5.00", "2.00", "0.50"]
+    verdicts = [row[4] for row in target_rows(results)]
+    assert verdicts == ["yes", "**no**", "yes", "**no**", "yes", "**no**", "yes"]
+    assert [row[3] for row in target_rows(results)][-1] == "4 ms (3 ms to 9 ms)"
+
+
+def test_the_page_keeps_its_words_and_takes_the_tables_again(results: Results, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    put_tables(results, page)
+    once = page.read_text()
+    assert once.startswith("# Figures\n") and "\nand\n" in once and "old" not in once
+    assert "| Wane | session step, 64 connections | 4,400 (4,000 to 5,000) tokens/s |" in once
+    put_tables(results, page)
+    assert page.read_text() == once
+
+
+@pytest.mark.parametrize("text", ["", "<!-- bench -->\n", PAGE.replace("/targets", "targets")])
+def test_a_page_without_markers_is_refused(results: Results, text: str) -> None:
+    with pytest.raises(PageError, match="there is no"):
+        with_tables(results, text, "page.md")
+
+
+def test_results_are_written_and_read_again_as_they_were(results: Results, tmp_path: Path) -> None:
+    results.write(tmp_path / "a" / "bench.json")
+    assert Results.read(tmp_path / "a" / "bench.json") == results
+
+
+def test_the_figure_has_a_bar_for_each_that_was_measured(results: Results, tmp_path: Path) -> None:
+    labels = [label for label, _, _ in plot.throughput(results, "lstm256")]
+    assert labels[0] == "Wane, session, 64 steps a call"
+    assert "mosec, window of 64" in labels and "BentoML, window of 64" not in labels
+    plot.save(results, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
