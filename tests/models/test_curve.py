@@ -7,28 +7,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.histories import climbed_histories, distances, greedy_histories, random_histories
+from benchmarks.adversary import Adversary
+from benchmarks.examined import reachable
+from benchmarks.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
 from models.certificate import certify
 from models.certificate.answer import head_diameter, total_variation
+from models.certificate.layer_bound import Layer
 from models.certificate.layer_norm import normalised_apart
 from models.certificate.layers import build_layers
 from models.certificate.rounding import worst_case
 from models.certificate.stack import Stack, state_error_curve
 from models.manifest import Architecture, Cell, Rounding
 from models.parity import log_softmax
-from models.reference import Reference, layer_norm
+from models.reference import Reference, State, layer_norm
+from models.weights import Weights
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
 PAST, LAST = 24, 24
+SOFTENING, FLIPS, STATES = 4, 2, 4
 FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 5}
 
 
-def bad_histories(reference: Reference, seed: int, past: int = PAST, last: int = LAST) -> np.ndarray:
-    """Random ones, greedy ones, and some that climb."""
-    generator, size = np.random.default_rng(seed), reference.architecture.vocabulary_size
-    random = random_histories(generator, size, 8, past, last)
+def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = PAST, last: int = LAST) -> np.ndarray:
+    """Random ones, greedy ones, some that climb, and some that climb the gradient."""
+    generator, reference, adversary = np.random.default_rng(seed), Reference(model, weights), Adversary(model, weights)
+    random = random_histories(generator, model.vocabulary_size, 8, past, last)
+    greedy = greedy_histories(reference, model.vocabulary_size, past, last)
     climbed = climbed_histories(reference, generator, random[:4], past, 4)
-    return np.concatenate([random, greedy_histories(reference, size, past, last), climbed])
+    start = np.concatenate([random[4:6], adversary.softened(random[6:], past, SOFTENING)])
+    return np.concatenate([random, greedy, climbed, adversary.flipped(start, past, FLIPS)])
+
+
+def bad_states(
+    model: Architecture, weights: Weights, layers: list[Layer], histories: np.ndarray
+) -> tuple[State, np.ndarray]:
+    """Initial states within reach that climb the gradient, and what is read from there: (N, LAST). None where states
+    within reach do not stay there."""
+    last = histories[-STATES:, PAST:]
+    reach = reachable(model, layers)
+    if reach is None:
+        return {}, last[:0]
+    return Adversary(model, weights).states(reach, last, FLIPS, np.random.default_rng(0))
 
 
 @settings(max_examples=15, deadline=None)
@@ -65,11 +84,14 @@ def test_no_history_passes_the_curve_with_its_rounding(
         assert not certify(model, weights, 4, None).contractive
         return
     stack, exact = Stack(model, weights, built), Reference(model, weights)
-    curve, histories = state_error_curve(stack, LAST), bad_histories(exact, seed)
+    curve, histories = state_error_curve(stack, LAST), bad_histories(model, weights, seed)
     rounding = worst_case(model, weights, stack, "float64")
     assert rounding is not None
     apart = distances(exact, histories[:, :PAST], histories[:, PAST:])
     assert np.all(apart <= curve + rounding)
+    states, last = bad_states(model, weights, built, histories)
+    if states:
+        assert np.all(distances_from(exact, states, last) <= curve + rounding)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,7 +105,7 @@ def test_in_float32_no_history_passes_a_curve_beside_which_its_rounding_is_small
     weights = random_weights(model, seed, recurrent=0.1, driven=0.3)
     stack, exact = Stack(model, weights, build_layers(model, weights)), Reference(model, weights)
     rounded = Reference(model, weights, np.float32)
-    curve, histories = state_error_curve(stack, LAST), bad_histories(exact, seed)
+    curve, histories = state_error_curve(stack, LAST), bad_histories(model, weights, seed)
     rounding = worst_case(model, weights, stack, "float32")
     assert rounding is not None and np.all(rounding < curve[:3] / 10)
     apart = distances(rounded, histories[:, :PAST], histories[:, PAST:])
@@ -103,10 +125,13 @@ def test_over_a_front_no_history_passes_the_curve(cell: Cell) -> None:
     weights = random_weights(model, seed=1, recurrent=0.1, driven=0.2)
     certificate, exact = certify(model, weights, LAST, None), Reference(model, weights)
     assert certificate.contractive
-    histories = bad_histories(exact, seed=1)
+    histories = bad_histories(model, weights, seed=1)
     apart = distances(exact, histories[:, :PAST], histories[:, PAST:])
     assert np.all(apart <= np.array(certificate.state_error) + 1e-9)
     assert apart[:, 0].max() > 0
+    states, last = bad_states(model, weights, build_layers(model, weights), histories)
+    if states:
+        assert np.all(distances_from(exact, states, last) <= np.array(certificate.state_error) + 1e-9)
 
 
 def test_without_its_rounding_a_tanh_rnn_passes_its_curve_in_float64() -> None:
@@ -114,7 +139,7 @@ def test_without_its_rounding_a_tanh_rnn_passes_its_curve_in_float64() -> None:
     weights = random_weights(model, seed=0, recurrent=0.3)
     last, exact = 80, Reference(model, weights)
     stack = Stack(model, weights, build_layers(model, weights))
-    curve, histories = state_error_curve(stack, last), bad_histories(exact, 0, last=last)
+    curve, histories = state_error_curve(stack, last), bad_histories(model, weights, 0, last=last)
     apart = distances(exact, histories[:, :PAST], histories[:, PAST:]).max(axis=0)
     assert np.any(apart > curve)
     rounding = worst_case(model, weights, stack, "float64")
@@ -211,7 +236,7 @@ def test_a_linear_layer_whose_matrix_is_far_from_normal_is_proved_by_the_lyapuno
     assert factors["lyapunov"] is not None and 0.5 < factors["lyapunov"] < 1
     assert certificate.contractive
     exact = Reference(model, weights)
-    histories = bad_histories(exact, 0, last=64)
+    histories = bad_histories(model, weights, 0, last=64)
     apart = distances(exact, histories[:, :PAST], histories[:, PAST:])
     assert np.all(apart <= np.array(certificate.state_error) + 1e-9)
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.adversary import Adversary
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
 from models.manifest import Cell
@@ -17,6 +18,7 @@ from tests.models.random_models import BLOCKS, CELLS, architecture, random_weigh
 PASTS = 48
 LONGEST_PAST = 24
 CLIMBS = 6
+PUSHED, FLIPS = 6, 2
 
 
 def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
@@ -94,6 +96,9 @@ def test_no_past_leads_further_from_the_window_s_end_than_the_radius(
     np.testing.assert_allclose(bound.hidden, run(reference, window[None]), rtol=0, atol=1e-9)
     pasts, found = worst_pasts(reference, window, generator)
     assert found.max() <= bound.radius[0]
+    pushed = Adversary(model, weights).flipped(pasts[-PUSHED:], LONGEST_PAST, FLIPS, window)
+    assert distances(reference, pushed, window).max() <= bound.radius[0]
+    pasts = np.concatenate([pasts, pushed])
     if Top1(model, weights, request).proved(bound)[0]:
         logits = reference.logits(run(reference, after(pasts, window)))
         assert (logits.argmax(axis=1) == reference.logits(bound.hidden[0]).argmax()).all()

@@ -1,0 +1,120 @@
+"""The theorem by direction: whatever came before a window, no lead moves by more, and no proved first token loses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from benchmarks.adversary import Adversary
+from models.certificate.request import RequestBound
+from models.certificate.top1 import Top1
+from models.manifest import Architecture, Cell
+from models.reference import Array, Reference
+from tests.models.random_models import CELLS, architecture, random_weights
+from tests.models.test_request import after, run, worst_pasts
+
+FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 4}
+WINDOWS = 2
+PUSHED = 6
+FLIPS = 2
+
+
+def moves(
+    reference: Reference,
+    adversary: Adversary,
+    window: NDArray[np.int64],
+    gaps: Array,
+    generator: np.random.Generator,
+) -> Array:
+    """The most that each `gap . hidden` (G, H) was moved by any past, (G): random ones, and such as climb."""
+    pasts, _ = worst_pasts(reference, window, generator)
+    pushed = [adversary.flipped(pasts[-PUSHED:], pasts.shape[1], FLIPS, window, gap) for gap in gaps[:2]]
+    ends = run(reference, after(np.concatenate([pasts, *pushed]), window))
+    moved: Array = np.abs((ends - run(reference, window[None])) @ gaps.T).max(axis=0)
+    return moved
+
+
+def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> Array:
+    """Two leads of one token over another, two directions, (4, H)."""
+    head = Reference(model, weights).head
+    random = generator.normal(size=(2, model.hidden)) * 10 ** generator.uniform(-2, 2, (2, 1))
+    return np.concatenate([head[:2] - head[2:4], random])
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    recurrent=st.floats(0.02, 1.0),
+    driven=st.floats(0.05, 3.0),
+    between=st.floats(0.1, 2.0),
+    layers=st.integers(1, 3),
+    hidden=st.integers(2, 8),
+    feed_forward=st.sampled_from((0, 5)),
+    epsilon=st.sampled_from((1e-5, 0.25)),
+    front=st.sampled_from((None, FRONT)),
+    length=st.integers(1, 16),
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_past_moves_a_lead_by_more_than_by_direction(
+    cell: Cell,
+    seed: int,
+    recurrent: float,
+    driven: float,
+    between: float,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    epsilon: float,
+    front: dict[str, int] | None,
+    length: int,
+) -> None:
+    """Windows together and alone."""
+    fields = {"feed_forward": feed_forward, "norm_epsilon": epsilon, "front": front, "units": hidden + seed % 3}
+    model = architecture(cell, "residual", layers, hidden=hidden, embedding=hidden, **fields)
+    weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
+    for name in weights:
+        if "mix" in name or "feed_forward_out" in name:
+            weights[name] *= np.float32(between)
+    windows = generator.integers(model.vocabulary_size, size=(WINDOWS, length))
+    request, gaps = RequestBound(model, weights), leads(model, weights, generator)
+    top1, reference, adversary = Top1(model, weights, request), Reference(model, weights), Adversary(model, weights)
+    together = top1.moved(request(windows), np.tile(gaps, (WINDOWS, 1)), np.repeat(np.arange(WINDOWS), len(gaps)))
+    together = together.reshape(WINDOWS, len(gaps))
+    for window, of_window in zip(windows, together, strict=True):
+        alone = top1.moved(request(window[None]), gaps, np.zeros(len(gaps), np.intp))
+        seen = moves(reference, adversary, window, gaps, generator)
+        assert (seen <= np.minimum(alone, of_window)).all()
+        told = alone > 1e-3 * np.linalg.norm(gaps, axis=1)
+        np.testing.assert_allclose(alone[told], of_window[told], rtol=1e-4)
+
+
+@pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
+def test_it_comes_near_to_what_an_adversary_does(front: dict[str, int] | None) -> None:
+    """One gated layer whose block amplifies little: no lead is bounded at ten times what it was moved by, and each is
+    bounded well below what the radius allows."""
+    model = architecture("gated", "residual", gate_caps=(0.9,), front=front, feed_forward=5, units=8, norm_epsilon=0.25)
+    for seed in range(3):
+        weights, generator = random_weights(model, seed), np.random.default_rng(seed)
+        for name in weights:
+            if "mix" in name or "feed_forward_out" in name:
+                weights[name] *= np.float32(0.3)
+        window = generator.integers(model.vocabulary_size, size=24)
+        request, gaps = RequestBound(model, weights), leads(model, weights, generator)
+        bound = request(window[None])
+        said = Top1(model, weights, request).moved(bound, gaps, np.zeros(len(gaps), np.intp))
+        seen = moves(Reference(model, weights), Adversary(model, weights), window, gaps, generator)
+        assert (seen <= said).all()
+        assert (said < 10 * seen).all()
+        assert (said < 0.7 * np.linalg.norm(gaps, axis=1) * bound.radius[0]).all()
+
+
+def test_of_no_lead_at_all_nothing_is_said() -> None:
+    model = architecture("gated", "residual", layers=2, feed_forward=5)
+    weights = random_weights(model, seed=0)
+    request = RequestBound(model, weights)
+    for count in (1, 2):
+        bound = request(np.ones((count, 4), dtype=np.int64))
+        assert Top1(model, weights, request).moved(bound, np.zeros((0, 6)), np.zeros(0, np.intp)).shape == (0,)
