@@ -31,6 +31,7 @@ from benchmarks.bench.connections import BadAnswer
 from benchmarks.bench.contenders import ROOT, contenders
 from benchmarks.bench.process import ServerFailed
 from benchmarks.bench.results import Results, Visit
+from benchmarks.bench.targets import LSTM, SHIPPED
 from benchmarks.bench.visit import visit
 from benchmarks.bench.wire import WrongAnswer
 
@@ -39,8 +40,6 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
 SOURCES = ("service", "models", "benchmarks/bench", "benchmarks/peers")
 CODE = (".py", ".lua", ".toml", ".txt", ".json")
-LSTM = "lstm256"
-SHIPPED = "gated-stable"
 MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / SHIPPED}
 WHOLE_ROUNDS = 5
 FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, BadAnswer, httpx.HTTPError, OSError)

@@ -81,7 +81,7 @@ def contenders() -> dict[str, Contender]:
     )
     peers = [read_peer(path.parent) for path in sorted(PEERS.glob("*/peer.toml"))]
     peers.sort(key=lambda peer: peer.name == HANDLER)
-    bare = Contender(BARE, "bare onnxruntime loop")
+    bare = Contender(BARE, "in one process, no HTTP")
     return {contender.name: contender for contender in (wane, *peers, bare)}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
 
-from benchmarks.bench import bare, open_loop, socket_loop, wrk
+from benchmarks.bench import bare, in_process, open_loop, socket_loop, wrk
 from benchmarks.bench.connections import http_request, text_frame
 from benchmarks.bench.contenders import BARE, HANDLER, WANE, Contender
 from benchmarks.bench.process import ServerProcess
@@ -31,12 +32,13 @@ Drive = Callable[[float], Timed]
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a load is run: a bundle, and the server that has it, if it is a server."""
+    """Where a load is run: a bundle, the server that has it, if it is a server, and what ends with the visit."""
 
     contender: Contender
     bundle: Path
     vocabulary: int
     seed: int
+    stack: ExitStack
     server: ServerProcess | None = None
 
     @property
@@ -163,23 +165,26 @@ def open_load() -> Load:
     return Load(f"open-{EVENTS_A_SECOND}", title, "tokens/s", 1, prepare)
 
 
-def bare_loads() -> Iterator[Load]:
-    for batch in (CONNECTIONS, 1):
-        yield Load(
-            f"step-{batch}",
-            f"step, batch {batch}",
-            "tokens/s",
-            batch,
-            lambda stage, batch=batch: bare.prepare_step(stage.bundle, stage.vocabulary, batch, stage.seed),
-        )
-    for batch in (CONNECTIONS, 1):
-        yield Load(
-            f"window-batch-{batch}",
-            f"window of {WINDOW}, batch {batch}",
-            "windows/s",
-            batch,
-            lambda stage, batch=batch: bare.prepare_window(stage.bundle, stage.vocabulary, WINDOW, batch, stage.seed),
-        )
+def bare_load(role: str, batch: int) -> Load:
+    """A loop around onnxruntime."""
+
+    def prepare(stage: Stage) -> Drive:
+        if role == "step":
+            return bare.prepare_step(stage.bundle, stage.vocabulary, batch, stage.seed)
+        return bare.prepare_window(stage.bundle, stage.vocabulary, WINDOW, batch, stage.seed)
+
+    step = role == "step"
+    title = f"bare loop, {'step' if step else f'window of {WINDOW}'}, batch {batch}"
+    return Load(f"{role}-{batch}", title, "tokens/s" if step else "windows/s", batch, prepare)
+
+
+def engine_load(way: str) -> Load:
+    """Wane's own, between the bare loop and HTTP."""
+
+    def prepare(stage: Stage) -> Drive:
+        return in_process.prepare_engine(stage.bundle, way, stage.stack)
+
+    return Load(f"{way}-{CONNECTIONS}", f"Wane's {way}, steps, {2 * CONNECTIONS} clients", "tokens/s", 1, prepare)
 
 
 def plural(connections: int) -> str:
@@ -194,7 +199,10 @@ def loads_of(contender: Contender) -> list[Load]:
         return [*steps, *windows, websocket_load(), batched_load(), open_load()]
     if contender.name == HANDLER:
         return [handler_load(CONNECTIONS), handler_load(1)]
-    return list(bare_loads()) if contender.name == BARE else windows
+    if contender.name == BARE:
+        loops = [bare_load(role, batch) for role in ("step", "window") for batch in (CONNECTIONS, 1)]
+        return [loops[0], engine_load("batcher"), engine_load("engine"), *loops[1:]]
+    return windows
 
 
 def check(stage: Stage, expected: Callable[[list[list[int]]], list[list[tuple[int, float]]]]) -> None:

@@ -45,8 +45,9 @@ def throughput(results: Results, model: str) -> list[Bar]:
         (WANE, "window-64", "Wane, window of 64", OURS),
         *((name, "window-64", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
         (HANDLER, "handler-64", "ceiling of HTTP: trivial FastAPI", CEILING),
+        (BARE, "engine-64", "Wane's engine, no HTTP, steps", CEILING),
         (BARE, "step-64", "ceiling of the model: bare loop, step", CEILING),
-        (BARE, "window-batch-64", "ceiling of the model: bare loop, window", CEILING),
+        (BARE, "window-64", "ceiling of the model: bare loop, window", CEILING),
     ]
     return _measured(results, model, wanted, rate)
 
@@ -59,7 +60,7 @@ def latency(results: Results, model: str) -> list[Bar]:
         *((name, "window-1", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
         (HANDLER, "handler-1", "trivial FastAPI", CEILING),
         (BARE, "step-1", "bare loop, step", CEILING),
-        (BARE, "window-batch-1", "bare loop, window", CEILING),
+        (BARE, "window-1", "bare loop, window", CEILING),
     ]
     return _measured(results, model, wanted, p50)
 

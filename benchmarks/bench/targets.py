@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from benchmarks.bench.contenders import BARE, HANDLER, WANE, contenders, peer_names
 from benchmarks.bench.results import Measured, Results, Spread
 
-MODEL = "lstm256"
-SERENADE_P99_MS = 5.0
+LSTM, SHIPPED = "lstm256", "gated-stable"
+OWN = "own HTTP single-token rate"
+P99_MS = 5.0
 
 Figure = Callable[[Measured], float]
 
@@ -44,36 +45,64 @@ def p99(measured: Measured) -> float:
     return measured.p99_ms
 
 
-def targets(results: Results, model: str = MODEL) -> list[Target]:
+def targets(results: Results) -> list[Target]:
     """Those whose figures were measured, in the table's order."""
-    titles = {name: contender.title for name, contender in contenders().items()}
-    found: list[Target] = []
-
-    def ratio(
-        what: str, ours: str, figure: Figure, other: str | None, theirs: str, wanted: float, most: bool = False
-    ) -> None:
-        above = results.rounds_of(model, WANE, ours)
-        below = results.rounds_of(model, other, theirs) if other else []
-        if above and below:
-            values = [figure(a) / figure(b) for a, b in zip(above, below, strict=False)]
-            value = Spread.of([figure(a) for a in above]).median / Spread.of([figure(b) for b in below]).median
-            against = "own HTTP single-token rate" if other == WANE else titles.get(other or "", "")
-            found.append(Target(what, against, wanted, most, "x", value, Spread.of(values)))
-
-    fastest = best_peer(results, model, "window-64", rate, largest=True)
-    quickest = best_peer(results, model, "window-1", p50, largest=False)
-    ratio("session tokens/s over HTTP, 64 connections", "session-64", rate, fastest, "window-64", 4)
-    ratio("the same", "session-64", rate, HANDLER, "handler-64", 0.75)
-    ratio("latency at one connection, p50", "session-1", p50, quickest, "window-1", 0.13, most=True)
-    ratio("window mode, windows/s, 64 connections", "window-64", rate, fastest, "window-64", 1.2)
-    ratio("one WebSocket per session, 64 of them, tokens/s", "websocket-64", rate, WANE, "session-64", 1.5)
-    ratio("batched calls, 64 inputs each, tokens/s", "batched-64", rate, WANE, "session-64", 5)
-    events = results.spread(model, WANE, "open-1000", p99)
-    if events:
+    fastest = best_peer(results, LSTM, "window-64", rate, largest=True)
+    quickest = best_peer(results, LSTM, "window-1", p50, largest=False)
+    ratios = [
+        _ratio(results, "session tokens/s over HTTP, 64 connections", "session-64", rate, fastest, "window-64", 4),
+        _ratio(results, "the same", "session-64", rate, HANDLER, "handler-64", 0.75),
+        _ratio(results, "latency at one connection, p50", "session-1", p50, quickest, "window-1", 0.13, most=True),
+        _ratio(results, "window mode, windows/s, 64 connections", "window-64", rate, fastest, "window-64", 1.2),
+        _ratio(
+            results, "one WebSocket per session, 64 of them, tokens/s", "websocket-64", rate, WANE, "session-64", 1.5
+        ),
+        _ratio(results, "batched calls, 64 inputs each, tokens/s", "batched-64", rate, WANE, "session-64", 5),
+        *(_engine(results, model, way) for way in ("engine", "batcher") for model in (SHIPPED, LSTM)),
+    ]
+    found = [target for target in ratios if target is not None]
+    if events := results.spread(LSTM, WANE, "open-1000", p99):
         against = "7 ms p90 (Serenade at bol.com, 2 vCPU)"
         what = "p99 at 1,000 session events/s, open loop"
-        found.append(Target(what, against, SERENADE_P99_MS, True, " ms", events.median, events))
+        found.append(Target(what, against, P99_MS, True, " ms", events.median, events))
     return found
+
+
+def _ratio(
+    results: Results,
+    what: str,
+    ours: str,
+    figure: Figure,
+    other: str | None,
+    theirs: str,
+    wanted: float,
+    most: bool = False,
+) -> Target | None:
+    """One load of Wane's over another contender's, or its own."""
+    above = results.rounds_of(LSTM, WANE, ours)
+    below = results.rounds_of(LSTM, other, theirs) if other else []
+    against = OWN if other == WANE else contenders()[other].title if other else ""
+    return _target(what, against, wanted, most, [figure(found) for found in above], [figure(found) for found in below])
+
+
+def _engine(results: Results, model: str, way: str) -> Target | None:
+    """Wane without HTTP over the bare loop, of one visit."""
+    above, below = (
+        [rate(found) for found in results.rounds_of(model, BARE, load)] for load in (f"{way}-64", "step-64")
+    )
+    what = f"{way} without HTTP, batch 64, a future per item, `{model}`"
+    return _target(what, "bare onnxruntime loop", 0.8, False, above, below)
+
+
+def _target(
+    what: str, against: str, wanted: float, most: bool, above: list[float], below: list[float]
+) -> Target | None:
+    """The ratio of two figures; None where either was not measured."""
+    if not above or not below:
+        return None
+    value = Spread.of(above).median / Spread.of(below).median
+    spread = Spread.of([a / b for a, b in zip(above, below, strict=False)])
+    return Target(what, against, wanted, most, "x", value, spread)
 
 
 def best_peer(results: Results, model: str, load: str, figure: Figure, largest: bool) -> str | None:
@@ -82,10 +111,3 @@ def best_peer(results: Results, model: str, load: str, figure: Figure, largest: 
     if not medians:
         return None
     return max(medians, key=lambda name: medians[name]) if largest else min(medians, key=lambda name: medians[name])
-
-
-def share_of_ceiling(results: Results, model: str) -> float | None:
-    """Session tokens a second over HTTP, as a share of the bare loop's at the same batch."""
-    ours = results.spread(model, WANE, "session-64", rate)
-    bare = results.spread(model, BARE, "step-64", rate)
-    return ours.median / bare.median if ours and bare else None

@@ -30,7 +30,7 @@ def visit(contender: Contender, bundle: Path, round_: int, seconds: float, log: 
         if contender.command:
             server = stack.enter_context(ServerProcess(contender, bundle, log))
             server.wait_ready(contender.path, window_body(contender.wire, [1] * WINDOW))
-        stage = Stage(contender, bundle, vocabulary, round_, server)
+        stage = Stage(contender, bundle, vocabulary, round_, stack, server)
         check(stage, WindowModel(bundle).ranked)
         loads = {load.name: _measure(load, stage, seconds) for load in loads_of(contender)}
     return Visit(

@@ -1,0 +1,42 @@
+"""Wane's engine without HTTP, by the clients of `benchmarks.engine`: what batching, sessions and answers cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.bench.open_loop import summary
+from benchmarks.bench.results import Timed
+from benchmarks.engine import CLIENTS, Subject
+
+
+def prepare_engine(bundle: Path, way: str, stack: ExitStack) -> Callable[[float], Timed]:
+    """Steps of sessions, each awaited by a client of its own; way: `batcher` or `engine`. `stack` ends its threads."""
+    runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+    subject = Subject(bundle)
+    runner.run(subject.start())
+    stack.callback(lambda: runner.run(subject.close()))
+    ask = subject.ask(way, "step")
+
+    async def drive(seconds: float) -> Timed:
+        taken: list[float] = []
+        begun = time.perf_counter()
+        end = begun + seconds
+
+        async def client(number: int) -> None:
+            last = time.perf_counter()
+            while last < end:
+                await ask(number)
+                now = time.perf_counter()
+                taken.append(now - last)
+                last = now
+
+        await asyncio.gather(*map(client, range(CLIENTS)))
+        return summary(taken, time.perf_counter() - begun)
+
+    return lambda seconds: runner.run(drive(seconds))
