@@ -27,6 +27,8 @@ Run = Callable[[Role, Tensors], Outputs]
 """Runs a graph: the inputs by name, then all outputs by name."""
 
 RADIUS = "radius"
+TOP = ("top_logits", "top_ids", "log_sum_exp")
+"""What a graph may put out beside logits: all three, or none."""
 
 Expected = dict[str, NDArray[np.float64]]
 
@@ -204,6 +206,8 @@ class _Check:
                     f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {TOLERANCE:g}"
                 )
             self._worst = max(self._worst, difference)
+        if any(name in outputs for name in TOP):
+            _check_top(f"{role}, {case}", outputs)
         return outputs
 
 
@@ -214,6 +218,26 @@ def _check_radius(case: str, radii: NDArray[np.generic] | None, rows: int, row: 
     found = float(radii[row])
     if not found >= least:  # also where it is not a number
         raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, and the least that is proved is {least:.9g}")
+
+
+def _check_top(case: str, outputs: Outputs) -> None:
+    """Holds what is read off logits against the logits: the largest and their ids exactly, equals by id."""
+    for name in ("logits", *TOP):
+        if name not in outputs:
+            raise ParityError(f"{case}: the graph has no output {name}, but others of {', '.join(TOP)}")
+    logits = outputs["logits"].astype(np.float64)
+    top, ids, total = (outputs[name] for name in TOP)
+    of_all = total.astype(np.float64)
+    if top.ndim != 2 or top.shape[1] < 1 or ids.dtype != np.int64:
+        raise ParityError(f"{case}: top_logits has shape {top.shape}, top_ids dtype {ids.dtype}")
+    order = np.argsort(-logits, axis=1, kind="stable")[:, : top.shape[1]]
+    if not np.array_equal(ids, order):
+        raise ParityError(f"{case}: top_ids are not those of the largest logits, in falling order")
+    if not np.array_equal(top, np.take_along_axis(logits, order, axis=1)):
+        raise ParityError(f"{case}: top_logits are not the logits of top_ids")
+    expected = logits[:, 0] - log_softmax(logits)[:, 0]
+    if of_all.shape != expected.shape or not np.abs(of_all - expected).max() <= TOLERANCE:
+        raise ParityError(f"{case}: log_sum_exp is not that of the logits")
 
 
 def _check_rounding(case: str, seen: float, measured: float) -> None:

@@ -88,10 +88,10 @@ class GraphWriter:
         self._inputs.append(helper.make_tensor_value_info(name, element, shape))
         return name
 
-    def output(self, name: str, value: str, shape: Sequence[Dimension]) -> None:
-        """Declares the float32 `value` to be the output `name`. Values are renamed: declare outputs last."""
+    def output(self, name: str, value: str, shape: Sequence[Dimension], element: int = TensorProto.FLOAT) -> None:
+        """Declares `value` to be the output `name`. Values are renamed: declare outputs last."""
         self._rename(value, name)
-        self._outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        self._outputs.append(helper.make_tensor_value_info(name, element, shape))
 
     def _rename(self, value: str, name: str) -> None:
         """Gives a value another name, or, where it has one already, a copy."""

@@ -1,17 +1,21 @@
 """The five graphs of a bundle, by role. Names and shapes of their inputs and outputs are the bundle's contract.
 
-    step     tokens[B], state                        -> logits[B,V], hidden[B,H], state'
-    window   tokens[B,T], lengths[B]                 -> logits[B,V], hidden[B,H], state'   (from the zero state)
+    step     tokens[B], state                        -> logits[B,V], top, hidden[B,H], state'
+    window   tokens[B,T], lengths[B]                 -> logits[B,V], top, hidden[B,H], state'   (from the zero state)
              and of gated models radius[B], stream[B,H], error.<state>[B,units]
     advance  tokens[B,T], lengths[B], state          -> hidden[B,H], state'
     scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hidden[B,H], state'
-    head     hidden[B,H]                             -> logits[B,V]
+    head     hidden[B,H]                             -> logits[B,V], top
 
 Rows are padded on the right with any token: 1 <= length <= T, and what stands behind the length changes nothing.
 The state after is named `next.` + the name of the state before. `radius` bounds, in exact arithmetic, the 2-norm
 distance of `hidden` from that of any run that ends in these tokens; `stream`, what the first layer's mixing matrix is
 added to, and `error`, how far each unit of a state may be from the run's, are for the sharper test of
 `models/certificate/top1.py`.
+
+`top` is `top_logits[B,K]`, the largest in falling order, `top_ids[B,K]` (int64), whose they are, the smaller id first
+among equals, and `log_sum_exp[B]`, over all: the likeliest tokens and their log-probabilities without a pass over the
+vocabulary outside the graph. K is TOP, or V where that is less.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ from models.manifest import Architecture, Role
 
 ROWS_AT_ONCE = 256
 """Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""
+
+TOP = 16
+"""Tokens that are picked out in the graph."""
 
 
 def build_graphs(
@@ -56,7 +63,7 @@ def build_graph(
     hidden_width, vocabulary = architecture.hidden, architecture.vocabulary_size
     if role == "head":
         hidden = graph.input("hidden", TensorProto.FLOAT, ["B", hidden_width])
-        graph.output("logits", network.head(graph, hidden), ["B", vocabulary])
+        _answer(graph, network.head(graph, hidden), vocabulary)
         return graph.model()
 
     tensors = architecture.state_tensors()
@@ -83,11 +90,26 @@ def build_graph(
         logprobs = _logprobs(graph, network, run.every, targets, lengths)
         graph.output("logprobs", logprobs, ["B", "T"])
     elif role != "advance":
-        graph.output("logits", network.head(graph, hidden), ["B", vocabulary])
+        _answer(graph, network.head(graph, hidden), vocabulary)
     graph.output("hidden", hidden, ["B", hidden_width])
     for tensor, value in zip(tensors, after, strict=True):
         graph.output(f"next.{tensor.name}", value, ["B", *tensor.shape])
     return graph.model()
+
+
+def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
+    """Declares logits (B, V) and what is read off them."""
+    count = min(TOP, vocabulary)
+    top, ids = graph.nodes("TopK", logits, graph.integers(count), outputs=2, axis=1)
+    largest = graph.node("Slice", top, graph.integers(0), graph.integers(1), graph.integers(1))
+    # spelt out: ReduceLogSumExp takes ten times as long on the CPU
+    terms = graph.node("Exp", graph.node("Sub", logits, largest))
+    total = graph.node("Log", graph.node("ReduceSum", terms, graph.integers(1)))
+    total = graph.node("Squeeze", graph.node("Add", largest, total), graph.integers(1))
+    graph.output("logits", logits, ["B", vocabulary])
+    graph.output("top_logits", top, ["B", count])
+    graph.output("top_ids", ids, ["B", count], TensorProto.INT64)
+    graph.output("log_sum_exp", total, ["B"])
 
 
 def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: str, lengths: str) -> str:

@@ -139,6 +139,17 @@ def test_a_vocabulary_too_large_for_a_table_gives_the_same(
     export(model, random_weights(model, seed=0, recurrent=0.5))
 
 
+def test_equal_logits_come_by_their_ids(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0)
+    weights["embedding.weight"][:] = 0
+    weights["head.bias"][:] = np.array([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0], np.float32)
+    export(model, weights)
+    outputs = OnnxGraphs(Bundle.read(tmp_path / "model")).run("head", {"hidden": np.zeros((2, 6), np.float32)})
+    assert outputs["top_ids"].tolist() == [[1, 3, 5, 7, 9, 0, 2, 4, 6, 8, 10]] * 2
+    assert outputs["log_sum_exp"] == pytest.approx(np.log(5 * np.e + 6), rel=1e-6)
+
+
 def test_graphs_hold_no_weights_of_their_own(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm", layers=2)
     export(model, random_weights(model, seed=0))

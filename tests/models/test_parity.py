@@ -110,6 +110,73 @@ def test_a_graph_that_is_wrong_is_named(fault: Fault, message: str) -> None:
         check(lambda role, feeds: fault(role, feeds, right(role, feeds)), reference)
 
 
+def with_top(outputs: Tensors) -> Tensors:
+    """What a graph with logits may put out beside them: the three largest."""
+    if "logits" not in outputs:
+        return outputs
+    logits = outputs["logits"]
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :3]
+    top = np.take_along_axis(logits, ids, axis=1)
+    return outputs | {"top_logits": top, "top_ids": ids, "log_sum_exp": np.log(np.exp(logits).sum(axis=1))}
+
+
+def _omits_the_ids(outputs: Tensors) -> Tensors:
+    return {name: value for name, value in outputs.items() if name != "top_ids"}
+
+
+def _swaps_the_largest(outputs: Tensors) -> Tensors:
+    return outputs | {"top_ids": outputs["top_ids"][:, ::-1], "top_logits": outputs["top_logits"][:, ::-1]}
+
+
+def _raises_the_largest(outputs: Tensors) -> Tensors:
+    return outputs | {"top_logits": np.nextafter(outputs["top_logits"], np.float32(np.inf))}
+
+
+def _sums_too_much(outputs: Tensors) -> Tensors:
+    return outputs | {"log_sum_exp": outputs["log_sum_exp"] + np.float32(1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_omits_the_ids, "window, a batch: the graph has no output top_ids"),
+        (_swaps_the_largest, "window, a batch: top_ids are not those of the largest"),
+        (_raises_the_largest, "window, a batch: top_logits are not the logits of top_ids"),
+        (_sums_too_much, "window, a batch: log_sum_exp is not that of the logits"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_read_off_logits_is_held_against_them(fault: Callable[[Tensors], Tensors], message: str) -> None:
+    model = architecture("lstm", layers=2)
+    reference = Reference(model, random_weights(model, seed=0))
+    right = graphs_of(reference)
+    check(lambda role, feeds: with_top(right(role, feeds)), reference)
+
+    def run(role: Role, feeds: Tensors) -> Tensors:
+        outputs = with_top(right(role, feeds))
+        return fault(outputs) if "top_ids" in outputs else outputs
+
+    with pytest.raises(ParityError, match=message):
+        check(run, reference)
+
+
+def test_equal_logits_are_told_by_their_ids() -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0)
+    weights["embedding.weight"][:] = 0
+    weights["head.bias"][:] = 0
+    reference = Reference(model, weights)
+    right = graphs_of(reference)
+    check(lambda role, feeds: with_top(right(role, feeds)), reference)
+
+    def run(role: Role, feeds: Tensors) -> Tensors:
+        outputs = with_top(right(role, feeds))
+        return outputs | {"top_ids": outputs["top_ids"][:, ::-1]} if "top_ids" in outputs else outputs
+
+    with pytest.raises(ParityError, match="top_ids"):
+        check(run, reference)
+
+
 @pytest.mark.parametrize(("role", "case"), [("window", "window, a batch"), ("step", "step, a stream")])
 def test_a_graph_that_rounds_more_than_a_quarter_of_what_was_measured_is_named(role: Role, case: str) -> None:
     model = architecture("lstm")
