@@ -336,6 +336,13 @@ class SessionsReportDocument(TypedDict):
     rebuilt: int
 
 
+class IntegrityDocument(TypedDict):
+    """How often every state was checked, and how many faults were found: each costs a rebuilding, and is logged."""
+
+    rounds: int
+    faults: int
+
+
 class ModelReportDocument(ModelDocument):
     """One model's figures since the start; `operations` counts answers by kind of request."""
 
@@ -343,6 +350,7 @@ class ModelReportDocument(ModelDocument):
     operations: dict[str, int]
     agreement: AgreementReportDocument
     sessions: SessionsReportDocument
+    integrity: IntegrityDocument
     costs: Costs
 
 

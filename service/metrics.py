@@ -97,6 +97,7 @@ class Metrics:
         self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
         self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
         self.squeezed = counter("wane_sessions_squeezed", "Sessions ended early for lack of memory.", "model")
+        self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")
         self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
         self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
 

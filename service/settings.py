@@ -64,6 +64,12 @@ class Settings(BaseModel):
         description="latest tokens kept of a session; raised to the largest maximum window loaded",
     )
     state_budget_bytes: int = Field(default=256 * 2**20, ge=1, description="memory for resident states, for each model")
+    state_ttl_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="idle time after which a state is given up, to be rebuilt; none: when its session ends",
+    )
     session_ttl_s: float = Field(
         default=3600, gt=0, allow_inf_nan=False, description="idle time after which a session ends"
     )

@@ -99,6 +99,11 @@ class Batcher:
         self._failed = metrics.failed.labels(model)
         self._queued = metrics.queue_items.labels(model)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        return not self._running
+
     async def submit(self, work: Work, ticket: Ticket) -> Row:
         """Queues work and waits for its row. Its slots are retained until it has run or been skipped.
 

@@ -26,12 +26,13 @@ from service.engine.deadline import until
 from service.engine.direction import Direction
 from service.engine.forward import PIECE_TOKENS, Forward
 from service.engine.generation import Generation
+from service.engine.keeper import Keeper
 from service.engine.limits import Limits
 from service.engine.margin import Margin
 from service.engine.prompts import Prompts
 from service.engine.report import Report
+from service.engine.residents import Residents
 from service.engine.sessions import Sessions
-from service.engine.slab import Slab
 from service.engine.steps import Steps
 from service.engine.types import (
     Answer,
@@ -86,7 +87,7 @@ class Engine:
         self._runner = runner
         self._max_batch = settings.max_batch
         self._limits = Limits(manifest, settings)
-        self._slab = slab = Slab(
+        self._slab = slab = Residents(
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
@@ -109,7 +110,7 @@ class Engine:
             metrics,
             model=name,
             version=self.version,
-            ttl_s=settings.session_ttl_s,
+            state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
             empty=Tail.start(vocabulary.eos_id, vocabulary.size),
             clock=clock,
         )
@@ -145,6 +146,8 @@ class Engine:
         self._idle.set()
         self._draining = False
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
+        self._keeper = Keeper(slab, self._sessions, metrics, name, lambda: not self._active and self._batcher.idle)
+        self._keeping: asyncio.Task[None] | None = None
         metrics.model_info.labels(name, self.version, runner.device).set(1)
         metrics.sessions_resident.labels(name).set_function(lambda: len(slab))
         metrics.state_bytes.labels(name).set_function(lambda: slab.used_bytes)
@@ -337,6 +340,7 @@ class Engine:
             "device": self.device,
             **self._report.document(),
             "sessions": await self._sessions.counts(),
+            "integrity": self._keeper.document(),
             "costs": self.costs,
         }
 
@@ -354,6 +358,10 @@ class Engine:
             if not self._active:
                 self._idle.set()
 
+    def keep(self) -> None:
+        """From now on, looks after what is kept, now and then."""
+        self._keeping = asyncio.create_task(self._keeper.run())
+
     async def drain(self) -> None:
         """Takes no new requests (Unavailable), and waits for those that were admitted."""
         self._draining = True
@@ -362,6 +370,8 @@ class Engine:
     async def close(self) -> None:
         """Takes no new requests, fails what is still queued, and ends the engine's threads."""
         self._draining = True
+        if self._keeping is not None:
+            self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
         await self._batcher.close()

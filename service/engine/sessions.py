@@ -6,23 +6,20 @@ is not resident is rebuilt from the tail by whoever needs it.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from service.engine.slab import START, Resident, Slab
+from service.engine.residents import Resident, Residents
+from service.engine.slab import START
+from service.engine.turns import Turn, Turns
 from service.engine.types import Mode, StepRequest, check_session_id
-from service.errors import InvalidRequest, Overloaded, PositionConflict, SessionExists, UnknownSession
+from service.errors import InvalidRequest, PositionConflict, SessionExists, UnknownSession
 from service.metrics import Metrics
 from service.stores.store import LastStep, Record, Store, digest
 from service.stores.tail import Tail
-
-MOST_WAITERS = 64  # requests that may wait for one session: they are not in the batcher's bounded queue yet
 
 
 class Place(Enum):
@@ -77,36 +74,31 @@ def conflict(record: Record, start: int | None) -> PositionConflict:
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
-@dataclass(slots=True)
-class _Turn:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
-
-
 class Sessions:
     """The sessions of one model version, on a store that others may share."""
 
     def __init__(
         self,
         store: Store,
-        slab: Slab,
+        residents: Residents,
         metrics: Metrics,
         *,
         model: str,
         version: str,
-        ttl_s: float,
+        state_ttl_s: float,
         empty: Tail,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`empty` is the tail of a sequence without tokens; `clock` in seconds, as the store's."""
+        """`state_ttl_s`: idle time after which a state is no longer kept. `empty`: the tail of a sequence without
+        tokens. `clock` in seconds, as the store's."""
         self._store = store
-        self._slab = slab
+        self._residents = residents
         self._model = model
         self._version = version
-        self._ttl_s = ttl_s
+        self._state_ttl_s = state_ttl_s
         self._empty = empty
         self._clock = clock
-        self._turns: dict[str, _Turn] = {}
+        self._turns = Turns()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.rebuilt.labels(model)
         self._conflicts = metrics.conflicts.labels(model)
@@ -117,32 +109,20 @@ class Sessions:
             session = secrets.token_urlsafe(16)
         else:
             check_session_id(session)
-        self._slab.drop_idle(self._clock() - self._ttl_s)
         record = Record(session, self._model, self._version, mode or Mode.AUTO, 0, self._empty)
         if not await self._store.create(record):
             raise SessionExists(f"session {session!r} exists already")
         return record
 
-    @asynccontextmanager
-    async def turn(self, session: str) -> AsyncIterator[None]:
-        """One request at a time: two steps of a session are never in one batch. Raises Overloaded."""
-        turn = self._turns.setdefault(session, _Turn())
-        if turn.users > MOST_WAITERS:
-            raise Overloaded(f"{MOST_WAITERS} requests are waiting for session {session!r}, the most that may")
-        turn.users += 1
-        try:
-            async with turn.lock:
-                yield
-        finally:
-            turn.users -= 1
-            if not turn.users:
-                del self._turns[session]
+    def turn(self, session: str) -> Turn:
+        """The session's turn, as an asynchronous context manager. Raises Overloaded."""
+        return self._turns.turn(session)
 
     async def read(self, session: str) -> Record:
         """The session as the store has it. Raises UnknownSession."""
         record = await self._store.get(session)
         if record is None or record.model != self._model:
-            self._slab.drop(session)
+            self._residents.drop(session)
             raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
         return record
 
@@ -157,17 +137,17 @@ class Sessions:
         the same for all.
         """
         if record.position == 0:
-            return Resident(START, record.revision, 0, self._clock())
+            return Resident(START, record.revision, 0)
         session = record.session
-        resident = self._slab.find(session, self._clock()) if use else self._slab.peek(session)
+        resident = self._residents.find(session, self._clock()) if use else self._residents.peek(session)
         if resident is not None and resident.revision != record.revision:
-            self._slab.drop(session)
+            self._residents.drop(session)
             return None
         return resident
 
     def keep(self, record: Record, slot: int, cut: int) -> None:
         """Makes a state resident that knows nothing of the first `cut` tokens of the session in `record`."""
-        self._slab.put(record.session, Resident(slot, record.revision, cut, self._clock()))
+        self._residents.put(record.session, Resident(slot, record.revision, cut), self._clock())
 
     def count_rebuilt(self) -> None:
         """A state was rebuilt from a tail."""
@@ -184,13 +164,13 @@ class Sessions:
             committed = await self._store.append(record.session, record.revision, request.tokens, step)
         except BaseException:
             # Whether it was appended is not known: only the store can say, next time.
-            self._slab.drop(record.session)
+            self._residents.drop(record.session)
             raise
         if committed is None:
             self._conflicts.inc()
-            self._slab.drop(record.session)
+            self._residents.drop(record.session)
         elif slot is None:
-            self._slab.drop(record.session)
+            self._residents.drop(record.session)
         else:
             self.keep(committed, slot, cut)
         return committed
@@ -213,19 +193,23 @@ class Sessions:
                 return record._replace(idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
             if rewound is not None:
-                self._slab.drop(session)
+                self._residents.drop(session)
                 return rewound
 
     async def delete(self, session: str) -> None:
         """Ends a session. Raises UnknownSession."""
         await self.read(session)
-        self._slab.drop(session)
+        self._residents.drop(session)
         if not await self._store.delete(session):
             raise UnknownSession(f"there is no session {session!r}")
 
+    async def expire(self) -> int:
+        """Forgets states that were idle for too long, and sessions that are over; the number of those that are left."""
+        self._residents.drop_idle(self._clock() - self._state_ttl_s)
+        return await self._store.count(self._model)
+
     async def counts(self) -> dict[str, int]:
         """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
-        self._slab.drop_idle(self._clock() - self._ttl_s)
-        resident = len(self._slab)
-        count = await self._store.count(self._model)
+        count = await self.expire()
+        resident = len(self._residents)
         return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}

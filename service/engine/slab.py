@@ -1,9 +1,7 @@
-"""Where states live: one contiguous array for each state tensor, a row ("slot") for each state.
+"""Memory for states: one contiguous array for each state tensor, a row ("slot") for each state.
 
-A slot is counted: whoever uses it retains it and releases it, and it is free at zero. A session's resident state
-is one such user, and the only one that may be robbed: when no slot is free, the least recently used resident
-that nobody else is using goes. A state is written to a slot of its own and takes the place of its predecessor
-only once it is committed, so a run that fails has changed nothing.
+A slot is counted: whoever uses it retains it and releases it, and it is free at zero. A state is written to a slot
+of its own and takes the place of its predecessor only once it is committed, so a run that fails has changed nothing.
 
 Counting belongs to the event loop's thread. `gather` and `scatter` may run on the runner's: they only touch slots
 that are retained for the batch in hand.
@@ -11,10 +9,10 @@ that are retained for the batch in hand.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -32,29 +30,11 @@ FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A session's state in the slab: it belongs to `revision`, knows nothing of the first `cut` tokens, and was
-    last used at `touched_s`."""
-
-    slot: int
-    revision: int
-    cut: int
-    touched_s: float
-
-
 class Slab:
-    """Slots for states, within a budget in bytes; the states of sessions among them, least recently used first."""
+    """Slots for states, within a budget in bytes."""
 
-    def __init__(
-        self,
-        state: Sequence[StateTensor],
-        hidden: int,
-        budget_bytes: int,
-        on_evict: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`hidden` is the width of the output layer's input, kept beside every state; `on_evict` is told of
-        every resident state that had to go.
+    def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:
+        """`hidden` is the width of the output layer's input, kept beside every state.
 
         Raises ValueError where the budget does not hold a handful of states.
         """
@@ -71,13 +51,38 @@ class Slab:
         self._arrays: dict[str, Array] = {
             name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
         }
-        self._users: dict[int, int] = {}
-        self._free: list[int] = []
+        self._writes = np.zeros(self.capacity, np.uint32)  # how often each slot was written to
+        self._users = array("i", bytes(4 * self.capacity))
+        self._free = array("i")
         self._untouched = RESERVED  # slots from here on have never been used
-        self._residents: OrderedDict[str, Resident] = OrderedDict()
-        self._on_evict = on_evict
 
-    # Slots
+    # Counting
+
+    def acquire(self) -> int:
+        """A slot with one user. Raises Overloaded when every slot is in use."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._untouched < self.capacity:
+            slot = self._untouched
+            self._untouched += 1
+        else:
+            raise Overloaded(f"all {self.capacity} states are in use: raise state_budget_bytes")
+        self._users[slot] = 1
+        return slot
+
+    def retain(self, slot: int) -> None:
+        """One user more. The reserved slots are never freed and need none."""
+        if slot >= RESERVED:
+            assert self._users[slot], "a free slot cannot be retained: this is a bug"
+            self._users[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """One user less; the last one frees the slot."""
+        if slot >= RESERVED:
+            users = self._users[slot] = self._users[slot] - 1
+            assert users >= 0, "a slot was released once too often: this is a bug"
+            if not users:
+                self._free.append(slot)
 
     @contextmanager
     def lease(self) -> Iterator[int]:
@@ -91,18 +96,6 @@ class Slab:
         finally:
             self.release(slot)
 
-    def acquire(self) -> int:
-        """A slot with one user. Raises Overloaded when every slot is in use by requests."""
-        if not self._free and self._untouched == self.capacity:
-            self._evict_one()
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot = self._untouched
-            self._untouched += 1
-        self._users[slot] = 1
-        return slot
-
     @contextmanager
     def hold(self, slot: int) -> Iterator[None]:
         """Keeps the state in `slot` from being evicted until the end of the block."""
@@ -112,69 +105,20 @@ class Slab:
         finally:
             self.release(slot)
 
-    def retain(self, slot: int) -> None:
-        """One user more. The reserved slots are never freed and need none."""
-        if slot >= RESERVED:
-            self._users[slot] += 1
+    @property
+    def untouched(self) -> int:
+        """Slots from here on have never been used."""
+        return self._untouched
 
-    def release(self, slot: int) -> None:
-        """One user less; the last one frees the slot."""
-        if slot >= RESERVED:
-            self._users[slot] -= 1
-            if not self._users[slot]:
-                del self._users[slot]
-                self._free.append(slot)
+    @property
+    def used(self) -> int:
+        """How many slots are in use."""
+        return self._untouched - RESERVED - len(self._free)
 
     @property
     def used_bytes(self) -> int:
         """Memory of the slots in use."""
-        return self.slot_bytes * len(self._users)
-
-    # States of sessions
-
-    def put(self, session: str, resident: Resident) -> None:
-        """Makes a state the session's resident one, in place of any before it; retains its slot."""
-        self.retain(resident.slot)
-        self.drop(session)
-        self._residents[session] = resident
-
-    def find(self, session: str, now_s: float) -> Resident | None:
-        """The session's resident state, which thereby becomes the most recently used."""
-        resident = self._residents.get(session)
-        if resident is not None:
-            resident = self._residents[session] = replace(resident, touched_s=now_s)
-            self._residents.move_to_end(session)
-        return resident
-
-    def peek(self, session: str) -> Resident | None:
-        """The session's resident state; its place in the order stays as it is."""
-        return self._residents.get(session)
-
-    def drop(self, session: str) -> None:
-        """Forgets a session's state, if there is one."""
-        resident = self._residents.pop(session, None)
-        if resident is not None:
-            self.release(resident.slot)
-
-    def drop_idle(self, since_s: float) -> None:
-        """Forgets the states last used before `since_s`: those of sessions that have ended by themselves."""
-        while self._residents:
-            session, resident = next(iter(self._residents.items()))
-            if resident.touched_s >= since_s:
-                return
-            self.drop(session)
-
-    def __len__(self) -> int:
-        """How many sessions have their state here."""
-        return len(self._residents)
-
-    def _evict_one(self) -> None:
-        for session, resident in self._residents.items():
-            if self._users[resident.slot] == 1:
-                self.drop(session)
-                self._on_evict()
-                return
-        raise Overloaded(f"all {self.capacity} states are in use: raise state_budget_bytes")
+        return self.slot_bytes * self.used
 
     # Values
 
@@ -201,15 +145,43 @@ class Slab:
             self._arrays[name][targets] = values if all_rows else values[kept]
         hidden = outputs[HIDDEN]
         self._arrays[HIDDEN][targets] = hidden if all_rows else hidden[kept]
+        self._writes[targets] += 1
 
-    def check_integrity(self) -> None:
-        """Asserts what must always hold of the bookkeeping; for tests, and for whoever hunts a bug."""
-        used, free = set(self._users), set(self._free)
-        assert len(free) == len(self._free), "a slot was freed twice"
-        assert not used & free, "a slot is both in use and free"
-        assert used | free == set(range(RESERVED, self._untouched)), "a slot is lost"
-        assert all(count > 0 for count in self._users.values()), "a slot has no user and is not free"
-        slots = [resident.slot for resident in self._residents.values() if resident.slot >= RESERVED]
-        assert len(slots) == len(set(slots)), "two sessions share a slot"
-        assert set(slots) <= used, "a session's slot is free"
-        assert not any(array[ZERO].any() for array in self._arrays.values()), "the zero state was written to"
+    def written(self, slot: int) -> int:
+        """How often a slot was written to, modulo 2^32."""
+        return int(self._writes[slot])
+
+    def checksum(self, slot: int) -> int:
+        """CRC-32 of what a slot holds."""
+        value = 0
+        for values in self._arrays.values():
+            value = zlib.crc32(values[slot], value)
+        return value
+
+    # Integrity
+
+    def miscounts(self) -> list[str]:
+        """What is wrong with the counting: nothing ever may be. Each slot that was used is free, once, or in use."""
+        users = np.frombuffer(self._users.tobytes(), np.int32)[: self._untouched]
+        free = np.frombuffer(self._free.tobytes(), np.int32)
+        if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:
+            return ["a slot is free that there is not"]
+        is_free = np.zeros(self._untouched, bool)
+        is_free[free] = True
+        wrong = {
+            "a slot was freed twice": np.count_nonzero(is_free) < len(free),
+            "a slot was released once too often": (users < 0).any(),
+            "a slot is both in use and free": (users[is_free] > 0).any(),
+            "a slot is lost": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
+            "what is used is not what is counted": np.count_nonzero(users) != self.used,
+            "the zero state was written to": any(values[ZERO].any() for values in self._arrays.values()),
+        }
+        return [text for text, is_wrong in wrong.items() if is_wrong]
+
+    def recount(self) -> None:
+        """Makes free whatever nobody uses, and nothing else; and the zero state zero again."""
+        for slot in range(RESERVED, self._untouched):
+            self._users[slot] = max(self._users[slot], 0)
+        self._free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self._users[slot]])
+        for values in self._arrays.values():
+            values[ZERO] = 0

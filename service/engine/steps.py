@@ -20,8 +20,9 @@ from service.engine.bounds import Bound, bound, meets
 from service.engine.costs import Costs
 from service.engine.forward import Forward, last
 from service.engine.limits import Limits
+from service.engine.residents import Resident
 from service.engine.sessions import Place, Sessions, conflict, place
-from service.engine.slab import Resident, Slab
+from service.engine.slab import Slab
 from service.engine.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
 from service.errors import InvalidRequest
 from service.metrics import Metrics

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from models.manifest import StateTensor
-from service.engine.slab import RESERVED, ZERO, Resident, Slab
+from service.engine.slab import RESERVED, ZERO, Slab
 from service.errors import Overloaded
 
 STATE = (StateTensor(name="a", shape=(2,)), StateTensor(name="b", shape=(3, 1)))
@@ -13,21 +15,6 @@ SLOT_BYTES = 4 * (2 + 3 + 4)
 
 def make_slab(slots: int = 8) -> Slab:
     return Slab(STATE, 4, slots * SLOT_BYTES)
-
-
-def resident(slot: int, touched_s: float = 0.0) -> Resident:
-    return Resident(slot, revision=1, cut=0, touched_s=touched_s)
-
-
-def fill(slab: Slab, slot: int, value: float) -> None:
-    slab.scatter(
-        [slot],
-        {
-            "next.a": np.full((1, 2), value, np.float32),
-            "next.b": np.full((1, 3, 1), value, np.float32),
-            "hidden": np.full((1, 4), value, np.float32),
-        },
-    )
 
 
 def test_the_budget_sets_the_number_of_slots() -> None:
@@ -55,99 +42,86 @@ def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
     assert values["a"].tolist() == [[5, 6], [0, 0], [1, 2]]
     assert values["b"][:, :, 0].tolist() == [[6, 7, 8], [0, 0, 0], [0, 1, 2]]
     assert slab.gather_hidden([second, first]).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    slab.check_integrity()
+    assert slab.miscounts() == []
 
 
 def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
     slab = make_slab()
     with slab.lease() as slot:
-        slab.put("s", resident(slot))
-    assert slab.find("s", 1.0) is not None
+        slab.retain(slot)
     assert slab.used_bytes == SLOT_BYTES
-    slab.drop("s")
-    assert slab.used_bytes == 0
-    slab.check_integrity()
-
-
-def test_a_new_state_of_a_session_takes_the_place_of_the_old_one() -> None:
-    slab = make_slab()
-    for _ in range(100):
-        with slab.lease() as slot:
-            slab.put("s", resident(slot))
-    assert len(slab) == 1
-    assert slab.used_bytes == SLOT_BYTES
-    slab.check_integrity()
-
-
-def test_the_least_recently_used_session_is_evicted_first() -> None:
-    evicted: list[None] = []
-    slab = Slab(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
-    for name in "abcdef":
-        with slab.lease() as slot:
-            slab.put(name, resident(slot))
-    assert slab.find("a", 1.0) is not None  # used: now b is the oldest
-    assert slab.peek("b") is not None  # looked at: still the oldest
-    with slab.lease():
-        assert slab.peek("b") is None
-        assert slab.peek("a") is not None
-    assert len(evicted) == 1
-    slab.check_integrity()
-
-
-def test_a_state_in_use_is_never_evicted_and_a_full_slab_refuses() -> None:
-    slab = make_slab()
-    slots = [slab.acquire() for _ in range(slab.capacity - RESERVED - 1)]
-    with slab.lease() as slot:
-        slab.put("s", resident(slot))
-    with slab.hold(slot), pytest.raises(Overloaded, match="all 8 states are in use"):
-        slab.acquire()
-    assert slab.peek("s") is not None
-    slots.append(slab.acquire())
-    assert slab.peek("s") is None
-    for slot in slots:
+    with slab.hold(slot):
         slab.release(slot)
-    slab.check_integrity()
+        assert slab.used_bytes == SLOT_BYTES
+    assert slab.used_bytes == 0
+    assert slab.miscounts() == []
 
 
-def test_states_of_sessions_long_idle_are_dropped() -> None:
+def test_a_slot_is_used_again_and_a_full_slab_refuses() -> None:
     slab = make_slab()
-    for name, touched_s in (("old", 1.0), ("new", 5.0)):
-        with slab.lease() as slot:
-            slab.put(name, resident(slot, touched_s))
-    slab.drop_idle(since_s=2.0)
-    assert slab.peek("old") is None
-    assert slab.peek("new") is not None
+    slots = [slab.acquire() for _ in range(slab.capacity - RESERVED)]
+    with pytest.raises(Overloaded, match="all 8 states are in use"):
+        slab.acquire()
+    slab.release(slots[3])
+    assert slab.acquire() == slots[3]
+    assert slab.miscounts() == []
 
 
-def test_a_state_that_is_used_is_not_idle() -> None:
+def test_the_reserved_slots_need_no_counting() -> None:
     slab = make_slab()
-    for name in ("a", "b"):
-        with slab.lease() as slot:
-            slab.put(name, resident(slot, touched_s=1.0))
-    slab.find("a", now_s=5.0)
-    slab.drop_idle(since_s=2.0)
-    assert slab.peek("a") is not None
-    assert slab.peek("b") is None
+    for _ in range(3):
+        slab.release(ZERO)
+    assert slab.used_bytes == 0
+    assert slab.miscounts() == []
 
 
-def test_the_integrity_check_finds_a_lost_slot_a_shared_one_and_a_spoilt_zero() -> None:
+def test_a_free_slot_can_neither_be_retained_nor_released() -> None:
     slab = make_slab()
     slot = slab.acquire()
-    slab.check_integrity()
-    del slab._users[slot]
-    with pytest.raises(AssertionError, match="lost"):
-        slab.check_integrity()
+    slab.release(slot)
+    with pytest.raises(AssertionError, match="retained"):
+        slab.retain(slot)
+    with pytest.raises(AssertionError, match="once too often"):
+        slab.release(slot)
 
-    slab = make_slab()
-    with slab.lease() as slot:
-        slab.put("a", resident(slot))
-        slab.put("b", resident(slot))
-        with pytest.raises(AssertionError, match="share"):
-            slab.check_integrity()
 
+def test_the_zero_state_cannot_be_written_to() -> None:
     slab = make_slab()
     with pytest.raises(AssertionError, match="zero state"):
-        fill(slab, ZERO, 1.0)
-    slab._arrays["a"][ZERO] = 1.0
-    with pytest.raises(AssertionError, match="zero state"):
-        slab.check_integrity()
+        slab.scatter([ZERO], {})
+
+
+def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
+    slab = make_slab()
+    slot = slab.acquire()
+    before = slab.checksum(slot)
+    assert slab.written(slot) == 0
+    values = {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))}
+    slab.scatter([slot], {name: value.astype(np.float32) for name, value in values.items()})
+    assert slab.written(slot) == 1
+    assert slab.checksum(slot) != before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda slab: slab._free.append(5), "freed twice"),
+        (lambda slab: slab._free.append(99), "free that there is not"),
+        (lambda slab: slab._free.remove(5), "lost"),
+        (lambda slab: slab._users.__setitem__(5, 1), "both in use and free"),
+        (lambda slab: slab._users.__setitem__(4, -1), "released once too often"),
+        (lambda slab: slab._users.__setitem__(4, 0), "lost"),
+        (lambda slab: slab._arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
+    ],
+    ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
+)
+def test_every_miscount_is_found_and_recounting_ends_it(spoil: Callable[[Slab], object], what: str) -> None:
+    slab = make_slab()
+    slots = [slab.acquire() for _ in range(4)]
+    slab.release(slots[3])
+    assert slots[2:] == [4, 5]
+    assert slab.miscounts() == []
+    spoil(slab)
+    assert any(what in text for text in slab.miscounts())
+    slab.recount()
+    assert slab.miscounts() == []
