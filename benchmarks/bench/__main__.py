@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, BadAnswer, httpx.HTTPErro
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if options.visit is not None:
         name, model, round_, out = options.visit
         visited(name, MODELS[model], int(round_), options.seconds, Path(out))
@@ -64,7 +66,7 @@ def main() -> None:
             continue
         console.print(f"[{done + 1}/{len(wanted)}] round {round_ + 1}, {model}, {contenders()[name].title}")
         command = [*shlex.split(options.around), sys.executable, "-m", "benchmarks.bench", "--seconds", str(seconds)]
-        if subprocess.run([*command, "--visit", name, model, str(round_), str(out)], cwd=ROOT, check=False).returncode:
+        if run([*command, "--visit", name, model, str(round_), str(out)]):
             failed.append(out.stem)
     visits = [
         Visit.read(folder / f"{model}-{name}-{round_}.json")
@@ -103,6 +105,17 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def run(command: list[str]) -> int:
+    """The exit status of a visit. Where this process is ended meanwhile, the visit has time to stop its server."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def visited(name: str, bundle: Path, round_: int, seconds: float, out: Path) -> None:

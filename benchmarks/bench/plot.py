@@ -15,28 +15,28 @@ from benchmarks.bench.contenders import BARE, HANDLER, WANE, contenders, peer_na
 from benchmarks.bench.results import Results, Spread
 from benchmarks.bench.targets import Figure, p50, rate
 
-OURS, THEIRS, CEILING = "#1f77b4", "#b0b0b0", "#e8c07d"
+OURS, THEIRS, CEILING = "#1f77b4", "#7f7f7f", "#d9a441"
 
-Bar = tuple[str, Spread, str]
+Dot = tuple[str, Spread, str]
 
 
 def save(results: Results, path: Path) -> None:
-    """One row for each model: throughput on the left, one client's latency on the right; whiskers are the rounds."""
+    """One row for each model: throughput on the left, one client's latency on the right; whiskers are rounds."""
     models = list(results.figures)
     figure, rows = plt.subplots(
         len(models), 2, figsize=(11, 0.8 + 3.5 * len(models)), layout="constrained", squeeze=False
     )
     for (left, right), model in zip(rows, models, strict=True):
-        _bars(left, throughput(results, model), "{:,.0f}")
+        _dots(left, throughput(results, model), "{:,.0f}")
         left.set(title=f"{model}: next tokens answered a second", xlabel="a second (log scale)")
-        _bars(right, latency(results, model), "{:.2g}")
+        _dots(right, latency(results, model), "{:.2g}")
         right.set(title=f"{model}: one client's wait for a next token", xlabel="p50, ms (log scale)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def throughput(results: Results, model: str) -> list[Bar]:
+def throughput(results: Results, model: str) -> list[Dot]:
     """Tokens and windows a second, Wane's ways first."""
     wanted = [
         (WANE, "batched-64", "Wane, session, 64 steps a call", OURS),
@@ -52,7 +52,7 @@ def throughput(results: Results, model: str) -> list[Bar]:
     return _measured(results, model, wanted, rate)
 
 
-def latency(results: Results, model: str) -> list[Bar]:
+def latency(results: Results, model: str) -> list[Dot]:
     """Median wait of a client that is alone."""
     wanted = [
         (WANE, "session-1", "Wane, session", OURS),
@@ -65,25 +65,20 @@ def latency(results: Results, model: str) -> list[Bar]:
     return _measured(results, model, wanted, p50)
 
 
-def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, str]], figure: Figure) -> list[Bar]:
+def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, str]], figure: Figure) -> list[Dot]:
     spreads = [(label, results.spread(model, name, load, figure), colour) for name, load, label, colour in wanted]
     return [(label, spread, colour) for label, spread, colour in spreads if spread is not None]
 
 
-def _bars(axes: Axes, bars: list[Bar], form: str) -> None:
-    for index, (_, spread, colour) in enumerate(bars):
-        whisker = [[spread.median - spread.smallest], [spread.largest - spread.median]]
-        axes.barh(index, spread.median, color=colour, xerr=whisker, error_kw={"linewidth": 1, "capsize": 2})
-        axes.annotate(
-            form.format(spread.median),
-            (spread.largest, index),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+def _dots(axes: Axes, dots: list[Dot], form: str) -> None:
+    """A dot each, with a whisker from the smallest to the largest of the rounds: a log scale has no foot for a bar."""
+    for index, (_, spread, colour) in enumerate(dots):
+        axes.plot([spread.smallest, spread.largest], [index, index], color=colour, linewidth=2)
+        axes.plot(spread.median, index, "o", color=colour, markersize=7)
+        text = form.format(spread.median)
+        axes.annotate(text, (spread.largest, index), (7, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(dots)), [label for label, _, _ in dots], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.margins(x=0.15)
-    axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.18)
+    axes.grid(alpha=0.3)

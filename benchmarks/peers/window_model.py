@@ -48,13 +48,9 @@ class WindowModel:
             tokens = np.zeros((len(windows), int(lengths.max())), np.int64)
             for row, window in zip(tokens, windows, strict=True):
                 row[: len(window)] = window
-        (logits,) = self._session.run(["logits"], {"tokens": tokens, "lengths": lengths})
-        ids = np.argpartition(logits, -TOP_K, axis=1)[:, -TOP_K:]
-        found = np.take_along_axis(logits, ids, axis=1)
-        order = np.argsort(-found, axis=1)
-        ids, found = np.take_along_axis(ids, order, axis=1), np.take_along_axis(found, order, axis=1)
-        largest = found[:, :1]
-        return ids, np.exp(found - largest) / np.exp(logits - largest).sum(axis=1, keepdims=True)
+        named = {"tokens": tokens, "lengths": lengths}
+        ids, found, total = self._session.run(["top_ids", "top_logits", "log_sum_exp"], named)
+        return ids[:, :TOP_K], np.exp(found[:, :TOP_K] - total[:, None])
 
     def predict(self, windows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
         """The same as what JSON is made of, window by window."""

@@ -140,7 +140,7 @@ def test_a_python_that_is_not_there_is_named(checkout: Path) -> None:
     assert "python4 was not found" in environment(checkout, python="python4").stderr
 
 
-@pytest.mark.parametrize("script", ["serve", "test", "check"])
+@pytest.mark.parametrize("script", ["serve", "test", "check", "bench"])
 def test_a_script_is_executable_and_well_formed(script: str) -> None:
     path = SCRIPTS / script
     assert os.access(path, os.X_OK)

@@ -141,7 +141,7 @@ def test_results_are_written_and_read_again_as_they_were(results: Results, tmp_p
     assert Results.read(tmp_path / "a" / "bench.json") == results
 
 
-def test_the_figure_has_a_bar_for_each_that_was_measured(results: Results, tmp_path: Path) -> None:
+def test_the_figure_has_a_dot_for_each_that_was_measured(results: Results, tmp_path: Path) -> None:
     labels = [label for label, _, _ in plot.throughput(results, "lstm256")]
     assert labels[0] == "Wane, session, 64 steps a call"
     assert "mosec, window of 64" in labels and "BentoML, window of 64" not in labels
