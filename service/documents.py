@@ -12,6 +12,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from models.manifest import Certificate, Contraction, Quality, Role, Rounding
+from service.engine.agreement import Source
 from service.engine.costs import Cost
 from service.engine.types import Mode, Origin
 
@@ -328,6 +329,23 @@ class AgreementReportDocument(TypedDict):
     bound_violations: int
 
 
+class AgreementBySourceDocument(AgreementReportDocument):
+    """Over all comparisons, and by why they were made: `both` modes were asked for, or `shadow`, a sample of live
+    answers."""
+
+    sources: dict[Source, AgreementReportDocument]
+
+
+class ShadowReportDocument(TypedDict):
+    """What became of the live answers that were sampled; processor time in seconds. `dropped`: the runner was never
+    idle for them."""
+
+    compared: int
+    dropped: int
+    failed: int
+    cpu_s: float
+
+
 class SessionsReportDocument(TypedDict):
     """Sessions with and without a state in memory, and how many states were rebuilt."""
 
@@ -348,7 +366,8 @@ class ModelReportDocument(ModelDocument):
 
     modes: dict[Mode, ModeReportDocument]
     operations: dict[str, int]
-    agreement: AgreementReportDocument
+    agreement: AgreementBySourceDocument
+    shadow: ShadowReportDocument
     sessions: SessionsReportDocument
     integrity: IntegrityDocument
     costs: Costs

@@ -114,6 +114,15 @@ class Metrics:
             "wane_agreement_bound_violations", "Pairs further apart than is claimed: must stay 0.", "model"
         )
 
+        # Shadows: live answers that were sampled, to be given by the other mode too.
+        self.shadow = counter(
+            "wane_shadow",
+            "Sampled answers, by outcome: compared, dropped (there was no idle time), failed.",
+            "model",
+            "outcome",
+        )
+        self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "Processor time of shadows.", "model")
+
     def count_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Counts an HTTP request. The metrics of these labels are looked up once: there are few, and many requests."""
         children = self._http_children.get((route, method, status))

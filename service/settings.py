@@ -85,6 +85,14 @@ class Settings(BaseModel):
     drain_timeout_ms: int = Field(
         default=10_000, ge=0, description="time that admitted requests have to end when the server stops"
     )
+    shadow_rate: float = Field(
+        default=0,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="share of predictions and steps that are answered by the other mode too, while the runner is idle, "
+        "to measure agreement",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
 
     @classmethod

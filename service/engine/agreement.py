@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,13 @@ from service.engine.types import Agreement
 # Two float32 runs of the same model over the same tokens, in different batches or by different graphs, differ by
 # rounding. Measured total variations stay under 1e-6; a bound is violated only by more than this.
 FLOAT32_ROUNDING = 1e-5
+
+
+class Source(StrEnum):
+    """Why a pair was compared: a request asked for both modes, or a live answer was sampled."""
+
+    BOTH = "both"
+    SHADOW = "shadow"
 
 
 def compare(

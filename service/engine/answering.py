@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from models.manifest import Certificate, Manifest
 from models.vocabulary import Vocabulary
 from service.engine import agreement, bounds
+from service.engine.agreement import Source
 from service.engine.batcher import Ticket
 from service.engine.bounds import Bound
 from service.engine.direction import MOST_RIVALS, Direction
@@ -86,6 +88,7 @@ class Answering:
         self._prover = prover
         self._proofs = 0
         self.direction: Direction | None = None
+        self.offer: Callable[[Course, NDArray[np.int64], Part], None] | None = None
 
     def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
         """A part that was run: the recurrent one of a course, or the window's."""
@@ -107,9 +110,18 @@ class Answering:
         return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
 
     async def answer(
-        self, course: Course, recurrent: Part | None, window: Part | None, top_k: int, ticket: Ticket
+        self,
+        course: Course,
+        fed: NDArray[np.int64],
+        recurrent: Part | None,
+        window: Part | None,
+        top_k: int,
+        ticket: Ticket,
     ) -> Answer:
-        """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers."""
+        """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers.
+
+        `fed` ends at the course's position: all that is there of its tokens.
+        """
         answering = recurrent or window
         assert answering is not None, "a course without a run: this is a bug"
         found = predictions(answering.outcome.logits, top_k, self._vocabulary)
@@ -124,6 +136,8 @@ class Answering:
             }
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
+        elif self.offer is not None:
+            self.offer(course, fed, answering)
         bound, proved = answering.bound, await self._proved(answering, answering.bound)
         latency = ticket.latency()
         self._report.took(course.mode, latency)
@@ -142,20 +156,16 @@ class Answering:
         )
 
     async def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
-        """How far the parts are apart, counted in the report.
-
-        Both have read the same last tokens, so the bound of the one that knows fewer holds for their distance too, as
-        it does for its distance from the never-interrupted model.
-        """
-        assert course.window is not None, "two parts without a k: this is a bug"
-        bound = window.bound if course.window <= course.known else recurrent.bound
-        of_recurrent, of_window = recurrent.outcome, window.outcome
-        proved = await self._proved(window, bound)
-        pair = agreement.compare(
-            of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
-        )
-        self._report.compared(pair)
+        """How far the parts are apart, counted in the report."""
+        bound = _bound(course, recurrent, window)
+        pair = _apart(recurrent, window, bound, await self._proved(window, bound))
+        self._report.compared(pair, Source.BOTH)
         return pair
+
+    def apart(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+        """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
+        bound = _bound(course, recurrent, window)
+        return _apart(recurrent, window, bound, self._leads(window, bound))
 
     async def _proved(self, part: Part, bound: Bound | None) -> bool:
         """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
@@ -163,7 +173,7 @@ class Answering:
         if bound is None or bound.runs is None:
             return False
         if self.direction is None or ending is None or bound is not part.bound or not bound.state:
-            return self._margin.proves(outcome.logits, outcome.hidden, bound.runs)
+            return self._leads(part, bound)
         rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
@@ -177,3 +187,23 @@ class Answering:
             )
         finally:
             self._proofs -= 1
+
+    def _leads(self, part: Part, bound: Bound | None) -> bool:
+        """Whether the margin alone proves it."""
+        if bound is None or bound.runs is None:
+            return False
+        return self._margin.proves(part.outcome.logits, part.outcome.hidden, bound.runs)
+
+
+def _bound(course: Course, recurrent: Part, window: Part) -> Bound | None:
+    """Of the distance of the two. Both have read the same last tokens, so the bound of the one that knows fewer holds
+    for it too, as it does for its distance from the never-interrupted model."""
+    assert course.window is not None, "two parts without a k: this is a bug"
+    return window.bound if course.window <= course.known else recurrent.bound
+
+
+def _apart(recurrent: Part, window: Part, bound: Bound | None, proved: bool) -> Agreement:
+    of_recurrent, of_window = recurrent.outcome, window.outcome
+    return agreement.compare(
+        of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
+    )

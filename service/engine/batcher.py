@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -90,6 +90,7 @@ class Batcher:
         self._queue: deque[_Item] = deque()
         self._running = False
         self._closed = False
+        self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
         self._model = model
         self._metrics = metrics
@@ -143,6 +144,8 @@ class Batcher:
         self._queued.set(len(self._queue))
         if not items:
             self._running = False
+            if self.on_idle is not None:
+                self.on_idle()
             return
         started_s = time.perf_counter()
         for item in items:

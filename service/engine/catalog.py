@@ -83,10 +83,19 @@ class Catalog:
             on_squeeze=lambda model: self._metrics.squeezed.labels(model).inc(),
         )
         engines: dict[str, Engine] = {}
-        for bundle, margin, runner in opened:
+        for bundle, margin, runner, shadow in opened:
             manifest = bundle.manifest
             try:
-                engine = Engine(manifest, bundle.vocabulary, margin, runner, store, self._settings, self._metrics)
+                engine = Engine(
+                    manifest,
+                    bundle.vocabulary,
+                    margin,
+                    runner,
+                    store,
+                    self._settings,
+                    self._metrics,
+                    shadow_runner=shadow,
+                )
             except ValueError as error:
                 raise CatalogError(f"model {manifest.name}: {error}") from error
             await asyncio.to_thread(engine.warm_up)
@@ -171,15 +180,16 @@ class Catalog:
             raise CatalogError(f"bundles is {root}, which holds no bundle (a folder with a {MANIFEST})")
         return paths
 
-    def _open(self, bundle: Bundle) -> tuple[Bundle, Margin, Runner]:
-        """The bundle, with a certificate that holds or with none; and a runner whose every graph computes what the
-        bundle's weights say."""
+    def _open(self, bundle: Bundle) -> tuple[Bundle, Margin, Runner, Runner | None]:
+        """The bundle, with a certificate that holds or with none; a runner whose every graph computes what the
+        bundle's weights say; and another for shadows, if there are to be any."""
         runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
         try:
             verify_graphs(bundle, runner.run)
         except CertificateError as error:
             bundle = uncertified(bundle, error)
-        return bundle, Margin(bundle.weights()), runner
+        shadow = OnnxRunner(bundle, self._settings.device, threads=1) if self._settings.shadow_rate else None
+        return bundle, Margin(bundle.weights()), runner, shadow
 
 
 def read(path: Path) -> Bundle:

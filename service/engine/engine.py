@@ -6,6 +6,7 @@ steps       takes requests to sessions through: check out, run, commit
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner
 answering   makes answers of what was run; margin and direction prove them
+shadow      gives some of them once more by the other mode, when there is nothing else to do
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from random import Random
 
 from models.manifest import Manifest, Role
 from models.vocabulary import Vocabulary
@@ -33,6 +35,7 @@ from service.engine.prompts import Prompts
 from service.engine.report import Report
 from service.engine.residents import Residents
 from service.engine.sessions import Sessions
+from service.engine.shadow import Shadow
 from service.engine.steps import Steps
 from service.engine.types import (
     Answer,
@@ -75,8 +78,10 @@ class Engine:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         costs: Costs | None = None,
+        shadow_runner: Runner | None = None,
     ) -> None:
-        """`clock` gives seconds, as the store's does; `costs` of runs are measured if not given.
+        """`clock` gives seconds, as the store's does; `costs` of runs are measured if not given. `shadow_runner`:
+        of the same model, for shadows; without one there are none.
 
         Raises ValueError where the settings do not fit the model.
         """
@@ -118,6 +123,19 @@ class Engine:
         self._margin = margin
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report, self._prover)
+        self._shadow: Shadow | None = None
+        if shadow_runner is not None:
+            self._shadow = Shadow(
+                settings.shadow_rate,
+                shadow_runner,
+                manifest.state,
+                self._batcher,
+                self._answering,
+                self._report,
+                window=self._limits.window,
+                random=Random(),  # noqa: S311  (a sample, not a secret)
+            )
+            self._answering.offer = self._shadow.offer
         beside = RADIUS in runner.outputs("window")
         self._prompts = Prompts(
             manifest,
@@ -365,11 +383,15 @@ class Engine:
     async def drain(self) -> None:
         """Takes no new requests (Unavailable), and waits for those that were admitted."""
         self._draining = True
+        if self._shadow is not None:
+            self._shadow.close()
         await self._idle.wait()
 
     async def close(self) -> None:
         """Takes no new requests, fails what is still queued, and ends the engine's threads."""
         self._draining = True
+        if self._shadow is not None:
+            self._shadow.close()
         if self._keeping is not None:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)

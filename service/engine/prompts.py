@@ -24,9 +24,10 @@ from service.engine.types import Answer, GenerateRequest, Mode, Origin, PredictR
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A course and the parts that it had."""
+    """A course, what it was fed, and the parts that it had."""
 
     course: Course
+    fed: NDArray[np.int64]
     recurrent: Part | None
     window: Part | None
 
@@ -92,10 +93,10 @@ class Prompts:
         if mode is not Mode.WINDOW:
             outcome = await self._forward.full(fed, ticket)
             recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
-        return _Run(course, recurrent, await self._answering.window(course, fed, ticket))
+        return _Run(course, fed, recurrent, await self._answering.window(course, fed, ticket))
 
     async def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
-        return await self._answering.answer(run.course, run.recurrent, run.window, request.top_k, ticket)
+        return await self._answering.answer(run.course, run.fed, run.recurrent, run.window, request.top_k, ticket)
 
     async def generate(self, request: GenerateRequest, ticket: Ticket, held: ExitStack) -> Generation:
         """Runs the prompt. What the generation needs while it lasts is taken over from `held`.

@@ -6,10 +6,11 @@ import logging
 from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
-from service.engine.agreement import AgreementStatistics, violates
+from service.engine.agreement import AgreementStatistics, Source, violates
 from service.engine.bounds import Bound
 from service.engine.types import Agreement, Latency, Mode
 from service.metrics import REQUEST_SECONDS, Metrics
@@ -18,6 +19,8 @@ logger = logging.getLogger("wane.engine")
 
 PHASES = ("queue", "compute", "total")
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
+ShadowOutcome = Literal["compared", "dropped", "failed"]
+SHADOW_OUTCOMES: tuple[ShadowOutcome, ...] = get_args(ShadowOutcome)
 RECENT = 4096  # latest durations that percentiles are taken over, exactly
 
 
@@ -62,6 +65,9 @@ class Report:
         self._operations: Counter[str] = Counter()
         self._durations: dict[Mode, dict[str, Durations]] = {}
         self._agreement = AgreementStatistics()
+        self._by_source = {source: AgreementStatistics() for source in Source}
+        self._shadows: Counter[ShadowOutcome] = Counter()
+        self._shadow_cpu_s = 0.0
         metrics.bound_violations.labels(model)  # there from the start, at 0
 
     def answered(self, operation: str, mode: Mode) -> None:
@@ -84,9 +90,20 @@ class Report:
             self._metrics.error_bound.labels(self._model, mode.value).observe(bound.variation)
         self._metrics.top1_proved.labels(self._model, mode.value).inc(proved)
 
-    def compared(self, agreement: Agreement) -> None:
+    def shadowed(self, outcome: ShadowOutcome) -> None:
+        """One answer that was sampled has been compared, or failed, or was dropped because there was no time for it."""
+        self._shadows[outcome] += 1
+        self._metrics.shadow.labels(self._model, outcome).inc()
+
+    def shadow_took(self, cpu_s: float) -> None:
+        """A shadow had the processor for so long."""
+        self._shadow_cpu_s += cpu_s
+        self._metrics.shadow_cpu_seconds.labels(self._model).inc(cpu_s)
+
+    def compared(self, agreement: Agreement, source: Source) -> None:
         """One pair of answers was compared."""
         self._agreement.add(agreement)
+        self._by_source[source].add(agreement)
         self._metrics.compared.labels(self._model).inc()
         self._metrics.top1_matches.labels(self._model).inc(agreement.top1_match)
         self._metrics.agreement_top1_proved.labels(self._model).inc(agreement.top1_proved)
@@ -99,7 +116,7 @@ class Report:
             )
 
     def document(self) -> dict[str, object]:
-        """`modes`, `operations` and `agreement` of the report."""
+        """`modes`, `operations`, `agreement` and `shadow` of the report."""
         modes = {
             mode.value: {
                 "requests": self._requests[mode],
@@ -108,8 +125,16 @@ class Report:
             for mode in Mode
             if mode in self._durations
         }
+        shadows: dict[str, int] = {outcome: self._shadows[outcome] for outcome in SHADOW_OUTCOMES}
         return {
             "modes": modes,
             "operations": dict(self._operations),
-            "agreement": self._agreement.document(),
+            "agreement": {
+                **self._agreement.document(),
+                "sources": {source.value: found.document() for source, found in self._by_source.items()},
+            },
+            "shadow": {
+                **shadows,
+                "cpu_s": self._shadow_cpu_s,
+            },
         }

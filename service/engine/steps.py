@@ -142,7 +142,7 @@ class Steps:
             committed = await self._sessions.commit(record, request, slot, cut)
         if committed is None:
             return None
-        answer = await self._answering.answer(course, recurrent, window, request.top_k, ticket)
+        answer = await self._answering.answer(course, fed, recurrent, window, request.top_k, ticket)
         return replace(answer, session=record.session, position=committed.position, replayed=False)
 
     async def _recall(
@@ -189,7 +189,7 @@ class Steps:
         answering = recurrent or part
         assert answering is not None, "a course without a run: this is a bug"
         _check(answering.bound, tolerance)
-        answer = await self._answering.answer(course, recurrent, part, top_k, ticket)
+        answer = await self._answering.answer(course, fed, recurrent, part, top_k, ticket)
         return replace(answer, session=record.session, position=record.position)
 
     def _rebuilding(

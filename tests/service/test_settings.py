@@ -34,6 +34,7 @@ def test_every_field_can_be_given_both_ways() -> None:
         "host": "h",
         "default_model": "m",
         "session_ttl_s": "1.5",
+        "shadow_rate": "0.5",
         "max_body_bytes": "4096",
     }
     values = {name: given.get(name, "7") for name in Settings.model_fields}
@@ -63,6 +64,9 @@ def test_the_tests_own_variable_is_left_alone() -> None:
         ("WANE_SESSION_TTL_S", "nan", "WANE_SESSION_TTL_S is 'nan'"),
         ("WANE_SESSION_TTL_S", "0", "WANE_SESSION_TTL_S is '0': .*greater than 0"),
         ("WANE_MAX_QUEUE", "", "WANE_MAX_QUEUE is ''"),
+        ("WANE_SHADOW_RATE", "1.01", "WANE_SHADOW_RATE is '1.01': .*less than or equal to 1"),
+        ("WANE_SHADOW_RATE", "-0.1", "WANE_SHADOW_RATE is '-0.1': .*greater than or equal to 0"),
+        ("WANE_SHADOW_RATE", "nan", "WANE_SHADOW_RATE is 'nan'"),
     ],
 )
 def test_a_value_out_of_range_names_the_variable_and_the_limit(variable: str, value: str, message: str) -> None:

@@ -244,6 +244,8 @@ class Bench:
         self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, **of_settings})
         self.runner = FakeRunner(self.vocabulary.size)
         self.runner.radius = radius
+        self.shadow_runner = FakeRunner(self.vocabulary.size)
+        self.shadow_runner.radius = radius
         if certified:
             of_manifest["certificate"] = self.runner.certificate(of_manifest.get("max_window", 16))
         self.manifest = make_manifest(self.vocabulary, **of_manifest)
@@ -260,6 +262,7 @@ class Bench:
             self.metrics,
             self.clock,
             costs or LinearCosts(),
+            shadow_runner=self.shadow_runner if self.settings.shadow_rate else None,
         )
         self.engine.warm_up()
         self.runner.calls.clear()

@@ -1,0 +1,206 @@
+"""A sample of live answers, given once more by the other mode, so that agreement is known of what is really served.
+
+A live answer that is sampled is kept as it was given, with the tokens that it came from: what its session does later
+changes neither. The other mode runs on a thread and on graphs of its own, one piece at a time, and a piece is begun
+only while the runner of live work has nothing to do. Live work never waits for it in a queue; and where the system
+knows such a thing, the thread has a processor only when nobody else wants it. What there is no idle time for is
+dropped, and counted. Nobody waits for a shadow: neither a caller, nor the end of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.manifest import StateTensor
+from service.engine.agreement import Source
+from service.engine.answering import Answering, Course, Part
+from service.engine.batcher import Batcher
+from service.engine.forward import Outcome, last
+from service.engine.report import Report
+from service.engine.slab import HIDDEN
+from service.engine.types import Agreement, Latency, Mode
+from service.runners.runner import NEXT, RADIUS, Runner
+
+logger = logging.getLogger("wane.engine")
+
+MOST_CASES = 64
+MOST_TOKENS = 1 << 18
+"""Answers that may wait, and tokens of all of them: about two megabytes. More are dropped."""
+
+PIECE_TOKENS = 64
+"""Longest piece of a sequence that is run before looking whether there is live work."""
+
+PAUSE_S = 0.001
+"""How long the runner is left alone after a batch: its answers are still to be sent."""
+
+NO_TIME = Latency(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A live answer, and what the other mode is to run: `tokens`, int64 (n), from the zero state.
+
+    `course` is that of both; `live` the part that answered, the recurrent one or the window's.
+    """
+
+    course: Course
+    tokens: NDArray[np.int64]
+    live: Part
+    recurrent: bool
+
+
+class Shadow:
+    """One model's shadow answers. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        rate: float,
+        runner: Runner,
+        state: Sequence[StateTensor],
+        batcher: Batcher,
+        answering: Answering,
+        report: Report,
+        *,
+        window: int,
+        random: Random,
+    ) -> None:
+        """`rate`: share of answers that are sampled, by `random`; `runner`: nobody else's; `window`: the model's k."""
+        self._rate = rate
+        self._runner = runner
+        self._state = state
+        self._batcher = batcher
+        self._answering = answering
+        self._report = report
+        self._window = window
+        self._random = random
+        self._cases: deque[Case] = deque()
+        self._tokens = 0
+        self._work: Iterator[Agreement | None] | None = None
+        self._running: asyncio.Future[tuple[Agreement | None, float]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow", initializer=_stand_back)
+        batcher.on_idle = self._wake
+
+    def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
+        """An answer of one mode was given, from `fed`, which ends at the course's position. Some are sampled."""
+        if self._closed or self._random.random() >= self._rate:
+            return
+        case = self._case(course, fed, live)
+        if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
+            self._report.shadowed("dropped")
+            return
+        self._cases.append(case)
+        self._tokens += len(case.tokens)
+        self._wake()
+
+    def close(self) -> None:
+        """Drops what waits. A piece that is being run ends by itself, for nobody."""
+        self._closed = True
+        self._batcher.on_idle = None
+        if self._timer is not None:
+            self._timer.cancel()
+        for _ in range(len(self._cases) + (self._work is not None)):
+            self._report.shadowed("dropped")
+        self._cases.clear()
+        self._work = None
+        if self._running is not None:
+            self._running.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _case(self, course: Course, fed: NDArray[np.int64], live: Part) -> Case:
+        """What is kept of an answer: copies, for a row is a view of its whole batch."""
+        outcome = Outcome(live.outcome.logits.copy(), live.outcome.hidden.copy(), live.outcome.radius)
+        recurrent = course.mode is Mode.RECURRENT
+        if recurrent:
+            k = self._window if len(fed) > course.position else min(self._window, len(fed))
+            tokens, course = last(fed, course.position, k).copy(), replace(course, mode=Mode.BOTH, window=k)
+        else:
+            tokens = fed
+            known = course.position if len(fed) > course.position else len(fed)
+            course = replace(course, mode=Mode.BOTH, known=known)
+        return Case(course, tokens, Part(outcome, live.bound, live.latency), recurrent)
+
+    def _wake(self) -> None:
+        """Looks for something to do once the runner has been idle for a moment."""
+        if (self._cases or self._work is not None) and self._timer is None and self._running is None:
+            self._timer = asyncio.get_running_loop().call_later(PAUSE_S, self._begin)
+
+    def _begin(self) -> None:
+        """Begins the next piece, if the runner is idle; else it says so when it is."""
+        self._timer = None
+        if not self._batcher.idle:
+            return
+        if self._work is None:
+            case = self._cases.popleft()
+            self._tokens -= len(case.tokens)
+            self._work = self._answer(case)
+        self._running = asyncio.get_running_loop().run_in_executor(self._thread, _piece, self._work)
+        self._running.add_done_callback(self._end)
+
+    def _end(self, done: asyncio.Future[tuple[Agreement | None, float]]) -> None:
+        """A piece has been run."""
+        self._running = None
+        if self._closed or done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            self._work = None
+            self._report.shadowed("failed")
+            logger.error("a shadow failed", exc_info=error)
+        else:
+            agreement, cpu_s = done.result()
+            self._report.shadow_took(cpu_s)
+            if agreement is not None:
+                self._work = None
+                self._report.shadowed("compared")
+                self._report.compared(agreement, Source.SHADOW)
+        self._wake()
+
+    def _answer(self, case: Case) -> Iterator[Agreement | None]:
+        """Runs a case piece by piece, and ends in how far the two answers are apart."""
+        if case.recurrent:
+            lengths = np.array([len(case.tokens)])
+            outputs = self._runner.run("window", {"tokens": case.tokens[None], "lengths": lengths})
+            logits, radius = outputs["logits"], outputs.get(RADIUS)
+        else:
+            state = {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in self._state}
+            for start in range(0, len(case.tokens), PIECE_TOKENS):
+                if start:
+                    yield None
+                piece = case.tokens[None, start : start + PIECE_TOKENS]
+                outputs = self._runner.run("advance", {"tokens": piece, "lengths": np.array([piece.size]), **state})
+                state = {name: outputs[NEXT + name] for name in state}
+            logits, radius = self._runner.run("head", {HIDDEN: outputs[HIDDEN]})["logits"], None
+        if not (np.isfinite(logits).all() and np.isfinite(outputs[HIDDEN]).all()):
+            raise FloatingPointError("the model's output is not finite")
+        found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
+        outcome = Outcome(logits[0], outputs[HIDDEN][0], found)
+        other = self._answering.part(case.course, outcome, NO_TIME, recurrent=not case.recurrent)
+        pair = (case.live, other) if case.recurrent else (other, case.live)
+        yield self._answering.apart(case.course, *pair)
+
+
+def _piece(work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
+    """The next piece, and the processor time in seconds that it took; on the shadow's thread."""
+    begun_s = time.thread_time()
+    found = next(work)
+    return found, time.thread_time() - begun_s
+
+
+def _stand_back() -> None:
+    """Makes the thread one that has a processor when no other wants it. Only Linux has such threads."""
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

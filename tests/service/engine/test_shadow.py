@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.engine import shadow
+from service.engine.agreement import compare
+from service.engine.shadow import Shadow
+from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from tests.service.engine.fakes import Bench
+
+MakeBench = Callable[..., Bench]
+EOS = 0
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
+
+
+def shadow_of(bench: Bench) -> Shadow:
+    assert bench.engine._shadow is not None
+    return bench.engine._shadow
+
+
+async def turn() -> None:
+    """Lets every task and timer that is ready come up to its next wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def settled(bench: Bench) -> None:
+    """Waits until no shadow waits or runs."""
+    found = shadow_of(bench)
+    while found._cases or found._work or found._running or found._timer:
+        await (asyncio.wait({found._running}) if found._running else asyncio.sleep(0))
+
+
+async def report(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The report's `agreement` and `shadow`."""
+    document: dict[str, Any] = await bench.engine.report()
+    return document["agreement"], document["shadow"]
+
+
+async def session_of(bench: Bench, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
+    """A session after one step of these tokens, and that step's answer."""
+    session = (await bench.engine.create_session(mode=mode)).session
+    return session, await bench.engine.step(StepRequest(session, tokens))
+
+
+async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hears_of_it(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    tokens = tuple(range(2, 12))
+    _, answer = await session_of(bench, *tokens)
+    await settled(bench)
+    assert (answer.mode, answer.state, answer.modes, answer.agreement) == (Mode.RECURRENT, Origin.RESIDENT, None, None)
+    assert bench.runner.roles() == ["advance", "head"]
+    assert bench.shadow_runner.calls == [("window", [list(tokens[-4:])])]
+    agreement, shadows = await report(bench)
+    assert (agreement["compared"], shadows["compared"], shadows["dropped"], shadows["failed"]) == (1, 1, 0, 0)
+    expected = compare(
+        bench.runner.logits([EOS, *tokens]),
+        bench.runner.logits(tokens[-4:]),
+        *np.zeros((2, 4), np.float32),
+        None,
+        False,
+    )
+    assert agreement["total_variation"]["max"] == pytest.approx(expected.total_variation)
+    assert agreement["max_logit_difference"] == pytest.approx(expected.max_logit_difference)
+
+
+async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
+    await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6)))
+    await bench.engine.predict(PredictRequest((2, 3, 4, 5, 7)))
+    await settled(bench)
+    agreement, shadows = await report(bench)
+    sources = agreement["sources"]
+    assert [agreement["compared"], sources["both"]["compared"], sources["shadow"]["compared"]] == [3, 1, 2]
+    assert shadows["cpu_s"] > 0
+    assert bench.sample("wane_shadow_total", outcome="compared") == 2
+    assert bench.sample("wane_agreement_compared_total") == 3
+    assert bench.sample("wane_shadow_cpu_seconds_total") == shadows["cpu_s"]
+
+
+async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
+    bench = make_bench(shadow_rate=1.0, certified=True, window=100, max_window=140)
+    tokens = tuple(5 + index % 90 for index in range(110))
+    answer = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    await settled(bench)
+    assert bench.shadow_runner.roles() == 28 * ["advance"] + ["head"]
+    assert [token for _, rows in bench.shadow_runner.calls[:-1] for token in rows[0]] == [EOS, *tokens]
+    agreement, _ = await report(bench)
+    expected = compare(
+        bench.runner.logits([EOS, *tokens]),
+        bench.runner.logits(tokens[-100:]),
+        *np.zeros((2, 4), np.float32),
+        None,
+        False,
+    )
+    assert agreement["total_variation"]["max"] == pytest.approx(expected.total_variation, abs=1e-9)
+    assert agreement["error_bound"]["max"] == answer.error_bound
+    assert agreement["bound_violations"] == 0
+
+
+async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    tokens = tuple(range(2, 32))
+    session, _ = await session_of(bench, *tokens[:20], mode=Mode.WINDOW)
+    await settled(bench)
+    await bench.engine.step(StepRequest(session, tokens[20:]))
+    await settled(bench)
+    (fed,) = [rows[0] for role, rows in bench.shadow_runner.calls if role == "advance"][1:]
+    assert fed == list(tokens[4:])  # the tail of 16, and what was appended
+
+
+async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    bench.shadow_runner.gate.clear()
+    tokens = list(range(2, 12))
+    session, _ = await session_of(bench, *tokens)
+    await bench.shadow_runner.until_busy()
+    shadow_of(bench)._random = Random(0)
+    shadow_of(bench)._rate = 0.0
+    for token in (20, 21, 22):
+        await bench.engine.step(StepRequest(session, (token,)))
+    bench.shadow_runner.gate.set()
+    await settled(bench)
+    agreement, _ = await report(bench)
+    recurrent, window = bench.runner.logits([EOS, *tokens]), bench.runner.logits(tokens[-4:])
+    assert agreement["compared"] == 1
+    assert agreement["max_logit_difference"] == pytest.approx(float(np.abs(recurrent - window).max()))
+
+
+async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    bench.shadow_runner.gate.clear()
+    await asyncio.gather(*(bench.engine.predict(PredictRequest((token,))) for token in range(2, 8)))
+    await turn()
+    cases = list(shadow_of(bench)._cases)
+    assert cases
+    assert all(case.live.outcome.logits.base is None and case.live.outcome.hidden.base is None for case in cases)
+    bench.shadow_runner.gate.set()
+    await settled(bench)
+
+
+async def test_the_share_that_is_sampled_is_the_rate(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "MOST_CASES", 400)
+    bench = make_bench(shadow_rate=0.25)
+    shadow_of(bench)._random = Random(5)
+    drawn = Random(5)
+    expected = sum(drawn.random() < 0.25 for _ in range(400))
+    for token in range(400):
+        await bench.engine.predict(PredictRequest((2 + token % 90,)))
+    await settled(bench)
+    _, shadows = await report(bench)
+    assert shadows["compared"] == expected
+    assert 80 <= expected <= 120
+
+
+async def test_more_than_there_is_time_for_are_dropped_and_counted(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "MOST_CASES", 2)
+    bench = make_bench(shadow_rate=1.0)
+    bench.shadow_runner.gate.clear()
+    session, _ = await session_of(bench, 2)
+    await bench.shadow_runner.until_busy()
+    for token in range(3, 8):
+        await bench.engine.step(StepRequest(session, (token,)))
+    assert (await report(bench))[1]["dropped"] == 3
+    assert bench.sample("wane_shadow_total", outcome="dropped") == 3
+    bench.shadow_runner.gate.set()
+    await settled(bench)
+    assert (await report(bench))[1]["compared"] == 3
+
+
+async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "MOST_TOKENS", 8)
+    bench = make_bench(shadow_rate=1.0)
+    await bench.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.WINDOW))
+    await bench.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
+    await settled(bench)
+    _, shadows = await report(bench)
+    assert (shadows["compared"], shadows["dropped"]) == (1, 1)
+
+
+async def test_nothing_is_begun_while_the_runner_is_busy(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, travel: Callable[[float], None]
+) -> None:
+    monkeypatch.setattr(shadow, "PAUSE_S", 3600.0)
+    bench = make_bench(shadow_rate=1.0)
+    session, _ = await session_of(bench, 2)
+    bench.runner.gate.clear()
+    bench.runner.busy.clear()
+    live = asyncio.create_task(bench.engine.step(StepRequest(session, (3,))))
+    await bench.runner.until_busy()
+    travel(3600.0)
+    await turn()
+    assert shadow_of(bench)._timer is None
+    assert bench.shadow_runner.calls == []
+    monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
+    bench.runner.gate.set()
+    await live
+    await settled(bench)
+    assert len(bench.shadow_runner.calls) == 2
+
+
+async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
+    bench = make_bench(shadow_rate=1.0)
+    bench.shadow_runner.gate.clear()
+    await bench.engine.predict(PredictRequest(tuple(range(2, 13)), mode=Mode.WINDOW))
+    await bench.shadow_runner.until_busy()
+    bench.runner.gate.clear()
+    bench.runner.busy.clear()
+    live = asyncio.create_task(bench.engine.predict(PredictRequest((2,), mode=Mode.BOTH)))
+    await bench.runner.until_busy()
+    bench.shadow_runner.gate.set()
+    running = shadow_of(bench)._running
+    assert running is not None
+    await asyncio.wait({running})
+    await turn()
+    assert bench.shadow_runner.roles() == ["advance"]
+    bench.runner.gate.set()
+    await live
+    await settled(bench)
+    assert bench.shadow_runner.roles() == ["advance", "advance", "advance", "head"]
+
+
+async def test_live_work_does_not_wait_for_a_shadow(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    bench.shadow_runner.gate.clear()
+    session, _ = await session_of(bench, 2)
+    await bench.shadow_runner.until_busy()
+    answer = await bench.engine.step(StepRequest(session, (3,)))
+    assert answer.position == 2
+    assert len(bench.shadow_runner.calls) == 1
+
+
+async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_as_dropped(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    bench.shadow_runner.gate.clear()
+    session, _ = await session_of(bench, 2)
+    await bench.shadow_runner.until_busy()
+    await bench.engine.step(StepRequest(session, (3,)))
+    await bench.engine.drain()
+    await bench.engine.close()
+    assert not bench.shadow_runner.gate.is_set()
+    assert bench.sample("wane_shadow_total", outcome="dropped") == 2
+    bench.shadow_runner.gate.set()
+    await turn()
+    assert bench.sample("wane_shadow_total", outcome="compared") == 0
+
+
+async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_not_sampled(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    bench.runner.gate.clear()
+    live = asyncio.create_task(bench.engine.predict(PredictRequest((2, 3))))
+    await bench.runner.until_busy()
+    drained = asyncio.create_task(bench.engine.drain())
+    await turn()
+    bench.runner.gate.set()
+    await live
+    await drained
+    assert (await report(bench))[1] == {"compared": 0, "dropped": 0, "failed": 0, "cpu_s": 0.0}
+
+
+async def test_a_pair_further_apart_than_is_claimed_is_counted(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench(shadow_rate=1.0, certified=True)
+    bench.shadow_runner._embedding = 2 * bench.shadow_runner._embedding
+    await session_of(bench, 2, 3)  # no token is missing, so nothing may be
+    await settled(bench)
+    agreement, _ = await report(bench)
+    assert agreement["sources"]["shadow"]["bound_violations"] == agreement["bound_violations"] == 1
+    assert bench.sample("wane_agreement_bound_violations_total") == 1
+    assert "further apart than is claimed" in caplog.text
+
+
+@pytest.mark.parametrize("trouble", ["poison", "hot"])
+async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    setattr(bench.shadow_runner, trouble, 3)
+    await bench.engine.predict(PredictRequest((2, 3)))
+    await bench.engine.predict(PredictRequest((2, 4)))
+    await settled(bench)
+    _, shadows = await report(bench)
+    assert (shadows["compared"], shadows["failed"]) == (1, 1)
+    assert "a shadow failed" in caplog.text
+
+
+async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0, certified=True, window=130, max_window=140)
+    await bench.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
+    await settled(bench)
+    agreement, _ = await report(bench)
+    assert agreement["top1_proved_rate"] == 1.0
+    assert agreement["error_bound"]["max"] == bench.manifest.certificate.error_bound_at(130)
+
+
+async def test_the_bound_beside_a_shadow_s_window_counts(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
+    await bench.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
+    await settled(bench)
+    epsilon = bench.manifest.certificate.error_bound_at(20)
+    found = (await report(bench))[0]["error_bound"]["max"]
+    assert epsilon is not None and 0 < found < epsilon
+
+
+async def test_without_a_rate_there_is_nothing_that_could_cost(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=0.0)
+    assert bench.engine._shadow is None
+    assert bench.engine._answering.offer is None
+    assert bench.engine._batcher.on_idle is None
+
+
+async def test_the_thread_of_shadows_has_a_processor_only_when_nobody_else_wants_it(make_bench: MakeBench) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    policy = await asyncio.get_running_loop().run_in_executor(shadow_of(bench)._thread, os.sched_getscheduler, 0)
+    assert policy == os.SCHED_IDLE
+    assert os.sched_getscheduler(0) != os.SCHED_IDLE
