@@ -28,9 +28,9 @@ def save(results: Results, path: Path) -> None:
     )
     for (left, right), model in zip(rows, models, strict=True):
         _dots(left, throughput(results, model), "{:,.0f}")
-        left.set(title=f"{model}: next tokens answered a second", xlabel="a second (log scale)")
+        left.set(title=f"{model}: answers a second", xlabel="next tokens a second (log scale)")
         _dots(right, latency(results, model), "{:.2g}")
-        right.set(title=f"{model}: one client's wait for a next token", xlabel="p50, ms (log scale)")
+        right.set(title=f"{model}: one client's wait", xlabel="p50 of one connection, ms (log scale)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -80,5 +80,5 @@ def _dots(axes: Axes, dots: list[Dot], form: str) -> None:
     axes.set_yticks(range(len(dots)), [label for label, _, _ in dots], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.margins(x=0.18)
+    axes.margins(x=0.25)
     axes.grid(alpha=0.3)

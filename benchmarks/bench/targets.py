@@ -58,7 +58,7 @@ def targets(results: Results) -> list[Target]:
             results, "one WebSocket per session, 64 of them, tokens/s", "websocket-64", rate, WANE, "session-64", 1.5
         ),
         _ratio(results, "batched calls, 64 inputs each, tokens/s", "batched-64", rate, WANE, "session-64", 5),
-        *(_engine(results, model, way) for way in ("engine", "batcher") for model in (SHIPPED, LSTM)),
+        *(_engine(results, SHIPPED, way) for way in ("engine", "batcher")),
     ]
     found = [target for target in ratios if target is not None]
     if events := results.spread(LSTM, WANE, "open-1000", p99):
