@@ -21,6 +21,7 @@ async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
     yield make
     for bench in benches:
         bench.runner.gate.set()
+        bench.shadow_runner.gate.set()
         await bench.engine.drain()
         await bench.engine.close()
         bench.engine._slab.check_integrity(idle=True)
