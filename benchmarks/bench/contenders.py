@@ -26,7 +26,8 @@ class Contender:
 
     command: with `{bin}`, the folder of its virtual environment's programs, `{bundle}`, and `{ports[0]}` to
     `{ports[2]}`, free TCP ports of which the first answers; without one it is no server. path, wire: where a window is
-    posted, and in which form (`wire.py`). package: the distribution whose version is told.
+    posted, and in which form (`wire.py`). package: the distribution whose version is told. workers: the processes that
+    hold the model, of servers that have such.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Contender:
     path: str = ""
     wire: Wire = "tokens"
     package: str = ""
+    workers: int = 1
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -60,8 +62,9 @@ class Contender:
     def variables(self, bundle: Path, ports: list[int]) -> dict[str, str]:
         """The environment of that command: this one's, without settings of Wane that would leak in."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
-        own = {name: value.format(bundle=bundle, ports=ports) for name, value in self.environment.items()}
-        return kept | {"PYTHONPATH": str(ROOT), "BENCH_BUNDLE": str(bundle), "BENCH_PORT": str(ports[0])} | own
+        own = {name: value.format(ports=ports, workers=self.workers) for name, value in self.environment.items()}
+        told = {"BENCH_BUNDLE": str(bundle), "BENCH_PORT": str(ports[0]), "BENCH_WORKERS": str(self.workers)}
+        return kept | {"PYTHONPATH": str(ROOT)} | told | own
 
 
 def read_peer(folder: Path) -> Contender:

@@ -9,7 +9,7 @@ import bentoml
 from benchmarks.peers.window_model import LARGEST_BATCH, Prediction, WindowModel
 
 LONGEST_LATENCY_MS = 1000
-WORKERS = int(os.environ.get("BENCH_WORKERS", "1"))
+WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 @bentoml.service(workers=WORKERS, traffic={"timeout": 60}, logging={"access": {"enabled": False}})

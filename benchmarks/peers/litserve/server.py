@@ -7,7 +7,7 @@ import litserve
 from benchmarks.peers.window_model import LARGEST_BATCH, Prediction, WindowModel
 
 LONGEST_WAIT_S = 0.001
-WORKERS = int(os.environ.get("BENCH_WORKERS", "1"))
+WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(litserve.LitAPI):
@@ -37,7 +37,7 @@ if __name__ == "__main__":
         Window(max_batch_size=LARGEST_BATCH, batch_timeout=LONGEST_WAIT_S),
         accelerator="cpu",
         workers_per_device=WORKERS,
-        fast_queue=os.environ.get("BENCH_FAST", "1") == "1",
+        fast_queue=True,
     )
     server.run(
         host="127.0.0.1",

@@ -9,7 +9,7 @@ from mosec import Server, Worker
 from benchmarks.peers.window_model import LARGEST_BATCH, Prediction, WindowModel
 
 LONGEST_WAIT_MS = 1
-WORKERS = int(os.environ.get("BENCH_WORKERS", "1"))
+WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(Worker):

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from benchmarks.peers.window_model import LARGEST_BATCH, Prediction, WindowModel
 
 LONGEST_WAIT_S = 0.001
-REPLICAS = int(os.environ.get("BENCH_WORKERS", "1"))
+REPLICAS = int(os.environ["BENCH_WORKERS"])
 
 
 @serve.deployment(num_replicas=REPLICAS, max_ongoing_requests=1000)

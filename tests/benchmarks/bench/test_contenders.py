@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench.__main__ import MODELS, plan
 from benchmarks.bench.contenders import BARE, HANDLER, PEERS, WANE, Contender, contenders, peer_names
 from benchmarks.bench.loads import loads_of
 from benchmarks.bench.process import ServerFailed, ServerProcess
@@ -91,14 +90,6 @@ def test_another_order_or_another_probability_is_a_wrong_answer() -> None:
     for given in ([(2, 0.5), (1, 0.25)], [(1, 0.51), (2, 0.25)], [(1, 0.5)]):
         with pytest.raises(WrongAnswer, match="the model says"):
             check_ranked(given, expected)
-
-
-def test_every_round_has_everyone_on_every_model_and_another_one_first() -> None:
-    names, models = ["a", "b", "c"], list(MODELS)
-    visits = plan(names, models, 3)
-    assert len(visits) == len(set(visits)) == 18
-    firsts = [[name for round_, model, name in visits if (round_, model) == (number, models[0])] for number in range(3)]
-    assert firsts == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
 
 
 STUBBORN = """

@@ -1,0 +1,85 @@
+"""A run: every visit that it is made of, each in a process of its own, and where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.bench.contenders import ROOT, contenders
+from benchmarks.bench.results import Visit
+from benchmarks.bench.subjects import WORK, facts, hashed
+
+SOURCES = ("service", "models", "benchmarks/bench", "benchmarks/peers")
+CODE = (".py", ".lua", ".toml", ".txt", ".json")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Who, on what, how often and how long. workers: of each peer; None leaves it to the peer."""
+
+    names: list[str]
+    models: list[str]
+    rounds: int
+    seconds: int
+    workers: int | None = None
+
+    def plan(self) -> list[tuple[int, str, str]]:
+        """Round, model and contender of every visit: who begins changes from round to round."""
+        count = len(self.names)
+        return [
+            (round_, model, self.names[(index + round_) % count])
+            for round_ in range(self.rounds)
+            for model in self.models
+            for index in range(count)
+        ]
+
+    def folder(self) -> Path:
+        """Where its visits are kept: another folder for other code, models or settings."""
+        found = (path for folder in SOURCES for path in (ROOT / folder).rglob("*"))
+        files = sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts)
+        parts = [hashed(files), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
+        return WORK / "runs" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def go(self, around: Sequence[str], console: Console) -> list[str]:
+        """Makes the visits that are not there yet, each as an argument of `around`; the names of those that failed."""
+        folder, plan, failed = self.folder(), self.plan(), []
+        own = [*around, sys.executable, "-m", "benchmarks.bench", "--seconds", str(self.seconds)]
+        own += ["--workers", str(self.workers)] if self.workers else []
+        for number, (round_, model, name) in enumerate(plan, start=1):
+            out = visit_path(folder, round_, model, name)
+            if out.exists():
+                continue
+            console.print(
+                f"[{number}/{len(plan)}] round {round_ + 1}, {model}, {contenders()[name].title}", markup=False
+            )
+            if status([*own, "--visit", name, model, str(round_), str(out)]):
+                failed.append(out.stem)
+        return failed
+
+    def visits(self) -> list[Visit]:
+        """Those that were made."""
+        folder = self.folder()
+        paths = [visit_path(folder, round_, model, name) for round_, model, name in self.plan()]
+        return [Visit.read(path) for path in paths if path.exists()]
+
+
+def visit_path(folder: Path, round_: int, model: str, name: str) -> Path:
+    return folder / f"{model}-{name}-{round_}.json"
+
+
+def status(command: list[str]) -> int:
+    """The exit status of a visit. Where this process is ended meanwhile, the visit has time to stop its server."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise

@@ -1,0 +1,67 @@
+"""The two models that everyone serves, and what is told of them and of the machine."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.bench.contenders import ROOT
+from benchmarks.bench.results import Results
+from benchmarks.bench.targets import LSTM, SHIPPED
+
+WORK = ROOT / "build" / "bench"
+MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / SHIPPED}
+
+
+def export_lstm() -> None:
+    """The LSTM's bundle, anew where the code that makes it has changed."""
+    sources = hashed([*sorted((ROOT / "models").rglob("*.py")), ROOT / "benchmarks" / "lstm256.py"])
+    stamp = MODELS[LSTM].parent / f"{LSTM}.sources"
+    if not MODELS[LSTM].exists() or not stamp.exists() or stamp.read_text() != sources:
+        shutil.rmtree(MODELS[LSTM], ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.lstm256", str(MODELS[LSTM].parent)], cwd=ROOT, check=True)
+        stamp.write_text(sources)
+
+
+def hashed(files: list[Path]) -> str:
+    """One hash of many files."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def facts(model: str) -> dict[str, str]:
+    """What is told of a model: what it is, and the hashes of its weights and of the graph that all run."""
+    manifest = json.loads((MODELS[model] / "manifest.json").read_text(encoding="utf-8"))
+    made = manifest["architecture"]
+    units = made.get("units") or made["hidden"]
+    about = f"{made['layers']} x {made['cell']} of {units}, vocabulary {made['vocabulary_size']:,}"
+    files = manifest["files"]
+    return {"about": about, "weights": files[manifest["weights"]], "window": files[manifest["graphs"]["window"]]}
+
+
+def empty(models: list[str], rounds: int, seconds: float) -> Results:
+    """A run of which nothing is known but what it is of."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return Results(
+        created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        commit=git.stdout.strip() or None,
+        machine={"cpu": cpu(), "cores": f"{os.cpu_count()} cores", "python": f"Python {platform.python_version()}"},
+        seconds=seconds,
+        rounds=rounds,
+        models={model: facts(model) for model in models},
+    )
+
+
+def cpu() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,75 @@
+"""A run: who is visited when, what is kept, and what is done again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.bench import run as run_module
+from benchmarks.bench.results import Visit
+from benchmarks.bench.run import Run, visit_path
+
+# Stands in for the visit that it is put around: writes an empty one, or fails where it is told to.
+AROUND = """
+import sys
+from pathlib import Path
+name, model, round_, out = sys.argv[-4:]
+with Path("{told}").open("a") as told:
+    told.write(f"{{model}} {{name}} {{round_}}\\n")
+if name == "{fails}":
+    sys.exit(1)
+visit = '{{"model":"%s","contender":"%s","round":%s,"version":"1","loads":{{}}}}'
+Path(out).write_text(visit % (model, name, round_))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Two rounds of three on one model, kept in a folder of the test's."""
+    monkeypatch.setattr(Run, "folder", lambda _: tmp_path)
+    monkeypatch.setattr(run_module, "ROOT", tmp_path)
+    return Run(["wane", "mosec", "fastapi"], ["lstm256"], rounds=2, seconds=1)
+
+
+def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
+    """Who failed, and who was visited, of one more go."""
+    told = folder / "told"
+    told.write_text("")
+    program = AROUND.format(told=told, fails=fails)
+    failed = run.go([sys.executable, "-c", program], Console(quiet=True))
+    return failed, told.read_text().splitlines()
+
+
+def test_every_round_has_everyone_on_every_model_and_another_one_first() -> None:
+    plan = Run(["a", "b", "c"], ["m", "n"], rounds=3, seconds=1).plan()
+    assert len(plan) == len(set(plan)) == 18
+    orders = [[name for round_, model, name in plan if (round_, model) == (number, "n")] for number in range(3)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_a_run_goes_on_where_it_was_and_tries_again_what_failed(run: Run, tmp_path: Path) -> None:
+    failed, visited = go(run, tmp_path, fails="mosec")
+    assert failed == ["lstm256-mosec-0", "lstm256-mosec-1"]
+    assert len(visited) == 6
+    assert len(run.visits()) == 4
+    assert go(run, tmp_path) == ([], ["lstm256 mosec 0", "lstm256 mosec 1"])
+    assert go(run, tmp_path) == ([], [])
+    assert [(visit.round, visit.contender) for visit in run.visits()] == [
+        (0, "wane"),
+        (0, "mosec"),
+        (0, "fastapi"),
+        (1, "mosec"),
+        (1, "fastapi"),
+        (1, "wane"),
+    ]
+
+
+def test_a_visit_is_read_as_it_was_written(tmp_path: Path) -> None:
+    visit = Visit(model="m", contender="wane", round=3, version="1", loads={})
+    path = visit_path(tmp_path, 3, "m", "wane")
+    visit.write(path)
+    assert Visit.read(path) == visit
+    assert [file.name for file in tmp_path.iterdir()] == ["m-wane-3.json"]
