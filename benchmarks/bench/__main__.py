@@ -35,6 +35,9 @@ from benchmarks.bench.wire import WrongAnswer
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
 WHOLE_ROUNDS = 5
+WIDTH = 160
+"""Of tables that go to a file."""
+
 FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, BadAnswer, httpx.HTTPError, OSError)
 
 
@@ -120,7 +123,7 @@ def prepare(names: list[str], models: list[str], console: Console) -> None:
 
 def report(results: Results, folder: Path, page: Path | None) -> None:
     """The tables in the terminal; JSON, figure and page as files."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     tables.show(results, console)
     results.write(folder / "bench.json")
     plot.save(results, folder / "bench.png")
