@@ -42,8 +42,8 @@ def configure(level: str) -> None:
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
-def log_access(fields: dict[str, object]) -> None:
-    """The line of a request that is over: `ACCESS.info`, without a search for where in the code it was called."""
+def log_access(message: str, fields: dict[str, object]) -> None:
+    """The line of what is over: `ACCESS.info`, without a search for where in the code it was called."""
     if ACCESS.isEnabledFor(logging.INFO):
         extra = {"fields": fields}
-        ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, "request", (), None, extra=extra))
+        ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

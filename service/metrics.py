@@ -46,6 +46,12 @@ class Metrics:
         self.http_request_seconds = histogram(
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
         )
+        self.websockets = gauge("wane_websockets", "WebSockets that are open.")
+        self.websocket_messages = counter("wane_websocket_messages", "Messages answered, by their status.", "status")
+        self.websocket_message_seconds = histogram(
+            "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
+        )
+        self._message_children: dict[int, Counter] = {}
         self._http_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
@@ -135,6 +141,14 @@ class Metrics:
         requests, durations = children
         requests.inc()
         durations.observe(seconds)
+
+    def count_message(self, status: int, seconds: float) -> None:
+        """Counts a message of a WebSocket that was answered."""
+        counted = self._message_children.get(status)
+        if counted is None:
+            counted = self._message_children[status] = self.websocket_messages.labels(str(status))
+        counted.inc()
+        self.websocket_message_seconds.observe(seconds)
 
     def render(self) -> bytes:
         """The exposition text, of content type `CONTENT_TYPE`."""

@@ -11,6 +11,7 @@ It is one class, because every layer costs every message of every request a call
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Callable
@@ -39,13 +40,14 @@ LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 class Context:
     """What the server knows of one request beside its body.
 
-    `headers`: by lower-case name, the first of each. `deadline` is in seconds on the event loop's clock; `fields` is
-    what a route adds to the access log.
+    `headers`: by lower-case name, the first of each. `timeout_s` is what one answer may take, of a WebSocket each; a
+    request's `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access log.
     """
 
     request_id: str
     trace_id: str | None = None
     headers: dict[bytes, bytes] = field(default_factory=dict)
+    timeout_s: float = math.inf
     deadline: float | None = None
     fields: dict[str, object] = field(default_factory=dict)
 
@@ -95,6 +97,9 @@ class Door:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self.of_websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -113,7 +118,8 @@ class Door:
             await send(message)
 
         try:
-            here.deadline = self.deadline(here)
+            here.timeout_s = self.timeout_s(here)
+            here.deadline = asyncio.get_running_loop().time() + here.timeout_s
             await self.app(scope, self.bounded(here, receive), send_out)
         except (Exception, asyncio.CancelledError) as error:
             if status is not None:
@@ -124,18 +130,26 @@ class Door:
         finally:
             self.record(scope, here, status or HUNG_UP, sent_bytes, time.perf_counter() - started_s)
 
-    def deadline(self, here: Context) -> float:
-        """When the answer is no longer wanted. Raises InvalidRequest for a timeout that is none."""
-        timeout_ms = self.request_timeout_ms
+    async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message."""
+        started_s = time.perf_counter()
+        here = scope["wane.context"] = Context.of(scope)
+        here.timeout_s = self.request_timeout_ms / 1000
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            log_access("socket", self.line(scope, here, time.perf_counter() - started_s) | here.fields)
+
+    def timeout_s(self, here: Context) -> float:
+        """How long an answer is wanted. Raises InvalidRequest for a timeout that is none."""
         asked = here.header(TIMEOUT_HEADER)
-        if asked is not None:
-            if not re.fullmatch(r"[0-9]{1,9}", asked) or int(asked) == 0:
-                raise InvalidRequest(
-                    f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(asked)}",
-                    TIMEOUT_HEADER,
-                )
-            timeout_ms = min(int(asked), timeout_ms)
-        return asyncio.get_running_loop().time() + timeout_ms / 1000
+        if asked is None:
+            return self.request_timeout_ms / 1000
+        if not re.fullmatch(r"[0-9]{1,9}", asked) or int(asked) == 0:
+            raise InvalidRequest(
+                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(asked)}", TIMEOUT_HEADER
+            )
+        return min(int(asked), self.request_timeout_ms) / 1000
 
     def bounded(self, here: Context, receive: Receive) -> Receive:
         """`receive`, which raises TooLarge where the body goes on over the limit; at once where it says that it will.
@@ -164,19 +178,22 @@ class Door:
 
     def record(self, scope: Scope, here: Context, status: int, sent_bytes: int, seconds: float) -> None:
         """Counts and logs a request that is over."""
-        method, client = scope["method"], scope.get("client")
+        method = scope["method"]
         route = getattr(scope.get("route"), "path", "unmatched")
         self.metrics.count_request(route, method if method in METHODS else "other", status, seconds)
-        log_access(
-            {
-                "request_id": here.request_id,
-                "trace_id": here.trace_id,
-                "client": client[0] if client else None,
-                "method": method[:LOGGED_CHARACTERS],
-                "path": scope["path"][:LOGGED_CHARACTERS],
-                "status": status,
-                "bytes": sent_bytes,
-                "duration_ms": round(seconds * 1000, 3),
-                **here.fields,
-            }
-        )
+        line = self.line(scope, here, seconds)
+        line["method"] = method[:LOGGED_CHARACTERS]
+        line["status"] = status
+        line["bytes"] = sent_bytes
+        log_access("request", line | here.fields)
+
+    def line(self, scope: Scope, here: Context, seconds: float) -> dict[str, object]:
+        """What the log says of every request."""
+        client = scope.get("client")
+        return {
+            "request_id": here.request_id,
+            "trace_id": here.trace_id,
+            "client": client[0] if client else None,
+            "path": scope["path"][:LOGGED_CHARACTERS],
+            "duration_ms": round(seconds * 1000, 3),
+        }

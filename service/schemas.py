@@ -171,13 +171,36 @@ class SessionBody(Body):
 class StepBody(SequenceBody):
     """Append to a session, and predict what follows."""
 
-    examples = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
+    examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
 
     expected_position: Integer | None = Field(
         default=None, description="where the step must start, or 409; also as the header x-wane-position"
     )
     top_k: TopK = 5
     mode: WireMode | None = Field(default=None, description="default: the session's own")
+
+
+class StreamBody(StepBody):
+    """One message of a stream: a step, or a rewind."""
+
+    examples = (
+        {"input": HISTORY},
+        {"tokens": [5], "expected_position": 3},
+        {"rewind": 1},
+    )
+
+    rewind: Integer | None = Field(default=None, description="forget the tokens behind this position")
+    idempotency_key: str | None = Field(
+        default=None, description="a step sent again with the last one's key is not appended"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        exactly_one(self, "input", "tokens", "rewind")
+        beside = self.model_fields_set - {"rewind"}
+        if self.rewind is not None and beside:
+            raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")
+        return self
 
 
 class RewindBody(Body):

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,6 +19,8 @@ from service.metrics import Metrics
 from service.settings import Settings, SettingsError
 
 KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
+# Messages are short: to compress one costs more than to answer it.
+WEBSOCKETS: dict[str, Any] = {"ws": "websockets-sansio", "ws_per_message_deflate": False}
 CLOSE_S = 5  # for connections to take their last bytes once everything is answered
 
 
@@ -88,7 +91,8 @@ def run(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         workers=1,
-        ws="none",
+        **WEBSOCKETS,
+        ws_max_size=settings.max_body_bytes,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -82,6 +82,9 @@ class Settings(BaseModel):
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
     )
+    stream_idle_s: float = Field(
+        default=600, gt=0, allow_inf_nan=False, description="time without a message after which a WebSocket is closed"
+    )
     drain_timeout_ms: int = Field(
         default=10_000, ge=0, description="time that admitted requests have to end when the server stops"
     )

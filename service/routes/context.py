@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from service.engine.catalog import Catalog
 from service.engine.engine import Engine
@@ -11,34 +11,34 @@ from service.middleware import context
 from service.settings import Settings
 
 
-def catalog(request: Request) -> Catalog:
+def catalog(request: HTTPConnection) -> Catalog:
     """The models that this process serves."""
     found: Catalog = request.app.state.catalog
     return found
 
 
-def settings(request: Request) -> Settings:
+def settings(request: HTTPConnection) -> Settings:
     """What the operator chose."""
     found: Settings = request.app.state.settings
     return found
 
 
-def deadline(request: Request) -> float | None:
+def deadline(request: HTTPConnection) -> float | None:
     """When the answer is no longer wanted, in seconds on the event loop's clock."""
     return context(request.scope).deadline
 
 
-def header(request: Request, name: str) -> str | None:
+def header(request: HTTPConnection, name: str) -> str | None:
     """The value of a header, by its lower-case name."""
     return context(request.scope).header(name)
 
 
-def note_model(request: Request, engine: Engine) -> None:
+def note_model(request: HTTPConnection, engine: Engine) -> None:
     """Adds the model to the request's line in the access log."""
     context(request.scope).fields["model"] = engine.name
 
 
-def note_answer(request: Request, given: Answer | Finish) -> None:
+def note_answer(request: HTTPConnection, given: Answer | Finish) -> None:
     """Adds how the answer came about to the request's line in the access log."""
     context(request.scope).fields.update(
         mode=given.mode.value,

@@ -87,13 +87,13 @@ def describe(error: Exception) -> Failure:
 
 def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
     """The problem document of what failed within an answer, such as one input of a batch."""
-    return _described(scope, error).body(context(scope).request_id)
+    return described(scope, error).body(context(scope).request_id)
 
 
 def problem(scope: Scope, error: Exception) -> Response:
     """The native protocol's answer to a failure, which is noted for the access log."""
     here = context(scope)
-    failure = _described(scope, error)
+    failure = described(scope, error)
     here.fields["error"] = failure.code
     return Response(
         json.dumps(failure.body(here.request_id)),
@@ -103,7 +103,7 @@ def problem(scope: Scope, error: Exception) -> Response:
     )
 
 
-def _described(scope: Scope, error: Exception) -> Failure:
+def described(scope: Scope, error: Exception) -> Failure:
     """As `describe`; logs the trace of what nobody expected."""
     failure = describe(error)
     if failure.code == INTERNAL:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from types import TracebackType
 
-from starlette.requests import Request
+from starlette.types import Message, Receive
 
 from service.alarms import alarms
 from service.errors import Abandoned
@@ -13,21 +14,28 @@ from service.errors import Abandoned
 PATIENCE_S = 0.05
 """Time that an answer has before its client is watched: most are there sooner, and need no task that watches."""
 
+MOST_EARLY = 16
+"""Messages of a WebSocket that are read while one is being answered: the rest stay in the network, which slows their
+sender down."""
 
-class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
+
+class until_hangup:  # noqa: N801  (read as `async with until_hangup(receive)`)
     """Cancels the body of the `async with` when the client goes away, and raises Abandoned in its place.
 
-        async with until_hangup(request):
+        async with until_hangup(request.receive):
             answer = await engine.step(...)
 
-    The request's body must have been read: after it the server has but one message to give, `http.disconnect`.
-    What had entered a batch when the client left is finished by the engine, and can be replayed.
+    A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
+    WebSocket more messages may come, while its client waits for the answer to one; they are put into `early`, and when
+    that is full no more are read. What had entered a batch when the client left is finished by the engine, and can be
+    replayed.
     """
 
-    __slots__ = ("_alarm", "_cancelled_before", "_gone", "_request", "_task", "_watcher")
+    __slots__ = ("_alarm", "_cancelled_before", "_early", "_gone", "_receive", "_task", "_watcher")
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, receive: Receive, early: deque[Message] | None = None) -> None:
+        self._receive = receive
+        self._early = early
         self._gone = False
         self._watcher: asyncio.Task[None] | None = None
 
@@ -42,10 +50,15 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
         self._watcher = asyncio.create_task(self._wait())
 
     async def _wait(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._task.cancel()
+        early = self._early
+        while early is None or len(early) < MOST_EARLY:
+            message = await self._receive()
+            if message["type"] in ("http.disconnect", "websocket.disconnect"):
+                self._gone = True
+                self._task.cancel()
+                return
+            if early is not None:
+                early.append(message)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

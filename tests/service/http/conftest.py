@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from service.app import create_app
 from service.engine.catalog import Catalog
 from service.metrics import Metrics
-from service.server import Server
+from service.server import WEBSOCKETS, Server
 from service.settings import Settings
 from tests.service.http.fake import FakeCatalog, FakeEngine
 from tests.service.http.live import LiveServer, live_server
@@ -66,8 +66,9 @@ class SocketServer(Server):
     """The server over the fake engine, in the test's own event loop."""
 
     def __init__(self, app: FastAPI, catalog: FakeCatalog) -> None:
-        config = uvicorn.Config(app, port=0, ws="none", log_config=None)
+        config = uvicorn.Config(app, port=0, **WEBSOCKETS, ws_max_size=LIMIT, log_config=None)
         super().__init__(config, cast(Catalog, catalog))
+        self.app = app
         self.listening = asyncio.Event()
 
     async def draining_is_over(self) -> None:

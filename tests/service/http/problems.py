@@ -12,11 +12,16 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()
-    assert document["type"] == f"urn:wane:error:{code}"
-    assert document["code"] == code
-    assert document["status"] == status
-    assert document["title"] and document["detail"]
-    assert document["retryable"] is (status in (429, 503, 504))
+    assert_members(document, status, code)
     assert document["request_id"] == response.headers["x-request-id"]
     assert ("retry-after" in response.headers) == (status in (429, 503))
     return document
+
+
+def assert_members(document: dict[str, Any], status: int, code: str) -> None:
+    """Checks the document by itself, as a message or one item of a batch brings it."""
+    assert document["type"] == f"urn:wane:error:{code}"
+    assert document["code"] == code
+    assert document["status"] == status
+    assert document["title"] and document["detail"] and document["request_id"]
+    assert document["retryable"] is (status in (429, 503, 504))

@@ -1,0 +1,179 @@
+"""A session as a WebSocket: one message a step, one prediction a message, in order.
+
+    -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    as POST .../tokens answers
+    -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    what is predicted there
+    -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
+
+One message is answered at a time; others may be sent meanwhile and wait their turn. A failure that leaves the session
+as the client knows it leaves the socket open; else the document is the last message, and the socket is closed:
+
+    1009   the message is longer than a body may be (there is no document)
+    1011   nobody expected this
+    1012   the server is loading or stopping: come again
+    4404   there is no such session, or no more
+    4409   the session is not where the client says: what follows in the client's order would be wrong too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from http import HTTPStatus
+
+from fastapi import APIRouter
+from starlette.types import Message
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from service.documents import AnswerDocument, FailureDocument
+from service.engine.deadline import until
+from service.engine.engine import Engine
+from service.engine.types import PredictRequest, StepRequest
+from service.errors import Abandoned, Conflict, DeadlineExceeded, Unavailable, UnknownSession, WaneError
+from service.metrics import Metrics
+from service.middleware import context
+from service.routes import answers
+from service.routes.context import catalog, settings
+from service.routes.decode import parse, tokens_of
+from service.routes.errors import described
+from service.routes.hangup import until_hangup
+from service.schemas import StreamBody
+
+NORMAL = 1000
+INTERNAL = 1011
+RESTART = 1012
+NO_SESSION = 4404
+CONFLICT = 4409
+CLOSES: tuple[tuple[type[WaneError], int], ...] = (
+    (UnknownSession, NO_SESSION),
+    (Conflict, CONFLICT),
+    (Unavailable, RESTART),
+)
+
+router = APIRouter()
+
+
+@router.websocket("/v1/sessions/{session}/stream")
+async def stream(socket: WebSocket, session: str) -> None:
+    """See the module's text."""
+    metrics: Metrics = socket.app.state.metrics
+    await socket.accept()
+    with metrics.websockets.track_inprogress():
+        try:
+            engine = await catalog(socket).engine_for(session)
+        except WaneError as error:
+            await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
+            return
+        await Stream(socket, engine, session, metrics).run()
+
+
+class Stream:
+    """One WebSocket, until it is closed by either side."""
+
+    def __init__(self, socket: WebSocket, engine: Engine, session: str, metrics: Metrics) -> None:
+        self.socket = socket
+        self.engine = engine
+        self.session = session
+        self.metrics = metrics
+        self.early: deque[Message] = deque()
+        self.idle_s = settings(socket).stream_idle_s
+        self.timeout_s = context(socket.scope).timeout_s
+        self.log = context(socket.scope).fields
+        self.log["model"] = engine.name
+        self.answered = 0
+
+    async def run(self) -> None:
+        """Answers messages until there are no more."""
+        try:
+            while (message := await self.receive()) is not None:
+                started_s = time.perf_counter()
+                try:
+                    await self.send(await self.answer(message))
+                except Abandoned:
+                    self.log["error"] = Abandoned.code
+                    return
+                except Exception as error:
+                    if isinstance(error, WebSocketDisconnect):
+                        raise
+                    if await self.fail(error, started_s):
+                        return
+                else:
+                    self.count(HTTPStatus.OK, started_s)
+        except WebSocketDisconnect as left:  # while its answer was sent
+            self.log["code"] = left.code
+        finally:
+            self.log["messages"] = self.answered
+
+    async def receive(self) -> str | bytes | None:
+        """The next message; None when the client has left, or was idle for too long and is told so."""
+        if self.early:
+            message = self.early.popleft()
+        else:
+            try:
+                async with until(asyncio.get_running_loop().time() + self.idle_s):
+                    message = await self.socket.receive()
+            except DeadlineExceeded:
+                await self.close(NORMAL, f"idle for {self.idle_s:g} s")
+                return None
+        if message["type"] == "websocket.disconnect":
+            self.log["code"] = message["code"]
+            return None
+        text: str | bytes | None = message.get("text")
+        return message["bytes"] if text is None else text
+
+    async def answer(self, message: str | bytes) -> AnswerDocument:
+        """The prediction after one message."""
+        body = parse(message, StreamBody)
+        engine, session = self.engine, self.session
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        async with until_hangup(self.socket.receive, self.early):
+            if body.rewind is not None:
+                await engine.rewind(session, body.rewind, deadline)
+                return answers.answer(engine, await engine.predict(PredictRequest(session=session, deadline=deadline)))
+            step = StepRequest(
+                session=session,
+                tokens=await tokens_of(engine, body.sequence, deadline),
+                mode=body.mode,
+                expected_position=body.expected_position,
+                idempotency_key=body.idempotency_key,
+                top_k=body.top_k,
+                deadline=deadline,
+            )
+            return answers.answer(engine, await engine.step(step))
+
+    async def fail(self, error: Exception, started_s: float) -> bool:
+        """Tells a failure, and whether it was the end."""
+        failure, code = described(self.socket.scope, error), _close_code(error)
+        await self.send({"error": failure.body(context(self.socket.scope).request_id)})
+        self.count(failure.status, started_s)
+        if code is not None:
+            self.log["error"] = failure.code
+            await self.close(code, failure.code)
+        return code is not None
+
+    async def send(self, document: AnswerDocument | FailureDocument) -> None:
+        await self.socket.send({"type": "websocket.send", "text": answers.encode(document).decode()})
+
+    def count(self, status: int, started_s: float) -> None:
+        """One message was answered."""
+        self.answered += 1
+        self.metrics.count_message(status, time.perf_counter() - started_s)
+
+    async def close(self, code: int, reason: str) -> None:
+        self.log["code"] = code
+        await self.socket.close(code, reason)
+
+
+async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
+    """The first message is the last."""
+    failure, here = described(socket.scope, error), context(socket.scope)
+    here.fields.update(error=failure.code, code=code)
+    await socket.send_text(answers.encode({"error": failure.body(here.request_id)}).decode())
+    await socket.close(code, failure.code)
+
+
+def _close_code(error: Exception) -> int | None:
+    """How a socket is closed after a failure; None where it goes on."""
+    if not isinstance(error, WaneError):
+        return INTERNAL
+    return next((code for kind, code in CLOSES if isinstance(error, kind)), None)
