@@ -6,7 +6,9 @@ import asyncio
 from collections import deque
 from types import TracebackType
 
-from starlette.types import Message, Receive
+from starlette.requests import Request
+from starlette.types import Message
+from starlette.websockets import WebSocket
 
 from service.alarms import alarms
 from service.errors import Abandoned
@@ -19,10 +21,10 @@ MOST_EARLY = 16
 sender down."""
 
 
-class until_hangup:  # noqa: N801  (read as `async with until_hangup(receive)`)
+class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
     """Cancels the body of the `async with` when the client goes away, and raises Abandoned in its place.
 
-        async with until_hangup(request.receive):
+        async with until_hangup(request):
             answer = await engine.step(...)
 
     A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
@@ -31,10 +33,10 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(receive)`)
     replayed.
     """
 
-    __slots__ = ("_alarm", "_cancelled_before", "_early", "_gone", "_receive", "_task", "_watcher")
+    __slots__ = ("_alarm", "_cancelled_before", "_client", "_early", "_gone", "_task", "_watcher")
 
-    def __init__(self, receive: Receive, early: deque[Message] | None = None) -> None:
-        self._receive = receive
+    def __init__(self, client: Request | WebSocket, early: deque[Message] | None = None) -> None:
+        self._client = client
         self._early = early
         self._gone = False
         self._watcher: asyncio.Task[None] | None = None
@@ -52,7 +54,7 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(receive)`)
     async def _wait(self) -> None:
         early = self._early
         while early is None or len(early) < MOST_EARLY:
-            message = await self._receive()
+            message = await self._client.receive()
             if message["type"] in ("http.disconnect", "websocket.disconnect"):
                 self._gone = True
                 self._task.cancel()

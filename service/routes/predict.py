@@ -39,7 +39,7 @@ async def predict(request: Request) -> Response:
     else:
         engine = await catalog(request).engine_for(body.session, body.model)
     note_model(request, engine)
-    async with until_hangup(request.receive):
+    async with until_hangup(request):
         if body.inputs is not None:
             return answers.reply(await _predict_many(request, engine, body, body.inputs))
         given = await engine.predict(await _predict_request(request, engine, body, body.sequence))
@@ -94,7 +94,7 @@ async def compare(request: Request) -> Response:
     names: Sequence[str | None] = body.models or [body.model]
     engines = [catalog(request).get(name) for name in names]
     compared: list[ComparedModelDocument] = []
-    async with until_hangup(request.receive):
+    async with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
             tokens = await tokens_of(engine, body.sequence, deadline(request))
@@ -109,7 +109,7 @@ async def score(request: Request) -> Response:
     body = await decode(request, ScoreBody)
     engine = catalog(request).get(body.model)
     note_model(request, engine)
-    async with until_hangup(request.receive):
+    async with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request))
         given = await engine.score(ScoreRequest(tokens, body.method, body.tolerance, deadline(request)))
     return answers.reply(answers.score(engine, tokens, given))

@@ -52,7 +52,7 @@ async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     engine = await catalog(request).engine_for(session)
     note_model(request, engine)
-    async with until_hangup(request.receive):
+    async with until_hangup(request):
         await engine.delete_session(session, deadline(request))
     return Response(status_code=204)
 
@@ -64,7 +64,7 @@ async def append(request: Request, session: SessionId) -> Response:
     position = _position(request, body)
     engine = await catalog(request).engine_for(session)
     note_model(request, engine)
-    async with until_hangup(request.receive):
+    async with until_hangup(request):
         step = StepRequest(
             session=session,
             tokens=await tokens_of(engine, body.sequence, deadline(request)),
@@ -100,6 +100,6 @@ async def rewind(request: Request, session: SessionId) -> Response:
     body = await decode(request, RewindBody)
     engine = await catalog(request).engine_for(session)
     note_model(request, engine)
-    async with until_hangup(request.receive):
+    async with until_hangup(request):
         view = await engine.rewind(session, body.position, deadline(request))
     return answers.reply(answers.session(engine, view))

@@ -126,7 +126,7 @@ class Stream:
         body = parse(message, StreamBody)
         engine, session = self.engine, self.session
         deadline = asyncio.get_running_loop().time() + self.timeout_s
-        async with until_hangup(self.socket.receive, self.early):
+        async with until_hangup(self.socket, self.early):
             if body.rewind is not None:
                 await engine.rewind(session, body.rewind, deadline)
                 return answers.answer(engine, await engine.predict(PredictRequest(session=session, deadline=deadline)))
