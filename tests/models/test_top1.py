@@ -118,3 +118,22 @@ def test_of_no_lead_at_all_nothing_is_said() -> None:
     for count in (1, 2):
         bound = request(np.ones((count, 4), dtype=np.int64))
         assert Top1(model, weights, request).moved(bound, np.zeros((0, 6)), np.zeros(0, np.intp)).shape == (0,)
+
+
+def test_what_comes_from_below_counts_in_full_and_no_more() -> None:
+    """A stream that is `off` from the exact one, where the cut is long forgotten: along a lead's gradient, that is all
+    it takes to move the lead as far as it is said to move."""
+    model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
+    weights, off = random_weights(model, seed=0), 1e-3
+    request, gaps = RequestBound(model, weights), leads(model, weights, np.random.default_rng(0))
+    exact = request(np.random.default_rng(0).integers(model.vocabulary_size, size=(1, 80)))
+    states, errors = [step.state[0] for step in exact.steps], [step.error[0].box for step in exact.steps]
+    for gap in gaps:
+        aim = np.ones(model.hidden)
+        for _ in range(8):  # of all streams that far away, the one that moves the lead most
+            bound = request.resume(exact.stream + off * aim / np.linalg.norm(aim), np.array([80]), states, errors, off)
+            assert bound.norm is not None
+            aim = bound.norm.pull((gap * weights["norm.weight"])[None], np.zeros(1, np.intp))[0][0]
+        seen = abs(gap @ (exact.hidden - bound.hidden)[0])
+        said = Top1(model, weights, request).moved(bound, gap[None], np.zeros(1, np.intp))[0]
+        assert 0.5 * said < seen <= said
