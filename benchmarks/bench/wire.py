@@ -26,8 +26,8 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
         case "oip":  # the Open Inference Protocol's tensors
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
             document = {"inputs": [tensor]}
-        case "wane":
-            document = {"tokens": listed, "mode": "window"}
+        case "wane":  # one token more than the window: of a sequence that is shorter, <eos> would be in front
+            document = {"tokens": [listed[0], *listed], "mode": "window", "window": len(listed)}
     return json.dumps(document, separators=(",", ":"))
 
 

@@ -62,7 +62,7 @@ def test_a_command_has_its_bundle_its_port_and_nothing_of_this_process_s_setting
 
 @pytest.mark.parametrize("name", [WANE, *FOLDERS])
 def test_what_is_sent_is_the_window(name: str) -> None:
-    assert "[4,5,6]" in window_body(contenders()[name].wire, [4, 5, 6])
+    assert "4,5,6]" in window_body(contenders()[name].wire, [4, 5, 6])
 
 
 @pytest.mark.parametrize(
