@@ -33,6 +33,7 @@ from models.bundle_checks import (
 from models.certificate import certify
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
+from models.certificate.propagation import Propagation, rounding_of
 from models.certificate.request import RequestBound
 from models.manifest import Manifest, Role
 from models.parity import ParityError, RoundingError, Run, check_graphs
@@ -89,6 +90,17 @@ class Bundle:
     def request_bound(self) -> RequestBound:
         """What bounds how far from a window's end any run over it can end."""
         return RequestBound(self.manifest.architecture, self._weights, self._layers)
+
+    def propagation(self, run: Run) -> Propagation | None:
+        """What small errors in a state come to; `run` runs `advance`, to measure its rounding.
+
+        None where a layer is not contractive, or rounding was not measured.
+        """
+        architecture, certificate = self.manifest.architecture, self.manifest.certificate
+        if not certificate.contractive or certificate.rounding is None:
+            return None
+        off = rounding_of(Reference(architecture, self._weights), run, certificate.rounding)
+        return Propagation(architecture, self._weights, self._layers, off)
 
     def graph_path(self, role: Role) -> Path:
         """The ONNX file of a role."""

@@ -24,7 +24,7 @@ from service.engine.catalog import Catalog
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
-from service.routes import generate, models, ops, predict, sessions, stream
+from service.routes import generate, models, ops, predict, score, sessions, stream
 from service.routes.errors import problem
 from service.settings import Settings
 
@@ -35,7 +35,15 @@ DESCRIPTION = (
     "the last k tokens, and how far the two are apart. Every failure is a problem document (RFC 9457)."
 )
 
-ROUTERS = (predict.router, generate.router, sessions.router, stream.router, models.router, ops.router)
+ROUTERS = (
+    predict.router,
+    score.router,
+    generate.router,
+    sessions.router,
+    stream.router,
+    models.router,
+    ops.router,
+)
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 

@@ -153,18 +153,44 @@ class ComparisonDocument(TypedDict):
     models: list[ComparedModelDocument]
 
 
-class ScoreDocument(ModelDocument):
-    """The tokens that were scored, and the log-probability of each."""
+class ScoreProgressDocument(TypedDict):
+    """In a stream: so many of all tokens were run."""
 
+    done: int
+    total: int
+
+
+class ScoredTokensDocument(TypedDict):
+    """In a stream: the tokens from `position` on, and the log-probability of each."""
+
+    position: int
     tokens: list[int]
     logprobs: list[float]
+
+
+class ScoreSummaryDocument(ModelDocument):
+    """How a text was scored.
+
+    `chunks` ran side by side, each `warm_up` tokens or more before its first; `rounds` is 1, and 1 for every part of
+    them that was run again. `max_residual`: how far a unit of the state was, at most, from where the chunk before had
+    ended; 0: as in order, bit for bit. `error_bound`: the worst over all positions.
+    """
+
     perplexity: float
     chunks: int
+    warm_up: int | None
     rounds: int
     max_residual: float
     state: Origin
     error_bound: ErrorBound
     latency: LatencyDocument
+
+
+class ScoreDocument(ScoreSummaryDocument):
+    """The tokens that were scored, and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class GeneratedTokenDocument(TypedDict):

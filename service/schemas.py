@@ -30,8 +30,8 @@ WireMode = Annotated[
 ]
 WireScoreMethod = Annotated[
     ScoreMethod,
-    Field(strict=False),
-    WithJsonSchema({"type": "string", "enum": [ScoreMethod.SEQUENTIAL.value]}),  # the other is always refused
+    Field(strict=False, description="in order; or parallel: in chunks side by side, if that is expected to be quicker"),
+    WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
 ]
 
 
@@ -120,11 +120,18 @@ class CompareBody(SequenceBody):
 class ScoreBody(SequenceBody):
     """One log-probability for each token of a sequence."""
 
-    examples = ({"input": f"{HISTORY} town"}, {"tokens": [5, 6, 7], "method": "sequential"})
+    examples = (
+        {"input": f"{HISTORY} town"},
+        {"tokens": [5, 6, 7], "method": "sequential"},
+        {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
+    )
 
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
     tolerance: Tolerance | None = None
+    stream: bool = Field(
+        default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
+    )
 
 
 class GenerateBody(SequenceBody):

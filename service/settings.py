@@ -52,6 +52,7 @@ class Settings(BaseModel):
     )
     max_inputs: int = Field(default=256, ge=1, description="inputs that one batched request may hold")
     max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
+    max_scored_tokens: int = Field(default=262_144, ge=1, description="longest input that is only scored")
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
     max_window: int | None = Field(
         default=None, ge=1, description="largest k that may be asked for; never over a model's own limit"
@@ -76,7 +77,7 @@ class Settings(BaseModel):
     session_budget_bytes: int = Field(
         default=2**30,
         ge=1,
-        description="memory for sessions beside their states: about 230 each, and 2 for each token of the tail (4 where "
+        description="memory for sessions beside their states: about 230 each, and 2 for each token of a tail (4 where "
         "a vocabulary has over 65536); where it is used up new sessions are answered 429",
     )
     request_timeout_ms: int = Field(

@@ -98,7 +98,7 @@ class Catalog:
                 )
             except ValueError as error:
                 raise CatalogError(f"model {manifest.name}: {error}") from error
-            await asyncio.to_thread(engine.warm_up)
+            await asyncio.to_thread(engine.warm_up, await asyncio.to_thread(bundle.propagation, runner.run))
             engine.keep()
             engines[manifest.name] = engine
             logger.info("loaded %s version %s on %s", manifest.name, manifest.version, runner.device)

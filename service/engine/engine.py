@@ -4,7 +4,7 @@ limits      judges a request by the model and the settings
 routing     says which way to answer it, by costs, which measures what each takes
 steps       takes requests to sessions through: check out, run, commit
 sessions    says what a step is and where the state is, and commits
-forward     runs sequences: batcher, slab, runner
+forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
 answering   makes answers of what was run; margin and direction prove them
 shadow      gives some of them once more by the other mode, when there is nothing else to do
 """
@@ -15,12 +15,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from random import Random
 
+from models.certificate.propagation import Propagation
 from models.manifest import Manifest, Role
 from models.vocabulary import Vocabulary
-from service.engine import comparison, scoring
+from service.engine import comparison
 from service.engine.answering import Answering
 from service.engine.batcher import Batcher, Ticket
 from service.engine.costs import Cost, Costs
@@ -31,9 +32,12 @@ from service.engine.generation import Generation
 from service.engine.keeper import Keeper
 from service.engine.limits import Limits
 from service.engine.margin import Margin
+from service.engine.pacing import Pacing
+from service.engine.parallel import Parallel
 from service.engine.prompts import Prompts
 from service.engine.report import Report
 from service.engine.residents import Residents
+from service.engine.scoring import Scorer, Scoring
 from service.engine.sessions import Sessions
 from service.engine.shadow import Shadow
 from service.engine.steps import Steps
@@ -45,7 +49,9 @@ from service.engine.types import (
     Mode,
     PredictRequest,
     Score,
+    ScoredTokens,
     ScoreRequest,
+    ScoreSummary,
     SessionView,
     StepRequest,
 )
@@ -78,10 +84,11 @@ class Engine:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         costs: Costs | None = None,
+        pacing: Pacing | None = None,
         shadow_runner: Runner | None = None,
     ) -> None:
-        """`clock` gives seconds, as the store's does; `costs` of runs are measured if not given. `shadow_runner`:
-        of the same model, for shadows; without one there are none.
+        """`clock` gives seconds, as the store's does; `costs` of runs and their `pacing` are measured if not
+        given. `shadow_runner`: of the same model, for shadows; without one there are none.
 
         Raises ValueError where the settings do not fit the model.
         """
@@ -108,7 +115,9 @@ class Engine:
             max_queue=settings.max_queue,
             costs=self._costs,
         )
-        self._forward = Forward(self._batcher, slab)
+        self._pacing = pacing or Pacing()
+        parallel = Parallel(manifest, self._batcher, slab, self._pacing)
+        self._forward = Forward(self._batcher, slab, parallel)
         self._sessions = Sessions(
             store,
             slab,
@@ -122,6 +131,7 @@ class Engine:
         self._report = Report(metrics, name)
         self._margin = margin
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
+        self._scorer = Scorer(manifest.certificate, parallel, slab, vocabulary.eos_id, self._prover)
         self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report, self._prover)
         self._shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -180,8 +190,12 @@ class Engine:
         """What an item takes of a run, by role: for lengths seen, shortest first."""
         return self._costs.document()
 
-    def warm_up(self) -> None:
-        """Makes the engine ready for its first request. Blocks, so it belongs off the event loop."""
+    def warm_up(self, propagation: Propagation | None = None) -> None:
+        """Makes the engine ready for its first request. Blocks, so it belongs off the event loop.
+
+        `propagation`: what small errors in a state come to; of models every layer of which is contractive.
+        """
+        self._scorer.propagation = propagation
         warm_up(
             self._runner,
             self._slab,
@@ -191,17 +205,19 @@ class Engine:
         )
         lengths = (1, self._limits.window, self._limits.max_window)
         self._costs.measure(self._runner, self._slab, self.vocabulary.eos_id, lengths)
+        self._pacing.measure(self._runner, self._slab, self.manifest, self._max_batch)
         if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
             self._answering.direction = Direction(self.manifest, self._margin, self._runner)
 
     # Questions
 
-    async def encode(self, text: str, deadline: float | None = None) -> tuple[int, ...]:
+    async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         """Token ids of `text`. Long texts are encoded off the event loop, and those that cannot but be over the
-        limit not at all. Raises TooLarge over the limit, InvalidRequest for what is no text.
+        limit not at all. A `document` is only scored, and may be longer. Raises TooLarge over the limit,
+        InvalidRequest for what is no text.
         """
         try:
-            self._limits.length(self.vocabulary.fewest_tokens(text), "at least ")
+            self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
             with self._admitted():
                 async with until(deadline):
                     if len(text) <= ENCODED_AT_ONCE:
@@ -211,7 +227,7 @@ class Engine:
                         tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text)
         except ValueError as error:
             raise InvalidRequest(f"the input is no text: {error}", "input") from error
-        self._limits.length(len(tokens))
+        self._limits.length(len(tokens), document=document)
         return tuple(tokens)
 
     async def predict(self, request: PredictRequest) -> Answer:
@@ -246,13 +262,28 @@ class Engine:
 
     async def score(self, request: ScoreRequest) -> Score:
         """One log-probability for each given token. Raises InvalidRequest, TooLarge."""
-        self._limits.tokens(request.tokens)
-        ticket = Ticket(request.deadline)
-        with self._admitted():
-            async with until(request.deadline):
-                scored = await scoring.score(self._forward, self.vocabulary.eos_id, request, ticket)
+        logprobs: list[float] = []
+        async with aclosing(await self.scoring(request)) as scoring:
+            async for item in scoring:
+                if isinstance(item, ScoredTokens):
+                    logprobs.extend(item.logprobs)
+                elif isinstance(item, ScoreSummary):
+                    return Score(tuple(logprobs), item)
+        raise AssertionError("this is a bug: a scoring ends with a summary")
+
+    async def scoring(self, request: ScoreRequest) -> Scoring:
+        """As `score`, piece by piece: checks the request and runs the first, then returns the rest as they come.
+
+        To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
+        """
+        self._limits.tokens(request.tokens, document=True)
+        with ExitStack() as stack:
+            stack.enter_context(self._admitted())
+            items = self._scorer.score(request, Ticket(request.deadline))
+            scoring = Scoring(items, stack.pop_all().close)
+            await scoring.begin()
         self._report.answered("score", Mode.RECURRENT)
-        return scored
+        return scoring
 
     async def compare(self, request: CompareRequest) -> Comparison:
         """Measures recurrent against every window asked for. Raises InvalidRequest, TooLarge."""

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Ending, Row, Work
 from service.engine.batcher import Batcher, Ticket
+from service.engine.parallel import IN_ORDER, Parallel
 from service.engine.slab import ZERO, Slab
 
 # Longest piece of a sequence that one run takes, so that a long input does not hold up everybody else, and its
-# intermediate values stay small. Scan keeps the whole vocabulary for every position, so its pieces are shorter.
-PIECE_TOKENS = 512
-SCAN_PIECE_TOKENS = 256
+# intermediate values stay small.
+PIECE_TOKENS = IN_ORDER["advance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,10 @@ class Outcome:
 class Forward:
     """One model's batcher and slab, used together. Sequences are int64 arrays; slots are the slab's."""
 
-    def __init__(self, batcher: Batcher, slab: Slab) -> None:
+    def __init__(self, batcher: Batcher, slab: Slab, parallel: Parallel) -> None:
         self._batcher = batcher
         self._slab = slab
+        self._parallel = parallel
 
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
@@ -57,32 +58,18 @@ class Forward:
     async def append(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> Outcome:
-        """Runs `tokens` from the state in `read`, which stays as it is, and leaves the next state in `write`."""
+        """Runs `tokens` from the state in `read`, which stays as it is, and leaves the next state in `write`: in pieces
+        where they are many, and where that is quicker in chunks side by side, to the same states bit for bit."""
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
             return _outcome(row)
-        for start in range(0, len(tokens), PIECE_TOKENS):
-            piece = tokens[start : start + PIECE_TOKENS]
-            work = Work("advance", piece, read=read if start == 0 else write, write=write, binding=binding)
-            row = await self._batcher.submit(work, ticket)
-        return Outcome((await self.again(write, ticket, binding=binding)).logits, _there(row.hidden))
+        await self._parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
+        return await self.again(write, ticket, binding=binding)
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> Outcome:
         """The answer of the state in `slot` once more, with no token consumed."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
         return Outcome(_there(row.logits), self._slab.gather_hidden([slot])[0])
-
-    async def scan(self, tokens: NDArray[np.int64], targets: NDArray[np.int64], ticket: Ticket) -> NDArray[np.float64]:
-        """log p(targets[i] | tokens[..i]) from the zero state, in pieces with the state carried: float64 (n)."""
-        logprobs = np.empty(len(tokens))
-        with self._slab.lease() as slot:
-            for start in range(0, len(tokens), SCAN_PIECE_TOKENS):
-                piece = slice(start, start + SCAN_PIECE_TOKENS)
-                read = slot if start else ZERO
-                work = Work("scan", tokens[piece], targets[piece], read=read, write=slot)
-                row = await self._batcher.submit(work, ticket)
-                logprobs[piece] = _there(row.logprobs)[: work.length]
-        return logprobs
 
 
 def sequence(eos_id: int, tokens: Sequence[int]) -> NDArray[np.int64]:

@@ -19,9 +19,10 @@ class Limits:
         self.max_window = manifest.max_window if limit is None else min(limit, manifest.max_window)
         self.window = min(manifest.window, self.max_window)
 
-    def tokens(self, tokens: Sequence[int], field: str = "tokens") -> None:
-        """Raises TooLarge for too many, InvalidRequest for an id that the vocabulary does not have."""
-        self.length(len(tokens))
+    def tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
+        """Raises TooLarge for too many, InvalidRequest for an id that the vocabulary does not have. A `document` is
+        only scored, and may be longer than another input."""
+        self.length(len(tokens), document=document)
         size = self._manifest.vocabulary.size
         if not tokens or (min(tokens) >= 0 and max(tokens) < size):
             return
@@ -30,9 +31,9 @@ class Limits:
             f"{field}[{index}] is {shown(token)}, but the vocabulary has {size} tokens (0..{size - 1})", field
         )
 
-    def length(self, count: int, how: str = "") -> None:
+    def length(self, count: int, how: str = "", *, document: bool = False) -> None:
         """Raises TooLarge for more tokens than an input may have; `how` sure the count is, the message says too."""
-        most = self._settings.max_input_tokens
+        most = self._settings.max_scored_tokens if document else self._settings.max_input_tokens
         if count > most:
             raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
 

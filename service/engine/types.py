@@ -147,7 +147,10 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """The log-probability of each of `tokens`, given those before it."""
+    """The log-probability of each of `tokens`, given those before it.
+
+    `tolerance` is the largest error bound wanted; in order there is no error.
+    """
 
     tokens: tuple[int, ...]
     method: ScoreMethod = ScoreMethod.SEQUENTIAL
@@ -296,16 +299,46 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """One log-probability for each token asked about; `perplexity` is exp of minus their mean."""
+class ScoreProgress:
+    """So many of the tokens were run."""
 
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """The log-probabilities of the tokens from the one at `position` on, which follow those known before."""
+
+    position: int
     logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """How `tokens` tokens were scored; `perplexity` is exp of minus the mean of their log-probabilities.
+
+    `chunks`: how many the text was cut into, `warm_up` the fewest tokens that one was warmed up over, null in one.
+    `rounds`: 1, and 1 for every cell of them that was run again. `max_residual`: how far a unit of the state was, at
+    most, from where the chunk before had ended; 0: exact.
+    """
+
+    tokens: int
     perplexity: float
     chunks: int
+    warm_up: int | None
     rounds: int
     max_residual: float
     error_bound: float | None
     latency: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One log-probability for each token asked about, and how they came about."""
+
+    logprobs: tuple[float, ...]
+    summary: ScoreSummary
 
 
 @dataclass(frozen=True, slots=True)

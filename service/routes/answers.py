@@ -26,6 +26,9 @@ from service.documents import (
     PercentilesDocument,
     PredictionDocument,
     ScoreDocument,
+    ScoredTokensDocument,
+    ScoreProgressDocument,
+    ScoreSummaryDocument,
     SessionDocument,
 )
 from service.engine.engine import Engine
@@ -41,6 +44,9 @@ from service.engine.types import (
     Percentiles,
     Prediction,
     Score,
+    ScoredTokens,
+    ScoreProgress,
+    ScoreSummary,
     SessionView,
 )
 
@@ -155,12 +161,28 @@ def _percentiles(given: Percentiles) -> PercentilesDocument:
 
 
 def score(engine: Engine, tokens: tuple[int, ...], given: Score) -> ScoreDocument:
+    return {**score_summary(engine, given.summary), "tokens": list(tokens), "logprobs": list(given.logprobs)}
+
+
+def score_progress(given: ScoreProgress) -> ScoreProgressDocument:
+    return {"done": given.done, "total": given.total}
+
+
+def scored(tokens: tuple[int, ...], given: ScoredTokens) -> ScoredTokensDocument:
+    end = given.position + len(given.logprobs)
+    return {
+        "position": given.position,
+        "tokens": list(tokens[given.position : end]),
+        "logprobs": list(given.logprobs),
+    }
+
+
+def score_summary(engine: Engine, given: ScoreSummary) -> ScoreSummaryDocument:
     return {
         **model(engine),
-        "tokens": list(tokens),
-        "logprobs": list(given.logprobs),
         "perplexity": given.perplexity,
         "chunks": given.chunks,
+        "warm_up": given.warm_up,
         "rounds": given.rounds,
         "max_residual": given.max_residual,
         "state": Origin.FULL,

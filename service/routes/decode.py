@@ -57,12 +57,14 @@ def parse(raw: bytes | str, model: type[B]) -> B:
         raise invalid_request(error.errors(include_url=False, include_input=False)) from error
 
 
-async def tokens_of(engine: Engine, given: str | list[int], deadline: float | None) -> tuple[int, ...]:
-    """Token ids of text, or the ids themselves. Raises TooLarge, DeadlineExceeded, and InvalidRequest for text without
-    a token in it."""
+async def tokens_of(
+    engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
+) -> tuple[int, ...]:
+    """Token ids of text, or the ids themselves; a `document` is only scored, and may be longer than another input.
+    Raises TooLarge, DeadlineExceeded, and InvalidRequest for text without a token in it."""
     if isinstance(given, list):
         return tuple(given)
-    tokens = await engine.encode(given, deadline)
+    tokens = await engine.encode(given, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
     return tokens

@@ -1,4 +1,4 @@
-"""Answers about a sequence that the client sends: predict, compare, score."""
+"""Answers about a sequence that the client sends: predict, compare."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from service.documents import (
     ComparedModelDocument,
     ComparisonDocument,
     FailureDocument,
-    ScoreDocument,
 )
 from service.engine.engine import Engine
-from service.engine.types import CompareRequest, PredictRequest, ScoreRequest
+from service.engine.types import CompareRequest, PredictRequest
 from service.errors import InvalidRequest
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model, settings
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
-from service.schemas import CompareBody, PredictBody, ScoreBody
+from service.schemas import CompareBody, PredictBody
 
 router = APIRouter(tags=["predict"])
 
@@ -101,15 +100,3 @@ async def compare(request: Request) -> Response:
             wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
             compared.append(answers.comparison(engine, len(tokens), await engine.compare(wanted)))
     return answers.reply({"device": catalog(request).device, "models": compared})
-
-
-@router.post("/v1/score", response_model=ScoreDocument, openapi_extra=json_body(ScoreBody))
-async def score(request: Request) -> Response:
-    """The log-probability of every token of a text."""
-    body = await decode(request, ScoreBody)
-    engine = catalog(request).get(body.model)
-    note_model(request, engine)
-    async with until_hangup(request):
-        tokens = await tokens_of(engine, body.sequence, deadline(request))
-        given = await engine.score(ScoreRequest(tokens, body.method, body.tolerance, deadline(request)))
-    return answers.reply(answers.score(engine, tokens, given))

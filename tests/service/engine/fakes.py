@@ -18,8 +18,10 @@ from service.engine.costs import Costs
 from service.engine.engine import Engine
 from service.engine.forward import PIECE_TOKENS
 from service.engine.margin import Margin
+from service.engine.pacing import Pacing
+from service.engine.slab import Slab
 from service.metrics import Metrics
-from service.runners.runner import RADIUS, Array
+from service.runners.runner import RADIUS, Array, Runner
 from service.settings import Settings
 from service.stores.memory import MemoryStore
 from service.stores.store import Store
@@ -84,7 +86,7 @@ class FakeRunner:
 
     `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
     one has begun. A run that meets `poison` among its tokens raises; one that meets `hot` ends in NaN there.
-    With a `radius`, every window says that it is its own.
+    With a `radius`, every window says that it is its own. With a `decay` of 1 and more, nothing is ever forgotten.
     """
 
     device = "cpu"
@@ -100,6 +102,7 @@ class FakeRunner:
         self.poison: int | None = None
         self.hot: int | None = None
         self.radius: float | None = None
+        self.decay = np.float32(0.9)
 
     def outputs(self, role: Role) -> Sequence[str]:
         """Of windows, as far as anybody asks."""
@@ -192,7 +195,7 @@ class FakeRunner:
         return outputs
 
     def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
-        cell = np.float32(0.9) * state["layers.0.c"] + self._embedding[tokens]
+        cell = self.decay * state["layers.0.c"] + self._embedding[tokens]
         cell[tokens == self.hot] = np.nan
         return {"layers.0.h": np.tanh(cell), "layers.0.c": cell}
 
@@ -209,6 +212,13 @@ class LinearCosts(Costs):
 
     def run(self, role: Role, tokens: int) -> float:
         return float(tokens)
+
+
+class InOrder(Pacing):
+    """Nothing is known, so every sequence is run in order."""
+
+    def measure(self, runner: Runner, slab: Slab, manifest: Manifest, max_batch: int) -> None:
+        pass
 
 
 class Clock:
@@ -231,11 +241,13 @@ class Bench:
         certified: bool = False,
         radius: float | None = None,
         costs: Costs | None = None,
+        pacing: Pacing | None = None,
         **changes: Any,
     ) -> None:
         """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
         `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
-        function has. `radius`: what the runner's windows say theirs is. `costs`: what runs are said to cost."""
+        function has. `radius`: what the runner's windows say theirs is. `costs`: what runs are said to cost;
+        `pacing`: how long sequences are said to be cut best."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = Clock()
         self.metrics = Metrics()
@@ -262,6 +274,7 @@ class Bench:
             self.metrics,
             self.clock,
             costs or LinearCosts(),
+            pacing or InOrder(),
             shadow_runner=self.shadow_runner if self.settings.shadow_rate else None,
         )
         self.engine.warm_up()

@@ -20,7 +20,7 @@ from service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from service.settings import Settings
 from service.stores.memory import MemoryStore
 from tests.models.random_models import architecture, random_weights
-from tests.service.engine.fakes import make_manifest, name_vocabulary
+from tests.service.engine.fakes import InOrder, make_manifest, name_vocabulary
 
 # The oracle rounds states to float32 between runs, and what it puts out: some 1e-7 of values of order 10 here.
 ROUNDING = Rounding(measured=2e-5, tokens=1, safety=2)
@@ -113,6 +113,7 @@ class Small:
             MemoryStore(keep, 3600, 2**20),
             self.settings,
             Metrics(),
+            pacing=InOrder(),
         )
         self.engine.warm_up()
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from service.engine.distribution import log_softmax
-from service.engine.types import ScoreMethod, ScoreRequest
-from service.errors import InvalidRequest
+from service.engine.types import ScoreRequest
 from tests.service.engine.fakes import Bench
 
 EOS = 0
@@ -20,8 +19,8 @@ async def test_every_given_token_has_its_log_probability_given_those_before_it(b
     tokens = (10, 11, 12, 10)
     score = await bench.engine.score(ScoreRequest(tokens))
     assert score.logprobs == pytest.approx(expected(bench, tokens), abs=1e-5)
-    assert score.perplexity == pytest.approx(np.exp(-np.mean(score.logprobs)))
-    assert (score.error_bound, score.max_residual) == (0.0, 0.0)
+    assert score.summary.perplexity == pytest.approx(np.exp(-np.mean(score.logprobs)))
+    assert (score.summary.error_bound, score.summary.max_residual) == (0.0, 0.0)
 
 
 async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Bench) -> None:
@@ -34,15 +33,9 @@ async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Ben
     )
 
 
-async def test_a_method_that_is_not_available_is_refused_with_the_one_that_is(bench: Bench) -> None:
-    with pytest.raises(InvalidRequest, match=r"parallel.*not available yet.*sequential") as caught:
-        await bench.engine.score(ScoreRequest((5,), method=ScoreMethod.PARALLEL))
-    assert caught.value.field == "method"
-
-
 async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.runner, "_head", bench.runner._head * np.float32(1e4))
     score = await bench.engine.score(ScoreRequest((10, 11, 12)))
-    assert np.isfinite(score.perplexity)
+    assert np.isfinite(score.summary.perplexity)

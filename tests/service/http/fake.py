@@ -25,6 +25,7 @@ from service.engine.types import (
     PredictRequest,
     Score,
     ScoreRequest,
+    ScoreSummary,
     SessionView,
     StepRequest,
 )
@@ -112,7 +113,7 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
 
-    async def encode(self, text: str, deadline: float | None = None) -> tuple[int, ...]:
+    async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         return tuple(text.strip().encode())
 
     async def predict(self, request: PredictRequest) -> Answer:
@@ -149,7 +150,8 @@ class FakeEngine:
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)
-        return Score((-1.0,) * len(request.tokens), 2.718281828, 1, 1, 0.0, 0.0, LATENCY)
+        summary = ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
+        return Score((-1.0,) * len(request.tokens), summary)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
         await self._ask(request)

@@ -80,7 +80,7 @@ async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_t
             turns += 1
             await asyncio.sleep(0)
 
-    async def encode(text: str, deadline: float | None = None) -> tuple[int, ...]:
+    async def encode(text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         seen.append(turns)
         return (1,)
 
@@ -147,6 +147,7 @@ async def test_a_score_has_one_log_probability_for_each_token(client: httpx.Asyn
         "logprobs": [-1.0, -1.0],
         "perplexity": 2.718281828,
         "chunks": 1,
+        "warm_up": None,
         "rounds": 1,
         "max_residual": 0.0,
         "state": "full",

@@ -1,0 +1,119 @@
+"""What small errors in a state come to, where a sequence was run in parts that do not quite meet.
+
+Part i of a run starts from a state that is `rho_i` away, unit by unit, from where part i - 1 ended. Its distance from
+the run without joints then obeys `e_i <= rho_i + F^n(e_(i-1))`, with n the tokens between two joints at least and F
+what one token makes of all errors at most (`models/certificate/stack.py`), which is monotone. Of a single contractive
+layer that is `e_i <= rho_i + factor^n e_(i-1)`, in its norm.
+
+One E with `rho + F^n(E) <= E` bounds every e_i, by induction. It is tried with E = rho + rho / ROOM: F is followed
+from there until no error is above rho / ROOM, and none grows any more; n must be that many tokens at least. Since no
+error grows from then on, whatever is larger until then is all that `hidden` is ever apart.
+
+A front is not in F: after as many tokens as it sees, its state is the same in both runs, but for rounding.
+
+**Rounding.** rho is measured between float32 runs, each of which is off exact arithmetic. To every joint is added how
+far states were seen to be off, times the factor of safety of the certificate's own `rounding`: measured, no theorem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.certificate.layer_bound import Layer
+from models.certificate.outward import Vector
+from models.certificate.spread import Spread
+from models.certificate.stack import Stack
+from models.manifest import STATE_NAMES, Architecture, Rounding
+from models.parity import Run, Tensors
+from models.reference import Reference
+from models.weights import Weights
+
+ROOM = 8
+"""E is larger than rho by this part of it."""
+
+PATIENCE = 1024
+"""Tokens that F is followed at most."""
+
+ROWS, STEPS = 8, 64
+"""What is run, of random tokens, to see how far states are off."""
+
+
+class Propagation:
+    """Of one model, every layer of which is contractive.
+
+    reach: tokens after which a run has forgotten all that its front ever saw before.
+    """
+
+    def __init__(
+        self, architecture: Architecture, weights: Weights, layers: list[Layer], off: Mapping[str, Spread]
+    ) -> None:
+        """`off`: by the layers' state tensors, how far rounding takes a run from exact arithmetic (`rounding_of`)."""
+        self._architecture, self._weights, self._layers = architecture, weights, layers
+        self.reach = architecture.front.reach if architecture.front else 0
+        self._names = [
+            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
+        ]
+        self._off = off
+
+    @cached_property
+    def _stack(self) -> Stack:
+        return Stack(self._architecture, self._weights, self._layers)
+
+    def apart(self, joints: Mapping[str, Vector], tokens: int) -> float | None:
+        """How far `hidden` is, after any token, from the run without joints, in the 2-norm and exact arithmetic.
+
+        joints: by state tensor, how far two parts were apart at any joint at most, (units); those of the front are
+        left out. tokens: what is between two joints at least, and what a part's start knows of what came before it.
+        None where they are too few.
+        """
+        if tokens < self.reach:
+            return None
+        spreads = [
+            tuple(Spread.within(joints[name].astype(np.float64).ravel()) + self._off[name] for name in names)
+            for names in self._names
+        ]
+        small = [tuple(Spread(each.box / ROOM, each.ball / ROOM) for each in layer) for layer in spreads]
+        layers = self._layers
+        settled = [layer.at_least(spread) for layer, spread in zip(layers, small, strict=True)]
+        errors = [
+            replace(layer.at_least(spread) + less, steps=self.reach)
+            for layer, spread, less in zip(layers, spreads, settled, strict=True)
+        ]
+        limit = np.concatenate([each.flat() for each in settled])
+        before = np.concatenate([each.flat() for each in errors])
+        furthest = 0.0
+        for _ in range(min(tokens, PATIENCE)):
+            errors, apart = self._stack.step(errors)
+            furthest = max(furthest, apart)
+            now = np.concatenate([each.flat() for each in errors])
+            if np.all(now <= limit) and np.all(now <= before):
+                return furthest
+            before = now
+        return None
+
+
+def rounding_of(reference: Reference, run: Run, rounding: Rounding) -> dict[str, Spread]:
+    """How far `advance`, in float32, was from the float64 oracle, by the layers' state tensors, times the safety."""
+    architecture = reference.architecture
+    random = np.random.default_rng(3).integers(architecture.vocabulary_size, size=(ROWS, STEPS), dtype=np.int64)
+    lengths = np.linspace(1, STEPS, ROWS).astype(np.int64)
+    exact = reference.zero_state(ROWS)
+    feeds: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
+    outputs = run("advance", {"tokens": random, "lengths": lengths, **feeds})
+    ends: dict[str, NDArray[np.float64]] = {name: value.copy() for name, value in exact.items()}
+    for step, column in enumerate(random.T, start=1):
+        _, exact = reference.advance(column, exact)
+        for name, value in exact.items():
+            ends[name][lengths == step] = value[lengths == step]
+    found = {}
+    for name, end in ends.items():
+        if name.startswith("layers."):
+            off = rounding.safety * np.abs(outputs[f"next.{name}"].astype(np.float64) - end)
+            box = np.full(off.shape[1], float(off.max()))
+            found[name] = Spread.within(box, float(np.linalg.norm(off, axis=1).max()))
+    return found

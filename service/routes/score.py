@@ -1,0 +1,81 @@
+"""Scoring: as one JSON answer, or, for long documents, as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
+
+from service.documents import ScoreDocument
+from service.engine.engine import Engine
+from service.engine.scoring import Scoring
+from service.engine.types import ScoredTokens, ScoreProgress, ScoreRequest
+from service.middleware import context
+from service.routes import answers
+from service.routes.context import catalog, deadline, note_model
+from service.routes.decode import decode, json_body, tokens_of
+from service.routes.errors import failure_document
+from service.routes.generate import event
+from service.routes.hangup import until_hangup
+from service.schemas import ScoreBody
+
+router = APIRouter(tags=["predict"])
+
+
+@router.post(
+    "/v1/score",
+    response_model=ScoreDocument,
+    openapi_extra=json_body(ScoreBody),
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def score(request: Request) -> Response:
+    """The log-probability of every token of a text: run in order, or in chunks side by side.
+
+    With `stream`: events `progress` (`done`, `total`), `tokens` (`position`, `tokens`, `logprobs`) in order, as they
+    are settled, then `finish`; a failure is `error`.
+    """
+    body = await decode(request, ScoreBody)
+    engine = catalog(request).get(body.model)
+    note_model(request, engine)
+    async with until_hangup(request):
+        tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
+        wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request))
+        if not body.stream:
+            return answers.reply(answers.score(engine, tokens, await engine.score(wanted)))
+        scoring = await engine.scoring(wanted)
+    return ScoreStream(request, engine, tokens, scoring)
+
+
+class ScoreStream(StreamingResponse):
+    """A score as server-sent events. When the client leaves, the scoring is closed at once."""
+
+    def __init__(self, request: Request, engine: Engine, tokens: tuple[int, ...], scoring: Scoring) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        self.events = self._events(request, engine, tokens, scoring)
+        self.scoring = scoring
+        super().__init__(self.events, headers=headers, media_type="text/event-stream")
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.scoring), aclosing(self.events):
+            await super().stream_response(send)
+
+    @staticmethod
+    async def _events(
+        request: Request, engine: Engine, tokens: tuple[int, ...], scoring: Scoring
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            async for item in scoring:
+                if isinstance(item, ScoreProgress):
+                    yield event("progress", answers.score_progress(item))
+                elif isinstance(item, ScoredTokens):
+                    yield event("tokens", answers.scored(tokens, item))
+                else:
+                    yield event("finish", answers.score_summary(engine, item))
+        except Exception as error:  # the answer has begun: what fails now can only be told in it
+            document = failure_document(request.scope, error)
+            context(request.scope).fields["error"] = document["code"]
+            yield event("error", document)
