@@ -8,7 +8,7 @@ import bentoml
 
 from benchmarks.peers.window_model import LARGEST_BATCH, Prediction, WindowModel
 
-LONGEST_LATENCY_MS = 10_000
+LONGEST_LATENCY_MS = 1000
 WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
