@@ -15,6 +15,7 @@ from service.engine.margin import Margin
 from service.engine.types import check_session_id
 from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, shown
 from service.metrics import Metrics
+from service.runners.aside import AsideRunner
 from service.runners.onnx import OnnxRunner
 from service.runners.runner import Runner
 from service.settings import Settings
@@ -180,7 +181,7 @@ class Catalog:
             raise CatalogError(f"bundles is {root}, which holds no bundle (a folder with a {MANIFEST})")
         return paths
 
-    def _open(self, bundle: Bundle) -> tuple[Bundle, Margin, Runner, Runner | None]:
+    def _open(self, bundle: Bundle) -> tuple[Bundle, Margin, Runner, AsideRunner | None]:
         """The bundle, with a certificate that holds or with none; a runner whose every graph computes what the
         bundle's weights say; and another for shadows, if there are to be any."""
         runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
@@ -188,7 +189,7 @@ class Catalog:
             verify_graphs(bundle, runner.run)
         except CertificateError as error:
             bundle = uncertified(bundle, error)
-        shadow = OnnxRunner(bundle, self._settings.device, threads=1) if self._settings.shadow_rate else None
+        shadow = AsideRunner(bundle.path) if self._settings.shadow_rate else None
         return bundle, Margin(bundle.weights()), runner, shadow
 
 

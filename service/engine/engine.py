@@ -39,7 +39,7 @@ from service.engine.report import Report
 from service.engine.residents import Residents
 from service.engine.scoring import Scorer, Scoring
 from service.engine.sessions import Sessions
-from service.engine.shadow import Shadow
+from service.engine.shadow import Aside, Shadow
 from service.engine.steps import Steps
 from service.engine.types import (
     Answer,
@@ -85,7 +85,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         costs: Costs | None = None,
         pacing: Pacing | None = None,
-        shadow_runner: Runner | None = None,
+        shadow_runner: Aside | None = None,
     ) -> None:
         """`clock` gives seconds, as the store's does; `costs` of runs and their `pacing` are measured if not
         given. `shadow_runner`: of the same model, for shadows; without one there are none.

@@ -1,29 +1,28 @@
 """A sample of live answers, given once more by the other mode, so that agreement is known of what is really served.
 
 A live answer that is sampled is kept as it was given, with the tokens that it came from: what its session does later
-changes neither. The other mode runs on a thread and on graphs of its own, one piece at a time, and a piece is begun
-only while the runner of live work has nothing to do. Live work never waits for it in a queue; and where the system
-knows such a thing, the thread has a processor only when nobody else wants it. What there is no idle time for is
-dropped, and counted. Nobody waits for a shadow: neither a caller, nor the end of the server.
+changes neither. The other mode runs in a process of its own, one piece at a time, and a piece is begun only while the
+runner of live work has nothing to do. Live work never waits for it in a queue, nor, as far as the system knows of
+processes that stand back, for a processor. What there is no idle time for is dropped, and counted. Nobody waits for a
+shadow: neither a caller, nor the end of the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.manifest import StateTensor
+from models.manifest import Role, StateTensor
 from service.engine.agreement import Source
 from service.engine.answering import Answering, Course, Part
 from service.engine.batcher import Batcher
@@ -31,7 +30,8 @@ from service.engine.forward import Outcome, last
 from service.engine.report import Report
 from service.engine.slab import HIDDEN
 from service.engine.types import Agreement, Latency, Mode
-from service.runners.runner import NEXT, RADIUS, Runner
+from service.runners.aside import RunnerLost
+from service.runners.runner import NEXT, RADIUS, Array
 
 logger = logging.getLogger("wane.engine")
 
@@ -46,6 +46,25 @@ PAUSE_S = 0.001
 """How long the runner is left alone after a batch: its answers are still to be sent."""
 
 NO_TIME = Latency(0.0, 0.0, 0.0)
+
+
+class Aside(Protocol):
+    """What shadows run on: nobody else's, and one caller at a time but for `kill`."""
+
+    cpu_s: float
+    """Processor time in seconds that the runs have taken elsewhere than on the thread that called."""
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """As `Runner.run`. Raises RunnerLost where there can be no more runs."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it, without waiting for its end."""
+        ...
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +86,7 @@ class Shadow:
     def __init__(
         self,
         rate: float,
-        runner: Runner,
+        runner: Aside,
         state: Sequence[StateTensor],
         batcher: Batcher,
         answering: Answering,
@@ -76,7 +95,7 @@ class Shadow:
         window: int,
         random: Random,
     ) -> None:
-        """`rate`: share of answers that are sampled, by `random`; `runner`: nobody else's; `window`: the model's k."""
+        """`rate`: share of answers that are sampled, by `random`; `window`: the model's k."""
         self._rate = rate
         self._runner = runner
         self._state = state
@@ -91,7 +110,7 @@ class Shadow:
         self._running: asyncio.Future[tuple[Agreement | None, float]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow", initializer=_stand_back)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
         batcher.on_idle = self._wake
 
     def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
@@ -107,7 +126,9 @@ class Shadow:
         self._wake()
 
     def close(self) -> None:
-        """Drops what waits. A piece that is being run ends by itself, for nobody."""
+        """Drops what waits, and ends the other process without waiting for it."""
+        if self._closed:
+            return
         self._closed = True
         self._batcher.on_idle = None
         if self._timer is not None:
@@ -118,7 +139,9 @@ class Shadow:
         self._work = None
         if self._running is not None:
             self._running.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._runner.kill()
+        self._thread.submit(self._runner.wait)
+        self._thread.shutdown(wait=False)
 
     def _case(self, course: Course, fed: NDArray[np.int64], live: Part) -> Case:
         """What is kept of an answer: copies, for a row is a view of its whole batch."""
@@ -147,7 +170,7 @@ class Shadow:
             case = self._cases.popleft()
             self._tokens -= len(case.tokens)
             self._work = self._answer(case)
-        self._running = asyncio.get_running_loop().run_in_executor(self._thread, _piece, self._work)
+        self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._piece, self._work)
         self._running.add_done_callback(self._end)
 
     def _end(self, done: asyncio.Future[tuple[Agreement | None, float]]) -> None:
@@ -160,6 +183,8 @@ class Shadow:
             self._work = None
             self._report.shadowed("failed")
             logger.error("a shadow failed", exc_info=error)
+            if isinstance(error, RunnerLost):
+                self.close()
         else:
             agreement, cpu_s = done.result()
             self._report.shadow_took(cpu_s)
@@ -192,15 +217,8 @@ class Shadow:
         pair = (case.live, other) if case.recurrent else (other, case.live)
         yield self._answering.apart(case.course, *pair)
 
-
-def _piece(work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
-    """The next piece, and the processor time in seconds that it took; on the shadow's thread."""
-    begun_s = time.thread_time()
-    found = next(work)
-    return found, time.thread_time() - begun_s
-
-
-def _stand_back() -> None:
-    """Makes the thread one that has a processor when no other wants it. Only Linux has such threads."""
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
+        """The next piece, and the processor time in seconds that it took; on the shadow's thread."""
+        begun_s = time.thread_time() + self._runner.cpu_s
+        found = next(work)
+        return found, time.thread_time() + self._runner.cpu_s - begun_s

@@ -90,6 +90,7 @@ class FakeRunner:
     """
 
     device = "cpu"
+    cpu_s = 0.0
 
     def __init__(self, vocabulary_size: int) -> None:
         random = np.random.default_rng(7)
@@ -99,6 +100,7 @@ class FakeRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.busy = threading.Event()
+        self.killed = False
         self.poison: int | None = None
         self.hot: int | None = None
         self.radius: float | None = None
@@ -134,6 +136,13 @@ class FakeRunner:
         """Waits until a run has begun that had not when this was last asked."""
         assert await asyncio.to_thread(self.busy.wait, PATIENCE_S)
         self.busy.clear()
+
+    def kill(self) -> None:
+        """As a shadow's runner is."""
+        self.killed = True
+
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
 
     def roles(self) -> list[Role]:
         """The roles that ran, in order."""

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from models.manifest import Role
 from service.engine import shadow
 from service.engine.agreement import compare
 from service.engine.shadow import Shadow
 from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from service.runners.aside import RunnerLost
+from service.runners.runner import Array
 from tests.service.engine.fakes import Bench
 
 MakeBench = Callable[..., Bench]
@@ -262,6 +264,7 @@ async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_a
     await bench.engine.step(StepRequest(session, (3,)))
     await bench.engine.drain()
     await bench.engine.close()
+    assert bench.shadow_runner.killed
     assert not bench.shadow_runner.gate.is_set()
     assert bench.sample("wane_shadow_total", outcome="dropped") == 2
     bench.shadow_runner.gate.set()
@@ -336,8 +339,35 @@ async def test_without_a_rate_there_is_nothing_that_could_cost(make_bench: MakeB
     assert bench.engine._batcher.on_idle is None
 
 
-async def test_the_thread_of_shadows_has_a_processor_only_when_nobody_else_wants_it(make_bench: MakeBench) -> None:
+async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = make_bench(shadow_rate=1.0)
-    policy = await asyncio.get_running_loop().run_in_executor(shadow_of(bench)._thread, os.sched_getscheduler, 0)
-    assert policy == os.SCHED_IDLE
-    assert os.sched_getscheduler(0) != os.SCHED_IDLE
+
+    def lost(role: Role, feeds: object) -> dict[str, Array]:
+        raise RunnerLost("the process that runs aside has ended")
+
+    monkeypatch.setattr(bench.shadow_runner, "run", lost)
+    session, _ = await session_of(bench, 2)
+    await settled(bench)
+    assert bench.shadow_runner.killed
+    assert (await bench.engine.step(StepRequest(session, (3,)))).position == 2
+    await settled(bench)
+    _, shadows = await report(bench)
+    assert (shadows["compared"], shadows["failed"], shadows["dropped"]) == (0, 1, 0)
+    assert [record.message for record in caplog.records] == ["a shadow failed"]
+
+
+async def test_time_on_another_process_counts_too(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    run = bench.shadow_runner.run
+
+    def slow(role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        bench.shadow_runner.cpu_s += 2.0
+        return run(role, feeds)
+
+    monkeypatch.setattr(bench.shadow_runner, "run", slow)
+    await session_of(bench, 2)
+    await session_of(bench, 3)
+    await settled(bench)
+    assert 4.0 < (await report(bench))[1]["cpu_s"] < 5.0
