@@ -24,7 +24,7 @@ from service.engine.catalog import Catalog
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
-from service.routes import generate, models, ops, predict, score, sessions, stream
+from service.routes import generate, models, ops, predict, score, sessions, steps, stream
 from service.routes.errors import problem
 from service.settings import Settings
 
@@ -40,6 +40,7 @@ ROUTERS = (
     score.router,
     generate.router,
     sessions.router,
+    steps.router,
     stream.router,
     models.router,
     ops.router,
@@ -47,7 +48,7 @@ ROUTERS = (
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 
-DIRECT: frozenset[Endpoint] = frozenset({sessions.append, predict.predict})
+DIRECT: frozenset[Endpoint] = frozenset({sessions.append, steps.append_many, predict.predict})
 
 PROBLEM = {
     "description": "any failure, as a problem document (RFC 9457)",

@@ -110,6 +110,12 @@ class BatchDocument(ModelDocument):
     results: list[AnswerDocument | FailureDocument]
 
 
+class StepsDocument(TypedDict):
+    """An answer or an error for each step, in order."""
+
+    results: list[AnswerDocument | FailureDocument]
+
+
 class PercentilesDocument(TypedDict):
     """Of one phase, over the repeated runs."""
 

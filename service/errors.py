@@ -8,7 +8,8 @@
     │   └── UnknownSession        unknown_session       404     no
     ├── Conflict
     │   ├── SessionExists         session_exists        409     no
-    │   └── PositionConflict      position_conflict     409     no   (carries `position`)
+    │   ├── PositionConflict      position_conflict     409     no   (carries `position`)
+    │   └── EarlierStepFailed     earlier_step_failed   409     no   (in a call of many steps)
     ├── TooLarge                  too_large             413     no
     ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
     ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
@@ -98,6 +99,15 @@ class PositionConflict(Conflict):
 
     def extra(self) -> dict[str, object]:
         return {"position": self.position}
+
+
+class EarlierStepFailed(Conflict):
+    """A step before this one, of the same session and in the same call, failed: this one was not taken."""
+
+    code = "earlier_step_failed"
+
+    def __init__(self, session: str) -> None:
+        super().__init__(f"an earlier step of session {shown(session)} in this call failed, so this one was not taken")
 
 
 class TooLarge(WaneError):

@@ -187,6 +187,27 @@ class StepBody(SequenceBody):
     mode: WireMode | None = Field(default=None, description="default: the session's own")
 
 
+class SessionStepBody(StepBody):
+    """One of many steps."""
+
+    session: str = Field(description="the session's id")
+    idempotency_key: str | None = Field(
+        default=None, description="a step sent again with the last one's key is not appended"
+    )
+
+
+class StepsBody(Body):
+    """Steps of many sessions in one call. Those of one session are taken in order; behind one that fails, its session's
+    others are not."""
+
+    examples = ({"steps": [{"session": "demo", "input": HISTORY}, {"session": "demo", "tokens": [5], "top_k": 1}]},)
+
+    steps: Annotated[
+        list[Annotated[SessionStepBody, WithJsonSchema(SessionStepBody.model_json_schema())]],
+        Field(min_length=1, fail_fast=True),
+    ]
+
+
 class StreamBody(StepBody):
     """One message of a stream: a step, or a rewind."""
 

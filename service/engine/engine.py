@@ -22,6 +22,7 @@ from models.certificate.propagation import Propagation
 from models.manifest import Manifest, Role
 from models.vocabulary import Vocabulary
 from service.engine import comparison
+from service.engine.abreast import abreast
 from service.engine.answering import Answering
 from service.engine.batcher import Batcher, Ticket
 from service.engine.costs import Cost, Costs
@@ -373,6 +374,10 @@ class Engine:
             raise
         self._report.answered("step", answer.mode)
         return answer
+
+    async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
+        """Many steps side by side, those of one session in order; each has its own answer or its own error."""
+        return await abreast(self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
         with self._admitted():

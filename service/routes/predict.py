@@ -70,7 +70,8 @@ async def _predict_many(
     asked: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
-        await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+        if isinstance(given, str):
+            await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
         try:
             asked.append(await _predict_request(request, engine, body, given))
         except Exception as error:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from models.manifest import Manifest
+from service.engine.abreast import abreast
 from service.engine.types import (
     Agreement,
     Answer,
@@ -147,6 +148,9 @@ class FakeEngine:
             position=len(request.tokens),
             replayed=False,
         )
+
+    async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
+        return await abreast(self.step, requests)
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)

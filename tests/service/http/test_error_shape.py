@@ -12,6 +12,7 @@ from service.errors import (
     SHOWN_CHARACTERS,
     Abandoned,
     DeadlineExceeded,
+    EarlierStepFailed,
     InvalidRequest,
     NotJson,
     Overloaded,
@@ -43,18 +44,20 @@ ENGINE_ROUTES: list[tuple[str, str, object]] = [
 ]
 CATALOG_ROUTES: list[tuple[str, str, object]] = [
     *ENGINE_ROUTES,
+    ("POST", "/v1/sessions/tokens", {"steps": [{"session": "s", "tokens": [1]}]}),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/fake", None),
     ("GET", "/v1/report", None),
 ]
 INFALLIBLE = {"/healthz", "/readyz", "/metrics"}
-BODIES = [path for method, path, _ in dict.fromkeys((m, p, None) for m, p, _ in ENGINE_ROUTES) if method == "POST"]
+BODIES = [path for method, path, _ in dict.fromkeys((m, p, None) for m, p, _ in CATALOG_ROUTES) if method == "POST"]
 FAILURES = [
     (InvalidRequest("no", "tokens"), 422, "invalid_request"),
     (UnknownModel("no"), 404, "unknown_model"),
     (UnknownSession("no"), 404, "unknown_session"),
     (SessionExists("no"), 409, "session_exists"),
     (PositionConflict("no", 7), 409, "position_conflict"),
+    (EarlierStepFailed("s"), 409, "earlier_step_failed"),
     (TooLarge("no"), 413, "too_large"),
     (Overloaded("no", 2.5), 429, "overloaded"),
     (Unavailable("no"), 503, "unavailable"),
@@ -82,7 +85,7 @@ async def test_what_the_engine_raises_has_one_shape(
     assert "secret" not in str(document)
 
 
-@pytest.mark.parametrize("failure", [FAILURES[7], FAILURES[11]], ids=lambda case: case[2])
+@pytest.mark.parametrize("failure", [FAILURES[8], FAILURES[12]], ids=lambda case: case[2])
 @pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
 async def test_what_the_catalog_raises_has_one_shape(
     client: httpx.AsyncClient, catalog: FakeCatalog, route: tuple[str, str, object], failure: tuple[Exception, int, str]

@@ -1,0 +1,87 @@
+"""Steps of many sessions in one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.documents import AnswerDocument, FailureDocument, StepsDocument
+from service.engine.engine import Engine
+from service.engine.types import Answer, StepRequest
+from service.errors import EarlierStepFailed, InvalidRequest
+from service.routes import answers
+from service.routes.context import catalog, deadline, header, settings
+from service.routes.decode import decode, json_body, tokens_of
+from service.routes.errors import failure_document
+from service.routes.hangup import until_hangup
+from service.routes.sessions import IDEMPOTENCY_KEY, POSITION
+from service.schemas import SessionStepBody, StepsBody
+
+router = APIRouter(tags=["sessions"])
+
+Outcome = tuple[Engine, Answer] | Exception
+
+
+@router.post("/v1/sessions/tokens", response_model=StepsDocument, openapi_extra=json_body(StepsBody))
+async def append_many(request: Request) -> Response:
+    """Appends to many sessions, and predicts what follows in each. A step that fails does not fail the others."""
+    body = await decode(request, StepsBody)
+    most = settings(request).max_inputs
+    if len(body.steps) > most:
+        raise InvalidRequest(f"steps holds {len(body.steps)} steps, but at most {most} are taken at once", "steps")
+    for name in (POSITION, IDEMPOTENCY_KEY):
+        if header(request, name) is not None:
+            raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
+    async with until_hangup(request):
+        outcomes = await _step_many(request, body.steps)
+    document: StepsDocument = {"results": [_document(request, outcome) for outcome in outcomes]}
+    return answers.reply(document)
+
+
+async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
+    """Every step at its session's engine. Raises Unavailable where nothing is served."""
+    catalog(request).get()
+    outcomes: list[Outcome | None] = [None] * len(bodies)
+    by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
+    failed: set[str] = set()
+    for index, body in enumerate(bodies):
+        try:
+            if body.session in failed:
+                raise EarlierStepFailed(body.session)
+            engine = await catalog(request).engine_for(body.session)
+            by_engine.setdefault(engine, []).append((index, await _step_request(request, engine, body)))
+        except Exception as error:
+            failed.add(body.session)
+            outcomes[index] = error
+
+    async def at(engine: Engine, steps: Sequence[tuple[int, StepRequest]]) -> None:
+        answered = await engine.step_many([step for _, step in steps])
+        for (index, _), outcome in zip(steps, answered, strict=True):
+            outcomes[index] = outcome if isinstance(outcome, Exception) else (engine, outcome)
+
+    await asyncio.gather(*(at(engine, steps) for engine, steps in by_engine.items()))
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+async def _step_request(request: Request, engine: Engine, body: SessionStepBody) -> StepRequest:
+    if body.input is not None:
+        await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+    return StepRequest(
+        session=body.session,
+        tokens=await tokens_of(engine, body.sequence, deadline(request)),
+        mode=body.mode,
+        expected_position=body.expected_position,
+        idempotency_key=body.idempotency_key,
+        top_k=body.top_k,
+        deadline=deadline(request),
+    )
+
+
+def _document(request: Request, outcome: Outcome) -> AnswerDocument | FailureDocument:
+    if isinstance(outcome, Exception):
+        return {"error": failure_document(request.scope, outcome)}
+    return answers.answer(*outcome)
