@@ -117,10 +117,13 @@ class Answering:
         window: Part | None,
         top_k: int,
         ticket: Ticket,
+        *,
+        session: str | None = None,
+        replayed: bool | None = None,
     ) -> Answer:
         """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers.
 
-        `fed` ends at the course's position: all that is there of its tokens.
+        `fed` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
         """
         answering = recurrent or window
         assert answering is not None, "a course without a run: this is a bug"
@@ -153,6 +156,9 @@ class Answering:
             window=course.window,
             modes=modes,
             agreement=pair,
+            session=session,
+            position=None if session is None else course.position,
+            replayed=replayed,
         )
 
     async def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:

@@ -39,10 +39,27 @@ class Margin:
         self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
         self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
         self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
+        self._largest_norm = float(self._norms.max())
+        self._largest_of_norm = float(self._of_norm.max())
+        self._largest_of_bias = float(self._of_bias.max())
 
     def proves(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
         of it, in any float32 run of the output layer."""
+        return self._leads_by_far(logits, hidden, error) or self._has_no_rival(logits, hidden, error)
+
+    def _leads_by_far(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
+        """Whether the second is so far behind that it would not matter which row was its own: next to nothing to ask,
+        and where the error is that of rounding it settles nearly all."""
+        first = int(logits.argmax())
+        second = max(logits[:first].max(initial=-np.inf), logits[first + 1 :].max(initial=-np.inf))
+        length = float(np.sqrt(np.square(hidden, dtype=np.float64).sum())) * OUTWARD + error
+        rounding = float(self.rounding(first, length)) + self._largest_of_norm * length + self._largest_of_bias
+        return (
+            float(logits[first]) - float(second) - rounding > (self._largest_norm + float(self._norms[first])) * error
+        )
+
+    def _has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         found = self.rivals(logits, hidden, error, most=0)
         return found is not None and not len(found)
 

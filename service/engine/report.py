@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
@@ -55,6 +56,33 @@ class Durations:
         }
 
 
+class OfMode:
+    """What is counted of one mode's predictions, here and for Prometheus, whose metrics are looked up once."""
+
+    def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
+        self.durations = {phase: Durations() for phase in PHASES}
+        self._phases = [
+            (durations, metrics.answer_seconds.labels(model, mode.value, phase))
+            for phase, durations in self.durations.items()
+        ]
+        self._error_bound = metrics.error_bound.labels(model, mode.value)
+        self._proved = metrics.top1_proved.labels(model, mode.value)
+
+    def took(self, latency: Latency) -> None:
+        """One prediction took this long."""
+        values_ms = (latency.queue_ms, latency.compute_ms, latency.total_ms)
+        for (durations, seconds), value_ms in zip(self._phases, values_ms, strict=True):
+            durations.add(value_ms)
+            seconds.observe(value_ms / 1e3)
+
+    def claimed(self, bound: Bound | None, proved: bool) -> None:
+        """What one answer was said to be worth."""
+        if bound is not None:
+            self._error_bound.observe(bound.variation)
+        if proved:
+            self._proved.inc()
+
+
 class Report:
     """Counts one model's answers, their latencies by mode and phase, and agreement."""
 
@@ -63,7 +91,8 @@ class Report:
         self._model = model
         self._requests: Counter[Mode] = Counter()
         self._operations: Counter[str] = Counter()
-        self._durations: dict[Mode, dict[str, Durations]] = {}
+        self._modes: dict[Mode, OfMode] = {}
+        self._answers: dict[tuple[str, Mode], Callable[[], object]] = {}
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
@@ -75,20 +104,25 @@ class Report:
         self._operations[operation] += 1
         if operation in ("predict", "step"):
             self._requests[mode] += 1
-        self._metrics.answers.labels(self._model, operation, mode.value).inc()
+        count = self._answers.get((operation, mode))
+        if count is None:
+            count = self._metrics.answers.labels(self._model, operation, mode.value).inc
+            self._answers[operation, mode] = count
+        count()
 
     def took(self, mode: Mode, latency: Latency) -> None:
         """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
-        phases = self._durations.setdefault(mode, {phase: Durations() for phase in PHASES})
-        for phase, value_ms in zip(PHASES, (latency.queue_ms, latency.compute_ms, latency.total_ms), strict=True):
-            phases[phase].add(value_ms)
-            self._metrics.answer_seconds.labels(self._model, mode.value, phase).observe(value_ms / 1e3)
+        self._of(mode).took(latency)
 
     def claimed(self, mode: Mode, bound: Bound | None, proved: bool) -> None:
         """What one answer was said to be worth."""
-        if bound is not None:
-            self._metrics.error_bound.labels(self._model, mode.value).observe(bound.variation)
-        self._metrics.top1_proved.labels(self._model, mode.value).inc(proved)
+        self._of(mode).claimed(bound, proved)
+
+    def _of(self, mode: Mode) -> OfMode:
+        found = self._modes.get(mode)
+        if found is None:
+            found = self._modes[mode] = OfMode(self._metrics, self._model, mode)
+        return found
 
     def shadowed(self, outcome: ShadowOutcome) -> None:
         """One answer that was sampled has been compared, or failed, or was dropped because there was no time for it."""
@@ -120,10 +154,10 @@ class Report:
         modes = {
             mode.value: {
                 "requests": self._requests[mode],
-                "latency": {phase: durations.document() for phase, durations in self._durations[mode].items()},
+                "latency": {phase: durations.document() for phase, durations in self._modes[mode].durations.items()},
             }
             for mode in Mode
-            if mode in self._durations
+            if mode in self._modes
         }
         shadows: dict[str, int] = {outcome: self._shadows[outcome] for outcome in SHADOW_OUTCOMES}
         return {

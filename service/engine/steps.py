@@ -6,9 +6,6 @@ is made in a slot of its own, so whatever fails on the way has changed nothing.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +19,7 @@ from service.engine.forward import Forward, last
 from service.engine.limits import Limits
 from service.engine.residents import Resident
 from service.engine.sessions import Place, Sessions, conflict, place
-from service.engine.slab import Slab
+from service.engine.slab import ZERO, Slab
 from service.engine.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
 from service.errors import InvalidRequest
 from service.metrics import Metrics
@@ -84,8 +81,7 @@ class Steps:
                 if place(record, request) is Place.REPLAY:
                     self._replayed.inc()
                     free = routing.is_free(request.mode, record.mode)
-                    answer = await self._recall(record, mode, free, None, request.top_k, ticket)
-                    return replace(answer, replayed=True)
+                    return await self._recall(record, mode, free, None, request.top_k, ticket, replayed=True)
                 appended = await self._append(record, request, mode, ticket)
                 if appended is not None:
                     return appended
@@ -124,26 +120,31 @@ class Steps:
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
         keeps = resident is not None and routing.of_session(None, record.mode) is not Mode.WINDOW
         recurrent: Part | None = None
-        with ExitStack() as stack:
-            slot: int | None = None
+        read = ZERO if resident is None else resident.slot
+        write: int | None = None
+        self._slab.retain(read)
+        try:
             if mode is not Mode.WINDOW or keeps:
-                if resident is not None:
-                    stack.enter_context(self._slab.hold(resident.slot))
-                slot = stack.enter_context(self._slab.lease())
+                write = self._slab.acquire()
                 self._used(record, resident)
                 if resident is not None:
-                    outcome = await self._forward.append(tokens, ticket, read=resident.slot, write=slot, binding=True)
+                    outcome = await self._forward.append(tokens, ticket, read=read, write=write, binding=True)
                 else:
-                    outcome = await self._forward.full(seen, ticket, write=slot, binding=True)
+                    outcome = await self._forward.full(seen, ticket, write=write, binding=True)
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
                     recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
             window = await self._answering.window(course, fed, ticket, binding=True)
-            committed = await self._sessions.commit(record, request, slot, cut)
+            committed = await self._sessions.commit(record, request, write, cut)
+        finally:
+            self._slab.release(read)
+            if write is not None:
+                self._slab.release(write)
         if committed is None:
             return None
-        answer = await self._answering.answer(course, fed, recurrent, window, request.top_k, ticket)
-        return replace(answer, session=record.session, position=committed.position, replayed=False)
+        return await self._answering.answer(
+            course, fed, recurrent, window, request.top_k, ticket, session=record.session, replayed=False
+        )
 
     async def _recall(
         self,
@@ -154,6 +155,8 @@ class Steps:
         top_k: int,
         ticket: Ticket,
         tolerance: float | None = None,
+        *,
+        replayed: bool | None = None,
     ) -> Answer:
         """The answer of a session as it stands, however it is cheapest if `free`. A state that had to be rebuilt for
         it stays resident.
@@ -189,8 +192,9 @@ class Steps:
         answering = recurrent or part
         assert answering is not None, "a course without a run: this is a bug"
         _check(answering.bound, tolerance)
-        answer = await self._answering.answer(course, fed, recurrent, part, top_k, ticket)
-        return replace(answer, session=record.session, position=record.position)
+        return await self._answering.answer(
+            course, fed, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
+        )
 
     def _rebuilding(
         self, position: int, fed: NDArray[np.int64], cut: int, tolerance: float | None = None

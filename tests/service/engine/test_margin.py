@@ -103,3 +103,19 @@ def test_many_tokens_that_rows_lengths_do_not_settle_are_looked_at_one_by_one() 
     assert least > 1.0, "row norms alone would bear an error of a hundredth of that"
     assert margin.proves(logits, hidden, 0.95 * least)  # the rest is rounding: the rows are long
     assert not margin.proves(logits, hidden, 1.001 * least)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_leads_by_far_has_no_rival_and_the_quick_look_settles_most_of_what_can_be_proved(seed: int) -> None:
+    weights, margin = make(seed)
+    random = np.random.default_rng(seed)
+    quick = proved = 0
+    for _ in range(CASES // 6):
+        hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
+        logits = logits_of(weights, hidden)
+        error = 0.1 * np.exp(random.normal())
+        if margin._leads_by_far(logits, hidden, error):
+            quick += 1
+            assert margin._has_no_rival(logits, hidden, error)
+        proved += margin.proves(logits, hidden, error)
+    assert proved > quick > proved / 4
