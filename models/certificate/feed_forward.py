@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +23,19 @@ class FeedForward:
     def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
         """x: (B, H), which moves by at most `ball` (B), and `inner x` by no more than `units` (B, R)."""
         return Fed(self, x, ball, units)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A row's units that may be on, U of them: their columns of the outer matrix (H, U) and rows of the inner one (U,
+    H), the slopes of the lines that stand for relu, and how far that is from those, (U); off: of all the rest, for a
+    function of length 1."""
+
+    outer: Matrix
+    inner: Matrix
+    slope: Vector
+    slack: Vector
+    off: float
 
 
 class Fed:
@@ -52,22 +66,22 @@ class Fed:
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
         """Of functions `g . value` (P, H), each of one of the rows (P): a linear function of x, and how far off."""
         if len(self._slope) == 1:
-            return self._pull_alone(g)
+            alone = self._alone
+            units = g @ alone.outer
+            left = np.abs(units) @ alone.slack + np.linalg.norm(g, axis=1) * alone.off
+            return (units * alone.slope) @ alone.inner, left
         units = g @ self._layer.outer.weight
         left = np.einsum("pu,pu->p", np.abs(units), self._slack[rows])
         left = left + np.linalg.norm(g, axis=1) * self._off[rows]
         return (units * self._slope[rows]) @ self._layer.inner.weight, left
 
-    def _pull_alone(self, g: Matrix) -> tuple[Matrix, Vector]:
-        """Where there is one row: of the units that stay off no more is counted than their columns' lengths."""
-        outer, slope, slack, inner, off = self._alone
-        units = g @ outer
-        return (units * slope) @ inner, np.abs(units) @ slack + np.linalg.norm(g, axis=1) * off
+    def live(self, row: int) -> Live:
+        """What may be on of one row."""
+        live = self._slope[row] > 0
+        off = float(self._layer.columns.rows[~live] @ self._slack[row, ~live]) + float(self._off[row])
+        outer, inner = self._layer.outer.weight[:, live], self._layer.inner.weight[live]
+        return Live(outer, inner, self._slope[row, live], self._slack[row, live], off)
 
     @cached_property
-    def _alone(self) -> tuple[Matrix, Vector, Vector, Matrix, float]:
-        """Of the one row's units that may be on: columns of the outer matrix, slopes, slacks, rows of the inner one."""
-        live = self._slope[0] > 0
-        off = float(self._layer.columns.rows[~live] @ self._slack[0, ~live]) + float(self._off[0])
-        outer, inner = self._layer.outer.weight[:, live], self._layer.inner.weight[live]
-        return outer, self._slope[0, live], self._slack[0, live], inner, off
+    def _alone(self) -> Live:
+        return self.live(0)

@@ -82,6 +82,14 @@ class Normalised:
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
         return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
 
+    def derivative(self, row: int) -> tuple[Vector, float]:
+        """That of n at this row is `factor (I - u u')`, of x without its mean: u (H) and factor."""
+        return self._unit[row], float(self._factor[row])
+
+    def reached(self, row: int) -> float:
+        """The furthest that n of this row would go if it went on as its derivative says."""
+        return float(self._root * self._share[row])
+
     def along(self, rows: NDArray[np.intp]) -> Matrix:
         """The vectors u = v / w of these rows: (P, H)."""
         unit: Matrix = self._unit[rows]
@@ -99,13 +107,25 @@ class Normalised:
         be 1 nothing is said: infinity.
         """
         g = g - g.mean(axis=1, keepdims=True)
+        lead = np.abs(np.einsum("ph,ph->p", self._unit[rows], g))
+        return self.turned_by(np.linalg.norm(g, axis=1), lead, rows, moved, along)
+
+    def turned_by(
+        self,
+        length: Vector,
+        lead: Vector,
+        rows: NDArray[np.intp] | int,
+        moved: Vector,
+        along: Vector | float,
+    ) -> Vector:
+        """The same of functions known by their `length` |g| and their `lead` |u . g| (P); g without its mean."""
         share = self._share[rows]
         turning = (along + self._uncentred[rows]) / self._whole[rows] + self._cancelled[rows]
         closer = 1 - np.minimum(turning, share) - 8 * self._relative
         open_ = closer > 0
         closer = np.where(open_, closer, 1.0)
         q = share**2 / (closer**2 + share**2)
-        shorter = q / (1 + np.sqrt(1 - q)) * np.abs(np.einsum("ph,ph->p", self._unit[rows], g)) * self._root
-        rounding = np.linalg.norm(g, axis=1) * self._rounding[rows]
+        shorter = q / (1 + np.sqrt(1 - q)) * lead * self._root
+        rounding = length * self._rounding[rows]
         result: Vector = np.where(open_, (moved + rounding) / closer + shorter, np.inf)
         return result

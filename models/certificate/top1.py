@@ -1,4 +1,4 @@
-"""Whether a window's most probable token is proved to be the run's: the margin test, as sharp as it gets.
+"""Whether a window's most probable token is proved to be the run's, and how far their distributions are apart.
 
 With output rows V_a, the lead of a over b moves by `(V_a - V_b) . (hidden~ - hidden)`. Three tests, each only for
 the tokens b that the one before left open:
@@ -10,6 +10,9 @@ the tokens b that the one before left open:
    the state is known unit by unit: `sum_i |gradient_i| error_i`. What the gradient leaves out is bounded on the way:
    a LayerNorm's second order, and the relu units that may turn (`deviation.py`).
 
+The distributions: each logit moves, beside the logits' mean under the window's own, by `(V_a - mean) . (hidden~ -
+hidden)`, which is bounded likewise, for all tokens at once (`leads.py`; `answer.py` has what follows from that).
+
 Exact logits are meant; those of the window are computed here, and their rounding is part of the test.
 """
 
@@ -18,7 +21,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from models.certificate.answer import variation_by_token
 from models.certificate.deviation import FAR, MARGIN
+from models.certificate.leads import Leads
 from models.certificate.outward import Matrix, Vector, roundoff
 from models.certificate.request import RequestBound, WindowBound
 from models.manifest import Architecture
@@ -33,11 +38,12 @@ class Top1:
     """The test for one model. Windows and their bounds come from its `RequestBound`."""
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
-        self._mixes = [layer.mix.weight for layer in request.layers] if architecture.block == "residual" else []
+        self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
         self._rows = head_weight(weights).astype(np.float64)
         self._bias = weights["head.bias"].astype(np.float64)
         self._norms = np.linalg.norm(self._rows, axis=1) * (1 + MARGIN)
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
+        self._leads = Leads(self._rows, self._gain, self._mixes)
 
     def proved(self, bound: WindowBound) -> Flags:
         """For each window, whether every run's most probable token is the window's: (B)."""
@@ -62,6 +68,29 @@ class Top1:
             row, other, gap = row[~settled], other[~settled], gap[~settled]
             proved[row[~(lead[row, other] > self.moved(bound, gap, row))]] = False
         return proved
+
+    def variation(self, bound: WindowBound) -> Vector:
+        """The total variation of each window's distribution and any run's, at most: (B)."""
+        return np.array([self._variation(bound, row) for row in range(len(bound.hidden))])
+
+    def _variation(self, bound: WindowBound, row: int) -> float:
+        radius = float(bound.radius[row])
+        if not np.isfinite(radius):
+            return 1.0
+        logits = self._rows @ bound.hidden[row] + self._bias
+        shares = np.exp(logits - logits.max())
+        shares /= shares.sum()
+        if bound.norm is None:
+            gaps = self._rows - shares @ self._rows
+            moved = self.moved(bound, gaps, np.full(len(gaps), row, np.intp))
+        else:
+            windows = np.array([row])
+            along = float(self._stream(bound, bound.norm.along(windows), windows)[0])
+            moved = self._leads.moved(bound, row, shares, along)
+        # how far the sum of shares times moves may be from 0: by the rounding of the logits, the shares and the mean
+        longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
+        logit = roundoff(self._rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
+        return variation_by_token(shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
         """How far `gap . hidden` (P, H) moves at most, each of one of the windows (P): (P)."""
@@ -89,7 +118,7 @@ class Top1:
                 g = g + inner
                 left = left + units_left + norm_left + np.linalg.norm(g, axis=1) * step.off[rows]
             error = step.error[0]
-            left = left + _support(g @ mix, error.box[rows], error.ball[rows])
+            left = left + _support(g @ mix.weight, error.box[rows], error.ball[rows])
         result: Vector = left + np.linalg.norm(g, axis=1) * bound.below[rows]
         return result
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.adversary import Adversary
+from models.certificate.answer import head_diameter
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
 from models.manifest import Architecture, Cell
@@ -20,21 +21,26 @@ FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 4}
 WINDOWS = 2
 PUSHED = 6
 FLIPS = 2
+FLOAT64 = 1e-14
 
 
-def moves(
+def ends(
     reference: Reference,
     adversary: Adversary,
     window: NDArray[np.int64],
     gaps: Array,
     generator: np.random.Generator,
 ) -> Array:
-    """The most that each `gap . hidden` (G, H) was moved by any past, (G): random ones, and such as climb."""
+    """Hidden after the window, (N, H), for pasts of all kinds: random ones, and such as climb along the gaps."""
     pasts, _ = worst_pasts(reference, window, generator)
     pushed = [adversary.flipped(pasts[-PUSHED:], pasts.shape[1], FLIPS, window, gap) for gap in gaps[:2]]
-    ends = run(reference, after(np.concatenate([pasts, *pushed]), window))
-    moved: Array = np.abs((ends - run(reference, window[None])) @ gaps.T).max(axis=0)
-    return moved
+    return run(reference, after(np.concatenate([pasts, *pushed]), window))
+
+
+def shares_of(logits: Array) -> Array:
+    """Probabilities, (..., V)."""
+    shares: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return shares / shares.sum(axis=-1, keepdims=True)
 
 
 def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> Array:
@@ -85,8 +91,13 @@ def test_no_past_moves_a_lead_by_more_than_by_direction(
     together = together.reshape(WINDOWS, len(gaps))
     for window, of_window in zip(windows, together, strict=True):
         alone = top1.moved(request(window[None]), gaps, np.zeros(len(gaps), np.intp))
-        seen = moves(reference, adversary, window, gaps, generator)
-        assert (seen <= np.minimum(alone, of_window)).all()
+        found = ends(reference, adversary, window, gaps, generator)
+        exact = run(reference, window[None])
+        assert (np.abs((found - exact) @ gaps.T).max(axis=0) <= np.minimum(alone, of_window)).all()
+        bound = request(window[None])
+        shares = shares_of(reference.logits(found)), shares_of(reference.logits(bound.hidden))
+        variations = np.abs(shares[0] - shares[1]).sum(axis=1) / 2
+        assert variations.max() <= top1.variation(bound)[0] + FLOAT64
         told = alone > 1e-3 * np.linalg.norm(gaps, axis=1)
         np.testing.assert_allclose(alone[told], of_window[told], rtol=1e-4)
 
@@ -105,7 +116,8 @@ def test_it_comes_near_to_what_an_adversary_does(front: dict[str, int] | None) -
         request, gaps = RequestBound(model, weights), leads(model, weights, generator)
         bound = request(window[None])
         said = Top1(model, weights, request).moved(bound, gaps, np.zeros(len(gaps), np.intp))
-        seen = moves(Reference(model, weights), Adversary(model, weights), window, gaps, generator)
+        found = ends(Reference(model, weights), Adversary(model, weights), window, gaps, generator)
+        seen = np.abs((found - bound.hidden) @ gaps.T).max(axis=0)
         assert (seen <= said).all()
         assert (said < 10 * seen).all()
         assert (said < 0.7 * np.linalg.norm(gaps, axis=1) * bound.radius[0]).all()
@@ -137,3 +149,31 @@ def test_what_comes_from_below_counts_in_full_and_no_more() -> None:
         seen = abs(gap @ (exact.hidden - bound.hidden)[0])
         said = Top1(model, weights, request).moved(bound, gap[None], np.zeros(1, np.intp))[0]
         assert 0.5 * said < seen <= said
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
+def test_all_tokens_at_once_are_bounded_nearly_as_each_alone(front: dict[str, int] | None, layers: int) -> None:
+    """And never below what is seen, nor is the variation far above it."""
+    fields = {"feed_forward": 5, "units": 8, "norm_epsilon": 0.25, "front": front}
+    model = architecture("gated", "residual", layers, gate_caps=(0.9,) * layers, **fields)
+    for seed in range(3):
+        weights, generator = random_weights(model, seed), np.random.default_rng(seed)
+        for name in weights:
+            if name.startswith("layers.") and weights[name].ndim == 2:
+                weights[name] *= np.float32(0.3)
+        request, reference = RequestBound(model, weights), Reference(model, weights)
+        top1, window = Top1(model, weights, request), generator.integers(model.vocabulary_size, size=(2, 14))
+        bound = request(window)
+        for row in range(2):
+            shares = shares_of(reference.logits(bound.hidden[row]))
+            gaps = reference.head - shares @ reference.head
+            along = top1._stream(bound, bound.norm.along(np.array([row])), np.array([row]))[0]
+            together = top1._leads.moved(bound, row, shares, along)
+            alone = top1.moved(bound, gaps, np.full(len(gaps), row))
+            assert (together <= 1.2 * alone + 0.01 * np.median(alone)).all()
+            found = ends(reference, Adversary(model, weights), window[row], gaps, generator)
+            assert (np.abs((found - bound.hidden[row]) @ gaps.T).max(axis=0) <= together).all()
+            variation = np.abs(shares_of(reference.logits(found)) - shares).sum(axis=1).max() / 2
+            assert variation <= top1.variation(bound)[row] < 40 * variation
+            assert top1.variation(bound)[row] < np.tanh(head_diameter(reference.head) * bound.radius[row] / 4)
