@@ -25,6 +25,8 @@ from service.engine.types import (
     Prediction,
     PredictRequest,
     Score,
+    ScoredTokens,
+    ScoreProgress,
     ScoreRequest,
     ScoreSummary,
     SessionView,
@@ -156,6 +158,23 @@ class FakeEngine:
         await self._ask(request)
         summary = ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
         return Score((-1.0,) * len(request.tokens), summary)
+
+    async def scoring(self, request: ScoreRequest) -> AsyncGenerator[ScoreProgress | ScoredTokens | ScoreSummary, None]:
+        await self._ask(request)
+        return self._scores(request)
+
+    async def _scores(self, request: ScoreRequest) -> AsyncGenerator[ScoreProgress | ScoredTokens | ScoreSummary, None]:
+        try:
+            for index in range(len(request.tokens)):
+                if index and self.failure_after_first_token is not None:
+                    raise self.failure_after_first_token
+                if index and self.wait_after_first_token is not None:
+                    await self.wait_after_first_token.wait()
+                yield ScoredTokens(index, (-1.0,))
+                yield ScoreProgress(index + 1, len(request.tokens))
+        finally:
+            self.closed.set()
+        yield ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
         await self._ask(request)

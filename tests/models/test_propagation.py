@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from models.certificate.layers import build_layers
+from models.certificate.propagation import Propagation, rounding_of
+from models.certificate.spread import Spread
+from models.manifest import Architecture, Cell, Rounding
+from models.reference import Reference, State
+from tests.models.random_models import CELLS, architecture, random_weights
+
+LENGTH = 48
+NOTHING = 1e-12
+
+
+def exact(of: Architecture) -> dict[str, Spread]:
+    """No rounding to speak of: the runs here are float64's."""
+    return {
+        tensor.name: Spread.within(np.full(tensor.shape[-1], NOTHING))
+        for tensor in of.state_tensors()
+        if tensor.name.startswith("layers.")
+    }
+
+
+def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
+    """A random model whose every layer contracts."""
+    of = architecture(cell, block, layers, **fields)
+    scale = 0.6
+    while True:
+        weights = random_weights(of, seed, recurrent=scale, driven=scale)
+        built = build_layers(of, weights)
+        if all(layer.bound.factor < 1 for layer in built):
+            return Reference(of, weights), Propagation(of, weights, built, exact(of))
+        scale *= 0.7
+
+
+def moved(state: State, by: Mapping[str, np.ndarray]) -> State:
+    return {name: value + by.get(name, 0.0) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.sampled_from([1e-6, 1e-4, 1e-2]),
+    block=st.sampled_from(["plain", "residual"]),
+    same=st.booleans(),
+)
+def test_no_run_with_joints_is_further_off_than_what_is_proved(
+    cell: Cell, seed: int, size: float, block: str, same: bool
+) -> None:
+    reference, propagation = contractive(cell, block, seed)
+    random = np.random.default_rng(seed)
+    width = {tensor.name: tensor.shape for tensor in reference.architecture.state_tensors()}
+    joint = {name: size * random.uniform(0.1, 1, shape) for name, shape in width.items()}
+    bound = propagation.apart(joint, LENGTH)
+    assume(bound is not None)  # else it does not settle in so few tokens, and nothing is claimed
+    tokens = np.full(5 * LENGTH, random.integers(11)) if same else random.integers(11, size=5 * LENGTH)
+    whole, parts = reference.zero_state(1), reference.zero_state(1)
+    for position, token in enumerate(tokens):
+        if position and position % LENGTH == 0:
+            # The worst corner is not known: signs that hold on to what is off already, or any.
+            signs = {
+                name: np.where(parts[name] >= whole[name], 1, -1) if same else random.choice([-1, 1], shape)
+                for name, shape in width.items()
+            }
+            parts = moved(parts, {name: signs[name] * joint[name] for name in joint})
+        one, whole = reference.advance(token[None], whole)
+        other, parts = reference.advance(token[None], parts)
+        assert np.linalg.norm(one - other) <= bound
+
+
+def test_what_is_proved_grows_with_the_joints_and_is_within_a_few_times_of_what_is_seen() -> None:
+    _, propagation = contractive("rnn_tanh", "plain", 1)
+    bounds = [propagation.apart({"layers.0.h": np.full(6, size)}, 1024) for size in (1e-6, 1e-5, 1e-4)]
+    assert all(bound is not None for bound in bounds)
+    assert bounds == sorted(bounds)
+    assert bounds[0] < 10 * np.sqrt(6) * 1e-6
+
+
+def test_joints_that_are_too_close_together_are_not_bounded() -> None:
+    _, propagation = contractive("lstm", "plain", 2)
+    joint = {name: np.full(6, 1e-4) for name in ("layers.0.h", "layers.0.c")}
+    assert propagation.apart(joint, 1024) is not None
+    assert propagation.apart(joint, 1) is None
+
+
+def test_what_a_front_saw_is_not_counted() -> None:
+    front = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
+    reference, propagation = contractive("gated", "residual", 3, feed_forward=5, front=front)
+    (before,) = (tensor for tensor in reference.architecture.state_tensors() if tensor.name.startswith("front."))
+    joint = {"layers.0.s": np.full(6, 1e-5)}
+    least = propagation.apart({**joint, before.name: np.zeros(before.shape)}, 1024)
+    assert least is not None
+    assert propagation.apart({**joint, before.name: np.ones(before.shape)}, 1024) == least
+
+
+def test_rounding_is_what_was_seen_times_its_safety() -> None:
+    of = architecture("lstm")
+    reference = Reference(of, random_weights(of, 5))
+    off = 1e-4
+
+    def run(role: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        assert role == "advance"
+        state = {name: value.astype(np.float64) for name, value in feeds.items() if name.startswith("layers.")}
+        ends = {name: value.copy() for name, value in state.items()}
+        for step, column in enumerate(feeds["tokens"].T, start=1):
+            _, state = reference.advance(column, state)
+            for name, value in state.items():
+                ends[name][feeds["lengths"] == step] = value[feeds["lengths"] == step] + off
+        return {f"next.{name}": value for name, value in ends.items()}
+
+    found = rounding_of(reference, run, Rounding(measured=1e-3, tokens=1, safety=8))
+    assert set(found) == {"layers.0.h", "layers.0.c"}
+    for spread in found.values():
+        np.testing.assert_allclose(spread.box, 8 * off)
+        assert spread.ball == pytest.approx(8 * off * np.sqrt(6))

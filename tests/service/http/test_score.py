@@ -1,0 +1,99 @@
+"""Scores over HTTP: whole, as a stream, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from service.errors import Unavailable
+from tests.service.http.conftest import SocketServer
+from tests.service.http.fake import FakeCatalog, FakeEngine
+from tests.service.http.problems import assert_problem
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """Names and documents of server-sent events."""
+    parts = [event.split("\n") for event in text.strip().split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
+
+
+async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/score", json={"input": "ab", "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *before, (last, finish) = events(response.text)
+    assert before == [
+        ("tokens", {"position": 0, "tokens": [97], "logprobs": [-1.0]}),
+        ("progress", {"done": 1, "total": 2}),
+        ("tokens", {"position": 1, "tokens": [98], "logprobs": [-1.0]}),
+        ("progress", {"done": 2, "total": 2}),
+    ]
+    assert last == "finish"
+    assert (finish["perplexity"], finish["chunks"], finish["error_bound"]) == (2.718281828, 1, 0.0)
+    assert "logprobs" not in finish
+
+
+async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    catalog.engine.failure_after_first_token = Unavailable("going away")
+    response = await client.post("/v1/score", json={"input": "ab", "stream": True})
+    assert response.status_code == 200
+    name, document = events(response.text)[-1]
+    assert name == "error"
+    assert (document["code"], document["status"]) == ("unavailable", 503)
+
+
+async def test_before_the_first_byte_of_a_score_a_failure_is_a_problem(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    catalog.engine.failure = Unavailable("going away")
+    assert_problem(await client.post("/v1/score", json={"input": "ab", "stream": True}), 503, "unavailable")
+
+
+async def test_a_score_whose_reader_leaves_is_given_up(server: SocketServer, engine: FakeEngine) -> None:
+    engine.wait_after_first_token = asyncio.Event()
+    async with (
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream("POST", "/v1/score", json={"tokens": [1, 2], "stream": True}) as response,
+    ):
+        assert await anext(response.aiter_lines()) == "event: tokens"
+    await engine.closed.wait()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tokens": [1], "method": "parallel", "tolerance": -0.1}, "tolerance"),
+        ({"tokens": [1], "method": "parallel", "tolerance": 1.5}, "tolerance"),
+        ({"tokens": [1], "method": "parallel", "tolerance": "0"}, "tolerance"),
+        ({"tokens": [1], "method": "backwards"}, "method"),
+        ({"tokens": [1], "method": None}, "method"),
+        ({"tokens": [], "method": "parallel"}, "tokens"),
+        ({"tokens": [1, -1], "method": "parallel", "stream": True}, "tokens"),
+        ({"input": "", "method": "parallel"}, "input"),
+        ({"tokens": [1], "stream": 1}, "stream"),
+        ({"tokens": [1], "chunks": 4}, "chunks"),
+    ],
+    ids=str,
+)
+def test_a_score_that_cannot_be_is_refused_by_name(http: httpx.Client, body: object, field: str) -> None:
+    assert assert_problem(http.post("/v1/score", json=body), 422, "invalid_request")["field"] == field
+
+
+@pytest.mark.parametrize("tolerance", [None, 0, 0.01])
+def test_a_document_scored_side_by_side_is_scored_as_in_order(http: httpx.Client, tolerance: float | None) -> None:
+    model = "rnn-stable"
+    size = next(card for card in http.get("/v1/models").json()["data"] if card["id"] == model)["vocabulary"]["size"]
+    tokens = [index * index % size for index in range(3000)]
+    in_order = http.post("/v1/score", json={"model": model, "tokens": tokens}).json()
+    asked = {"model": model, "tokens": tokens, "method": "parallel", "tolerance": tolerance, "stream": True}
+    *before, (_, finish) = events(http.post("/v1/score", json=asked).text)
+    logprobs = [logprob for name, document in before if name == "tokens" for logprob in document["logprobs"]]
+    assert logprobs == pytest.approx(in_order["logprobs"], abs=1e-3)
+    assert [document["done"] for name, document in before if name == "progress"][-1] == len(tokens)
+    assert finish["error_bound"] <= (1e-3 if tolerance is None else tolerance)
+    assert finish["perplexity"] == pytest.approx(in_order["perplexity"], rel=1e-3)
