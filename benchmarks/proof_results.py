@@ -45,7 +45,8 @@ class WindowFigures(Frozen):
 
     observed, observed_variation: window against never-interrupted run, both in float64. worst_case: e_k;
     worst_case_variation: epsilon(k), with the measured rounding; request, request_variation: the same for the window's
-    own tokens, the latter from the smaller of radius and e_k. over_worst_case, over_request: observed distance by
+    own tokens, the latter from the smaller of radius and e_k. direction_variation: by direction, as `Proved.direction`;
+    None where figures are older than that. over_worst_case, over_request: observed distance by
     bound, position by position. violations: positions at which any bound was passed or a proof was wrong.
     """
 
@@ -56,6 +57,7 @@ class WindowFigures(Frozen):
     worst_case_variation: float | None
     request: Spread
     request_variation: Spread
+    direction_variation: Spread | None = None
     over_worst_case: Spread | None
     over_request: Spread
     same_top1: float

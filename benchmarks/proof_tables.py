@@ -99,6 +99,7 @@ def answers_table(results: Results) -> list[str]:
         "observed total variation",
         "epsilon(k)",
         "request's bound",
+        "bound by direction",
         "top-1 equal",
         "proved by the curve",
         "by the request's bound",
@@ -113,6 +114,7 @@ def answers_table(results: Results) -> list[str]:
                 _spread(window.observed_variation),
                 "none" if window.worst_case_variation is None else _number(window.worst_case_variation),
                 _spread(window.request_variation),
+                "" if window.direction_variation is None else _spread(window.direction_variation),
                 *(_share(share) for share in _shares(model, k)),
                 f"{window.violations}",
             ]

@@ -79,6 +79,7 @@ class Prover:
         of = {name: np.concatenate(parts) for name, parts in columns.items()}
         worst, epsilon = self.certificate.state_error_at(k), self.certificate.error_bound_at(k)
         wrong = (of["observed"] > of["smaller"] + FLOAT64) | (of["observed_variation"] > of["variation"] + FLOAT64)
+        wrong |= of["observed_variation"] > of["direction_variation"] + FLOAT64
         for name in ("curve", "request", "direction"):
             wrong |= (of[name] > 0) & (of["same"] == 0)
         return WindowFigures(
@@ -89,6 +90,7 @@ class Prover:
             worst_case_variation=epsilon,
             request=Spread.of(of["radius"]),
             request_variation=Spread.of(of["variation"]),
+            direction_variation=Spread.of(of["direction_variation"]),
             over_worst_case=None if worst is None else Spread.of(of["observed"] / worst),
             over_request=Spread.of(of["observed"] / of["radius"]),
             same_top1=float(of["same"].mean()),
@@ -114,6 +116,7 @@ class Prover:
             "curve": np.array([float(self._margin.proves(x, h, curve + self._rounding)) for x, h, _ in rows]),
             "request": np.array([float(self._margin.proves(x, h, e + self._rounding)) for x, h, e in rows]),
             "direction": direction.astype(np.float64),
+            "direction_variation": self._direction.variation(bound),
         }
 
 

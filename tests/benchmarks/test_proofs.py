@@ -99,7 +99,7 @@ def test_rendering_drops_what_was_measured_of_other_weights(tmp_path: Path) -> N
     ("words", "fault"),
     [
         ([], "--data"),
-        (["--data", "x", "--only", "no-such"], "has no no-such; it has gated-stable"),
+        (["--data", "x", "--only", "no-such"], "has no no-such; it has gated"),
         (["--data", "x", "--positions", "0"], "at least 1"),
         (["--data", "x", "--split", "test"], "has figures of valid"),
     ],
