@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from models.manifest import Role
 from service.engine.batch import MOST_POSITIONS
@@ -27,13 +27,15 @@ WORTHWHILE = 0.9
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`chunks` of `cells` times `steps` tokens each, the last perhaps of fewer; every chunk but the first is warmed up
-    over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is what one run takes of a chunk."""
+    over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is what one run takes of a chunk.
+    `seconds`: what all of it is expected to take."""
 
     chunks: int
     cells: int
     steps: int
     warm_up: int
     warm_up_steps: int
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def length(self) -> int:
@@ -60,7 +62,7 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
             cells = -(-length // most)
             steps = -(-length // cells)
             chunks = -(-tokens // (cells * steps))
-            found = Layout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]))
+            found = Layout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)
     return found
 
 

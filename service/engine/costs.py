@@ -45,8 +45,10 @@ class Costs:
     """One model's costs. Nothing is known before `measure` or the first `observe`, and then nothing costs anything."""
 
     def __init__(self, piece_tokens: int) -> None:
-        """`piece_tokens`: the longest piece in which a sequence is run from beginning to end."""
+        """`piece_tokens`: the longest piece in which a sequence is run in order."""
         self._piece = piece_tokens
+        self.side_by_side: Callable[[int], float | None] = _never
+        """Seconds that a sequence takes whose chunks are run side by side; None where it is not."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
@@ -80,9 +82,12 @@ class Costs:
         return self.run("window", k)
 
     def full(self, tokens: int) -> float:
-        """Seconds of compute that a whole sequence takes: in one run or, if it is long, in pieces."""
+        """Seconds of compute that a whole sequence takes: in one run or, if it is long, in chunks or in pieces."""
         if tokens <= self._piece:
             return self.window(tokens)
+        chunks = self.side_by_side(tokens)
+        if chunks is not None:
+            return chunks + self.run("head", 1)
         pieces, rest = divmod(tokens, self._piece)
         last = self.run("advance", rest) if rest else 0.0
         return pieces * self.run("advance", self._piece) + last + self.run("head", 1)
@@ -121,3 +126,7 @@ class Costs:
             ]
             for role, points in self._points.items()
         }
+
+
+def _never(_: int) -> None:
+    """Nothing is run side by side."""

@@ -118,6 +118,7 @@ class Engine:
         )
         self._pacing = pacing or Pacing()
         parallel = Parallel(manifest, self._batcher, slab, self._pacing)
+        self._costs.side_by_side = parallel.seconds
         self._forward = Forward(self._batcher, slab, parallel)
         self._sessions = Sessions(
             store,

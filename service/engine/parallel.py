@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from models.manifest import Manifest, Role
 from service.engine.batch import Row, Work
 from service.engine.batcher import Batcher, Ticket
-from service.engine.chunks import Layout, lay_out
+from service.engine.chunks import SEGMENT_TOKENS, Layout, lay_out
 from service.engine.pacing import Pacing
 from service.engine.segment import Segment, States
 from service.engine.slab import HIDDEN, ZERO, Slab
@@ -127,6 +127,18 @@ class Parallel:
             return None
         warm_up = max(min(known), self._reach, 1)
         return lay_out(tokens, warm_up, role, self._pacing.pace(role), self._pacing.pace("advance"))
+
+    def seconds(self, tokens: int) -> float | None:
+        """What `advance` is expected to take over so many tokens. None: it runs them in order."""
+        first = self.layout("advance", tokens, EXACT)
+        if first is None:
+            return None
+        segments, rest = divmod(tokens, SEGMENT_TOKENS)
+        if not segments:
+            return first.seconds
+        last = self.layout("advance", rest, EXACT) if rest else None
+        in_order = rest * self._pacing.pace("advance")[1]
+        return segments * first.seconds + (in_order if last is None else last.seconds)
 
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
+from service.engine.chunks import SEGMENT_TOKENS
 from service.engine.costs import Costs
 from service.engine.slab import Slab
-from service.engine.types import PredictRequest
-from tests.service.engine.fakes import HIDDEN, Bench, FakeRunner, byte_vocabulary, make_manifest
+from service.engine.types import Mode, PredictRequest
+from tests.service.engine.fakes import HIDDEN, Bench, FakeRunner, InOrder, byte_vocabulary, make_manifest
 
 PIECE = 512
 
@@ -46,6 +48,15 @@ def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
     assert costs.full(2 * PIECE + 100) == 11.25
 
 
+def test_a_sequence_whose_chunks_run_side_by_side_costs_what_they_are_expected_to() -> None:
+    costs = Costs(PIECE)
+    costs.observe("advance", 1, PIECE, 5.0)
+    costs.observe("head", 1, 1, 0.25)
+    costs.side_by_side = {2 * PIECE: None, 4 * PIECE: 3.0}.__getitem__
+    assert costs.full(2 * PIECE) == 10.25
+    assert costs.full(4 * PIECE) == 3.25
+
+
 def test_what_was_never_run_costs_nothing_yet() -> None:
     assert Costs(PIECE).full(10_000) == 0.0
 
@@ -80,3 +91,34 @@ async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
     assert [point["tokens"] for point in costs["window"]] == [1, 4, 11, 16]
     assert all(point["compute_ms"] > 0 for points in costs.values() for point in points)
     await bench.engine.close()
+
+
+class Quick(InOrder):
+    """Four chunks side by side are said to take a tenth of the time in order, warmed up over 300 tokens each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paces = {"advance": {1: 1.0, 4: 0.1}}
+
+    def warm_up(self, residual: float) -> int | None:
+        return 300
+
+
+@pytest.mark.parametrize(("pacing", "mode"), [(None, Mode.WINDOW), (Quick(), Mode.RECURRENT)])
+async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_window(
+    make_bench: Callable[..., Bench], pacing: Quick | None, mode: Mode
+) -> None:
+    bench = make_bench(certified=True, window=400, max_window=400, tail_tokens=400, pacing=pacing)
+    answer = await bench.engine.predict(PredictRequest((5,) * 2700))
+    assert (answer.mode, answer.error_bound == 0.0) == (mode, mode is Mode.RECURRENT)
+
+
+def test_what_chunks_take_is_known_for_every_segment() -> None:
+    bench = Bench(pacing=Quick())
+    parallel = bench.engine._forward._parallel
+    segment = 0.1 * (SEGMENT_TOKENS + 3 * 300)
+    assert parallel.seconds(600) is None
+    assert parallel.seconds(2700) == pytest.approx(0.1 * (2700 + 900))
+    assert parallel.seconds(2 * SEGMENT_TOKENS) == pytest.approx(2 * segment)
+    assert parallel.seconds(SEGMENT_TOKENS + 100) == pytest.approx(segment + 100)
+    assert parallel.seconds(SEGMENT_TOKENS + 2700) == pytest.approx(segment + 360)
