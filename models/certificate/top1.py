@@ -18,6 +18,8 @@ Exact logits are meant; those of the window are computed here, and their roundin
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,7 +45,6 @@ class Top1:
         self._bias = weights["head.bias"].astype(np.float64)
         self._norms = np.linalg.norm(self._rows, axis=1) * (1 + MARGIN)
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
-        self._leads = Leads(self._rows, self._gain, self._mixes)
 
     def proved(self, bound: WindowBound) -> Flags:
         """For each window, whether every run's most probable token is the window's: (B)."""
@@ -72,6 +73,11 @@ class Top1:
     def variation(self, bound: WindowBound) -> Vector:
         """The total variation of each window's distribution and any run's, at most: (B)."""
         return np.array([self._variation(bound, row) for row in range(len(bound.hidden))])
+
+    @cached_property
+    def _leads(self) -> Leads:
+        """As large as the output layer, and not all ask for variations."""
+        return Leads(self._rows, self._gain, self._mixes)
 
     def _variation(self, bound: WindowBound, row: int) -> float:
         radius = float(bound.radius[row])
