@@ -133,7 +133,7 @@ class Engine:
         self._report = Report(metrics, name)
         self._margin = margin
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
-        self._scorer = Scorer(manifest.certificate, parallel, slab, vocabulary.eos_id, self._prover)
+        self._scorer = Scorer(manifest, parallel, slab, self._prover)
         self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report, self._prover)
         self._shadow: Shadow | None = None
         if shadow_runner is not None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
-from models.manifest import Certificate
+from models.manifest import Manifest
 from service.engine.batcher import Ticket
 from service.engine.deadline import until
 from service.engine.forward import sequence
@@ -45,24 +45,28 @@ class Scorer:
 
     def __init__(
         self,
-        certificate: Certificate,
+        manifest: Manifest,
         parallel: Parallel,
         slab: Slab,
-        eos_id: int,
         executor: Executor,
     ) -> None:
         """`executor`: for arithmetic that would hold up the event loop."""
         self.propagation: Propagation | None = None
-        self._certificate = certificate
+        self._certificate = manifest.certificate
+        self._state = manifest.state
+        self._least: float | None = None  # what joints of nothing but rounding can come to
         self._parallel = parallel
         self._slab = slab
-        self._eos_id = eos_id
+        self._eos_id = manifest.vocabulary.eos_id
         self._executor = executor
 
     async def score(self, request: ScoreRequest, ticket: Ticket) -> AsyncGenerator[Item, None]:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed."""
         fed = sequence(self._eos_id, request.tokens)
-        demand = None if request.method is ScoreMethod.SEQUENTIAL else self._demand(request.tolerance)
+        demand = None
+        if request.method is ScoreMethod.PARALLEL:
+            async with until(request.deadline):
+                demand = await self._demand(request.tolerance)
         settled, total, course = 0, 0.0, Course()
         with self._slab.lease() as slot:
             pieces = self._parallel.run("scan", fed[:-1], fed[1:], ticket, demand, read=ZERO, write=slot)
@@ -93,39 +97,51 @@ class Scorer:
         async with until(deadline):
             return await anext(pieces, None)
 
-    def _demand(self, tolerance: float | None) -> Demand:
+    async def _demand(self, tolerance: float | None) -> Demand:
         """The joints that are within a tolerance."""
         if tolerance is None:
             return Demand(RESIDUAL)
-        bounded = self._certificate.rounding is not None and (self._certificate.error_bound or self.propagation)
-        if tolerance == 0 or not bounded:
+        if tolerance == 0 or not self._bounded:
             return EXACT
+        enough = self._certificate.smallest_window(tolerance)
+        if self._least is None:
+            nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
+            self._least = await self._moved(Course(joints=nothing))
+        if self._least > tolerance:  # whatever the joints are: as good as none will do, or what the curve knows of
+            return Demand(0.0, None, enough)
 
         async def judge(course: Course) -> bool:
             bound = await self._bound(course)
             return bound is not None and bound <= tolerance
 
-        return Demand(RESIDUAL, judge, self._certificate.smallest_window(tolerance))
+        return Demand(RESIDUAL, judge, enough)
 
     async def _bound(self, course: Course) -> float | None:
         """How far any answer of the run can be from the run in order, in total variation."""
         if not course.residual:
             return 0.0
-        rounding = self._certificate.rounding
-        if rounding is None or course.warm_up is None:
+        if not self._bounded or course.warm_up is None:
             return None
-        bounds = []
-        curve = self._certificate.error_bound_at(course.warm_up + 1)
-        if curve is not None:
-            bounds.append(curve)
-        if self.propagation is not None:
-            tokens = PATIENCE if course.apart is None else course.apart
-            loop = asyncio.get_running_loop()
-            apart = await loop.run_in_executor(self._executor, self.propagation.apart, course.joints, tokens)
-            if apart is not None:
-                moved = np.array(apart + rounding.measured)
-                bounds.append(float(total_variation(self._certificate.head_diameter, moved)))
-        return min(bounds, default=None)
+        curve, moved = self._certificate.error_bound_at(course.warm_up + 1), await self._moved(course)
+        return moved if curve is None else min(moved, curve)
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether anything is proved."""
+        certificate = self._certificate
+        return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
+
+    async def _moved(self, course: Course) -> float:
+        """What the joints that were measured can come to; 1 where nothing is known of that."""
+        rounding = self._certificate.rounding
+        if self.propagation is None or rounding is None:
+            return 1.0
+        tokens = PATIENCE if course.apart is None else course.apart
+        loop = asyncio.get_running_loop()
+        apart = await loop.run_in_executor(self._executor, self.propagation.apart, course.joints, tokens)
+        if apart is None:
+            return 1.0
+        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.measured)))
 
 
 class Scoring:

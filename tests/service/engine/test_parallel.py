@@ -8,6 +8,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from models.certificate.propagation import Propagation
 from service.engine import chunks
 from service.engine.engine import Engine
 from service.engine.margin import Margin
@@ -198,14 +199,37 @@ async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_resi
     assert seen <= summary.error_bound
 
 
-async def test_an_answer_that_does_not_meet_the_tolerance_is_made_exact(make_bench: Callable[..., Bench]) -> None:
+class Strict(Propagation):
+    """Any joint at all is the end of the world."""
+
+    def __init__(self) -> None:
+        pass
+
+    def apart(self, joints: Mapping[str, np.ndarray], tokens: int) -> float | None:
+        return 1e6 if any(joint.any() for joint in joints.values()) else 0.0
+
+
+async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 100}))
-    least = bench.manifest.certificate.error_bound_at(200)
-    assert least is not None
-    in_order, side_by_side = await both(bench, text(1500), least / 2)
+    bench.engine._scorer.propagation = Strict()
+    tolerance = 1e-4
+    enough = bench.manifest.certificate.smallest_window(tolerance)
+    assert enough is not None and enough > 100
+    in_order, side_by_side = await both(bench, text(1500), tolerance)
     assert side_by_side.logprobs == in_order.logprobs
-    assert side_by_side.summary.error_bound == 0.0
-    assert side_by_side.summary.rounds > 1
+    summary = side_by_side.summary
+    assert (summary.chunks, summary.max_residual, summary.error_bound) == (WIDTH, 0.0, 0.0)
+    assert summary.rounds > 1
+
+
+async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_until_they_are_exact() -> None:
+    served = Served("gated-stable", {RESIDUAL: 200, 0.0: 400})
+    tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=3600).tolist())
+    in_order, side_by_side = await both(served, tokens, 1e-2)
+    await served.engine.close()
+    summary = side_by_side.summary
+    assert (summary.chunks, summary.warm_up, summary.error_bound) == (WIDTH, 400, 0.0)
+    assert side_by_side.logprobs == pytest.approx(in_order.logprobs, abs=1e-5)
 
 
 async def test_a_short_text_and_one_in_order_are_one_chunk(make_bench: Callable[..., Bench]) -> None:

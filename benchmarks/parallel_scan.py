@@ -1,0 +1,362 @@
+"""A long sequence in chunks side by side, beside one run over all of it: on the processors of this machine.
+
+    python -m benchmarks.parallel_scan [BUNDLE ...] [--tokens N] [--rounds N] [--json FILE] [--figure FILE]
+
+Without bundles: `benchmarks/lstm256.py`'s model and the shipped gated-stable. Of each, `state`, which ends in the last
+state only, and `score`, the log-probability of every token, in ways that take turns:
+
+- one call: one run of the graph `advance` or `scan` over the whole sequence, on two threads that spin. Of an LSTM that
+  is one call of ONNX Runtime's own LSTM.
+- in pieces: the same graph over PIECE tokens at a time, the state carried: what is quickest in order.
+- step: the graph `step`, a token after another, over the first STEPPED of them; seconds are scaled up.
+- chunks, 2 threads / chunks, 2 runs: the graph over WIDTH chunks side by side, none of them warmed up, so that nothing
+  but the work itself is in it: one run on two threads, and two runs on one thread each, of half of the chunks.
+- parallel: what is served: chunks laid out by what was measured when the model was loaded, warmed up, by the queue,
+  joints measured, bounded, and those over 1e-5 run again.
+- parallel, exact: as that, every joint run again that is not equal bit for bit.
+
+The token-by-token difference of the log-probabilities from those of one call is told, as is how far the last states
+are apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import onnxruntime
+from matplotlib import pyplot as plt
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import lstm256
+from models.bundle import Bundle
+from models.manifest import Role
+from service.engine.batcher import Batcher, Ticket
+from service.engine.engine import Engine
+from service.engine.margin import Margin
+from service.engine.pacing import Pacing
+from service.engine.parallel import EXACT, Course, Demand, Parallel
+from service.engine.scoring import RESIDUAL
+from service.engine.slab import ZERO, Slab
+from service.engine.types import ScoreMethod, ScoreRequest
+from service.metrics import Metrics
+from service.runners.onnx import OnnxRunner
+from service.settings import Settings
+from service.stores.memory import MemoryStore
+
+SHIPPED = Path("models/bundles/gated-stable")
+THREADS = 2
+PIECE = 512
+WIDTH, STEPS = 64, 64
+STEPPED = 2048
+ROLES: dict[str, Role] = {"state": "advance", "score": "scan"}
+WAYS = (
+    "one call",
+    "in pieces",
+    "step",
+    "chunks, 2 threads",
+    "chunks, 2 runs",
+    "parallel",
+    "parallel, exact",
+)
+
+Feeds = dict[str, NDArray[np.generic]]
+Way = Callable[[], None]
+
+
+class Session:
+    """One graph in a session of its own."""
+
+    def __init__(self, bundle: Bundle, role: Role, threads: int) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(
+            str(bundle.graph_path(role)), options, providers=["CPUExecutionProvider"]
+        )
+        self._wanted = {output.name for output in self._session.get_outputs()} & {"logprobs"}
+        self._states = [tensor.name for tensor in bundle.manifest.state]
+
+    def __call__(self, feeds: Feeds) -> Feeds:
+        """The states after, by name, and `logprobs` of a graph that has them."""
+        names = [f"next.{name}" for name in self._states] + sorted(self._wanted)
+        found = dict(zip(names, self._session.run(names, feeds), strict=True))
+        return {name.removeprefix("next."): value for name, value in found.items()}
+
+
+class Subject:
+    """One bundle, and one sequence for it."""
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        self.bundle = bundle = Bundle.read(path)
+        self.manifest = manifest = bundle.manifest
+        self.tokens = np.random.default_rng(0).integers(manifest.vocabulary.size, size=tokens + 1)
+        self.tokens[0] = manifest.vocabulary.eos_id
+        self.two = {role: Session(bundle, role, THREADS) for role in ROLES.values()}
+        self.ones = {role: [Session(bundle, role, 1) for _ in range(THREADS)] for role in ROLES.values()}
+        self.stepper = Session(bundle, "step", 1)
+        self.pool = ThreadPoolExecutor(THREADS)
+        self.loop = asyncio.new_event_loop()
+        runner = OnnxRunner(bundle, "cpu", THREADS)
+        settings = Settings(threads=THREADS)
+        store = MemoryStore(manifest.max_window, settings.session_ttl_s, settings.session_budget_bytes)
+        self.pacing = Pacing()
+        metrics = Metrics()
+        self.engine = Engine(
+            manifest, bundle.vocabulary, Margin(bundle.weights()), runner, store, settings, metrics, pacing=self.pacing
+        )
+        self.engine.warm_up(bundle.propagation(runner.run))
+        self.slab = Slab(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
+        self.batcher = Batcher(runner, self.slab, Metrics(), "state", max_batch=WIDTH, max_queue=settings.max_queue)
+        self.parallel = Parallel(manifest, self.batcher, self.slab, self.pacing)
+        self.ends: dict[tuple[str, str], Feeds] = {}
+        self.told: dict[tuple[str, str], dict[str, object]] = {}
+
+    def close(self) -> None:
+        """Ends every thread."""
+        self.loop.run_until_complete(self.batcher.close())
+        self.loop.run_until_complete(self.engine.close())
+        self.loop.close()
+        self.pool.shutdown()
+
+    def ways(self, kind: str) -> dict[str, Way]:
+        """What is measured, by name."""
+        role, length = ROLES[kind], len(self.tokens) - 1
+        found: dict[str, Way] = {
+            "one call": lambda: self._keep(kind, "one call", self._ordered(self.two[role], role, length)),
+            "in pieces": lambda: self._keep(kind, "in pieces", self._ordered(self.two[role], role, PIECE)),
+            "step": self._step,
+            "chunks, 2 threads": lambda: self._chunks(role, self.two[role]),
+            "chunks, 2 runs": lambda: self._chunks(role, self._halves(role)),
+        }
+        for name, tolerance in (("parallel", None), ("parallel, exact", 0.0)):
+            found[name] = self._parallel(kind, name, tolerance)
+        return found
+
+    def differences(self, kind: str, name: str) -> dict[str, float]:
+        """How far a way's last state, or log-probabilities, were from those of one call."""
+        one, other = self.ends[kind, "one call"], self.ends[kind, name]
+        return {
+            what: max(
+                float(np.abs(one[name] - value).max())
+                for name, value in other.items()
+                if (name == "logprobs") == scored
+            )
+            for what, scored in (("states", False), ("logprobs", True))
+            if any((name == "logprobs") == scored for name in other)
+        }
+
+    def _keep(self, kind: str, name: str, end: Feeds) -> None:
+        self.ends[kind, name] = end
+
+    def _feeds(self, role: Role, rows: slice | NDArray[np.int64], state: Feeds) -> Feeds:
+        """rows: of positions, (T) or (B, T)."""
+        tokens = np.atleast_2d(self.tokens[rows])
+        feeds: Feeds = {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state}
+        if role == "scan":
+            after = slice(rows.start + 1, rows.stop + 1) if isinstance(rows, slice) else rows + 1
+            feeds["targets"] = np.atleast_2d(self.tokens[after])
+        return feeds
+
+    def _zeros(self, batch: int) -> Feeds:
+        return {tensor.name: np.zeros((batch, *tensor.shape), np.float32) for tensor in self.manifest.state}
+
+    def _ordered(self, session: Session, role: Role, piece: int) -> Feeds:
+        state, logprobs = self._zeros(1), []
+        for start in range(0, len(self.tokens) - 1, piece):
+            stop = min(start + piece, len(self.tokens) - 1)
+            state = session(self._feeds(role, slice(start, stop), state))
+            if role == "scan":
+                logprobs.append(state.pop("logprobs")[0])
+        return {**state, "logprobs": np.concatenate(logprobs)} if logprobs else state
+
+    def _step(self) -> None:
+        state = self._zeros(1)
+        for token in self.tokens[:STEPPED]:
+            state = self.stepper({"tokens": token[None], **state})
+
+    def _chunks(self, role: Role, run: Callable[[Feeds], Feeds]) -> None:
+        rows = np.arange(len(self.tokens) - 1).reshape(WIDTH, -1)
+        state = self._zeros(WIDTH)
+        for start in range(0, rows.shape[1], STEPS):
+            state = run(self._feeds(role, rows[:, start : start + STEPS], state))
+            state.pop("logprobs", None)
+
+    def _halves(self, role: Role) -> Callable[[Feeds], Feeds]:
+        def run(feeds: Feeds) -> Feeds:
+            halves = [{name: value[part::THREADS] for name, value in feeds.items()} for part in range(THREADS)]
+            halves = [{name: np.ascontiguousarray(value) for name, value in half.items()} for half in halves]
+            ends = list(self.pool.map(lambda session, half: session(half), self.ones[role], halves))
+            whole = {name: np.empty((WIDTH, *value.shape[1:]), value.dtype) for name, value in ends[0].items()}
+            for part, end in enumerate(ends):
+                for name, value in end.items():
+                    whole[name][part::THREADS] = value
+            return whole
+
+        return run
+
+    def _parallel(self, kind: str, name: str, tolerance: float | None) -> Way:
+        def tell(course: Course) -> None:
+            self.told[kind, name] = {
+                "chunks": course.chunks,
+                "warm_up": course.warm_up,
+                "rounds": course.rounds,
+                "max_residual": course.residual,
+            }
+
+        async def state() -> None:
+            demand = EXACT if tolerance == 0 else Demand(RESIDUAL)
+            with self.slab.lease() as slot:
+                pieces = self.parallel.run("advance", self.tokens[:-1], None, Ticket(), demand, read=ZERO, write=slot)
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        tell(piece.course)
+                self._keep(kind, name, {**self.slab.gather([slot])})
+
+        async def score() -> None:
+            request = ScoreRequest(tuple(self.tokens[1:].tolist()), ScoreMethod.PARALLEL, tolerance)
+            scored = await self.engine.score(request)
+            summary = scored.summary
+            self.told[kind, name] = {
+                field: getattr(summary, field)
+                for field in ("chunks", "warm_up", "rounds", "max_residual", "error_bound")
+            }
+            self._keep(kind, name, {"logprobs": np.array(scored.logprobs)})
+
+        return lambda: self.loop.run_until_complete(state() if kind == "state" else score())
+
+
+def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, object]:
+    """Seconds of every way in every round."""
+    subject = Subject(path, tokens)
+    ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
+    seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
+    bar = progress.add_task(subject.manifest.name, total=len(ways) * (rounds + 1))
+    for index in range(rounds + 1):
+        for (kind, name), way in ways.items():
+            begun = time.perf_counter()
+            way()
+            taken = time.perf_counter() - begun
+            if index:  # the first round is for warming up
+                seconds[kind][name].append(taken * (tokens / STEPPED if name == "step" else 1))
+            progress.advance(bar)
+    subject.close()
+    return {
+        "model": subject.manifest.name,
+        "version": subject.manifest.version,
+        "cell": subject.manifest.architecture.cell,
+        "vocabulary": subject.manifest.vocabulary.size,
+        "paces_us": {
+            role: {str(width): 1e6 * pace for width, pace in subject.pacing.pace(role).items()}
+            for role in ROLES.values()
+        },
+        "seconds": seconds,
+        "told": {kind: {name: told for (of, name), told in subject.told.items() if of == kind} for kind in ROLES},
+        "differences": {
+            kind: {
+                name: subject.differences(kind, name) for of, name in subject.ends if of == kind and name != "one call"
+            }
+            for kind in ROLES
+        },
+    }
+
+
+def table(found: dict[str, object], tokens: int) -> Table:
+    """Medians, and the least and the most of all rounds; ratios round by round."""
+    made = Table(title=f"{found['model']} version {found['version']}, {tokens:,} tokens")
+    for heading in ("", "seconds", "us a token", "one call / it", "in pieces / it", "how"):
+        made.add_column(heading, justify="left" if heading in ("", "how") else "right")
+    for kind in ROLES:
+        seconds = {name: np.array(values) for name, values in found["seconds"][kind].items()}
+        for name in WAYS:
+            taken = seconds[name]
+            told = found["told"][kind].get(name, {})
+            made.add_row(
+                f"{kind}, {name}",
+                _spread(taken, ".3f"),
+                f"{1e6 * np.median(taken) / tokens:.2f}",
+                _spread(seconds["one call"] / taken, ".2f"),
+                _spread(seconds["in pieces"] / taken, ".2f"),
+                ", ".join(f"{what} {value:.3g}" for what, value in told.items() if value is not None),
+            )
+    return made
+
+
+def _spread(values: NDArray[np.float64], form: str) -> str:
+    low, middle, high = np.percentile(values, (0, 50, 100))
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def draw(subjects: list[dict[str, object]], tokens: int, path: Path) -> None:
+    """Tokens a second, medians, with the least and the most."""
+    figure, axes = plt.subplots(
+        1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
+    )
+    for axis, found in zip(axes[0], subjects, strict=True):
+        for index, kind in enumerate(ROLES):
+            rates = [tokens / np.array(found["seconds"][kind][name]) / 1e3 for name in WAYS]
+            middle = np.array([np.median(rate) for rate in rates])
+            spread = [middle - [rate.min() for rate in rates], [rate.max() for rate in rates] - middle]
+            places = np.arange(len(WAYS)) + 0.4 * (index - 0.5)
+            axis.barh(places, middle, 0.36, xerr=spread, color=f"C{index}", label=kind, error_kw={"linewidth": 1})
+        axis.set_yticks(np.arange(len(WAYS)), WAYS)
+        axis.invert_yaxis()
+        axis.set(title=f"{found['model']}", xlabel="thousand tokens a second")
+        axis.grid(alpha=0.3, axis="x")
+    axes[0][0].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
+    parser.add_argument("--tokens", type=int, default=65_536, help=f"a multiple of {WIDTH * STEPS}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    parser.add_argument("--figure", type=Path, help="where they are drawn")
+    options = parser.parse_args()
+    if options.tokens < WIDTH * STEPS or options.tokens % (WIDTH * STEPS):
+        parser.error(f"--tokens is {options.tokens}, but must be a multiple of {WIDTH * STEPS}")
+    with tempfile.TemporaryDirectory() as temporary, Progress(transient=True) as progress:
+        paths = options.bundles
+        if not paths:
+            lstm256.export(Path(temporary))
+            paths = [Path(temporary) / lstm256.NAME, SHIPPED]
+        subjects = [measure(path, options.tokens, options.rounds, progress) for path in paths]
+    for found in subjects:
+        Console(width=190).print(table(found, options.tokens))
+    if options.json:
+        document = {
+            "tokens": options.tokens,
+            "rounds": options.rounds,
+            "threads": THREADS,
+            "machine": f"{platform.machine()}, Python {platform.python_version()}, "
+            f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
+            "subjects": subjects,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.figure:
+        draw(subjects, options.tokens, options.figure)
+
+
+if __name__ == "__main__":
+    main()
