@@ -11,11 +11,15 @@ import pytest
 from models.manifest import Role
 from service.engine import shadow
 from service.engine.agreement import compare
+from service.engine.catalog import Catalog
 from service.engine.shadow import Shadow
 from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from service.metrics import Metrics
 from service.runners.aside import RunnerLost
 from service.runners.runner import Array
+from service.settings import Settings
 from tests.service.engine.fakes import Bench
+from tests.service.shipped import PATHS
 
 MakeBench = Callable[..., Bench]
 EOS = 0
@@ -37,9 +41,8 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def settled(bench: Bench) -> None:
+async def settled(found: Shadow) -> None:
     """Waits until no shadow waits or runs."""
-    found = shadow_of(bench)
     while found._cases or found._work or found._running or found._timer:
         await (asyncio.wait({found._running}) if found._running else asyncio.sleep(0))
 
@@ -60,7 +63,7 @@ async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hear
     bench = make_bench(shadow_rate=1.0)
     tokens = tuple(range(2, 12))
     _, answer = await session_of(bench, *tokens)
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert (answer.mode, answer.state, answer.modes, answer.agreement) == (Mode.RECURRENT, Origin.RESIDENT, None, None)
     assert bench.runner.roles() == ["advance", "head"]
     assert bench.shadow_runner.calls == [("window", [list(tokens[-4:])])]
@@ -82,7 +85,7 @@ async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_bench: MakeB
     await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
     await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6)))
     await bench.engine.predict(PredictRequest((2, 3, 4, 5, 7)))
-    await settled(bench)
+    await settled(shadow_of(bench))
     agreement, shadows = await report(bench)
     sources = agreement["sources"]
     assert [agreement["compared"], sources["both"]["compared"], sources["shadow"]["compared"]] == [3, 1, 2]
@@ -99,7 +102,7 @@ async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
     bench = make_bench(shadow_rate=1.0, certified=True, window=100, max_window=140)
     tokens = tuple(5 + index % 90 for index in range(110))
     answer = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert bench.shadow_runner.roles() == 28 * ["advance"] + ["head"]
     assert [token for _, rows in bench.shadow_runner.calls[:-1] for token in rows[0]] == [EOS, *tokens]
     agreement, _ = await report(bench)
@@ -119,9 +122,9 @@ async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_bench
     bench = make_bench(shadow_rate=1.0)
     tokens = tuple(range(2, 32))
     session, _ = await session_of(bench, *tokens[:20], mode=Mode.WINDOW)
-    await settled(bench)
+    await settled(shadow_of(bench))
     await bench.engine.step(StepRequest(session, tokens[20:]))
-    await settled(bench)
+    await settled(shadow_of(bench))
     (fed,) = [rows[0] for role, rows in bench.shadow_runner.calls if role == "advance"][1:]
     assert fed == list(tokens[4:])  # the tail of 16, and what was appended
 
@@ -137,7 +140,7 @@ async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_bench: 
     for token in (20, 21, 22):
         await bench.engine.step(StepRequest(session, (token,)))
     bench.shadow_runner.gate.set()
-    await settled(bench)
+    await settled(shadow_of(bench))
     agreement, _ = await report(bench)
     recurrent, window = bench.runner.logits([EOS, *tokens]), bench.runner.logits(tokens[-4:])
     assert agreement["compared"] == 1
@@ -153,7 +156,7 @@ async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_bench: Make
     assert cases
     assert all(case.live.outcome.logits.base is None and case.live.outcome.hidden.base is None for case in cases)
     bench.shadow_runner.gate.set()
-    await settled(bench)
+    await settled(shadow_of(bench))
 
 
 async def test_the_share_that_is_sampled_is_the_rate(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +167,7 @@ async def test_the_share_that_is_sampled_is_the_rate(make_bench: MakeBench, monk
     expected = sum(drawn.random() < 0.25 for _ in range(400))
     for token in range(400):
         await bench.engine.predict(PredictRequest((2 + token % 90,)))
-    await settled(bench)
+    await settled(shadow_of(bench))
     _, shadows = await report(bench)
     assert shadows["compared"] == expected
     assert 80 <= expected <= 120
@@ -183,7 +186,7 @@ async def test_more_than_there_is_time_for_are_dropped_and_counted(
     assert (await report(bench))[1]["dropped"] == 3
     assert bench.sample("wane_shadow_total", outcome="dropped") == 3
     bench.shadow_runner.gate.set()
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert (await report(bench))[1]["compared"] == 3
 
 
@@ -194,7 +197,7 @@ async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
     bench = make_bench(shadow_rate=1.0)
     await bench.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.WINDOW))
     await bench.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
-    await settled(bench)
+    await settled(shadow_of(bench))
     _, shadows = await report(bench)
     assert (shadows["compared"], shadows["dropped"]) == (1, 1)
 
@@ -216,7 +219,7 @@ async def test_nothing_is_begun_while_the_runner_is_busy(
     monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
     bench.runner.gate.set()
     await live
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert len(bench.shadow_runner.calls) == 2
 
 
@@ -240,7 +243,7 @@ async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
     assert bench.shadow_runner.roles() == ["advance"]
     bench.runner.gate.set()
     await live
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert bench.shadow_runner.roles() == ["advance", "advance", "advance", "head"]
 
 
@@ -293,7 +296,7 @@ async def test_a_pair_further_apart_than_is_claimed_is_counted(
     bench = make_bench(shadow_rate=1.0, certified=True)
     bench.shadow_runner._embedding = 2 * bench.shadow_runner._embedding
     await session_of(bench, 2, 3)  # no token is missing, so nothing may be
-    await settled(bench)
+    await settled(shadow_of(bench))
     agreement, _ = await report(bench)
     assert agreement["sources"]["shadow"]["bound_violations"] == agreement["bound_violations"] == 1
     assert bench.sample("wane_agreement_bound_violations_total") == 1
@@ -308,7 +311,7 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
     setattr(bench.shadow_runner, trouble, 3)
     await bench.engine.predict(PredictRequest((2, 3)))
     await bench.engine.predict(PredictRequest((2, 4)))
-    await settled(bench)
+    await settled(shadow_of(bench))
     _, shadows = await report(bench)
     assert (shadows["compared"], shadows["failed"]) == (1, 1)
     assert "a shadow failed" in caplog.text
@@ -317,7 +320,7 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
 async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_bench: MakeBench) -> None:
     bench = make_bench(shadow_rate=1.0, certified=True, window=130, max_window=140)
     await bench.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
-    await settled(bench)
+    await settled(shadow_of(bench))
     agreement, _ = await report(bench)
     assert agreement["top1_proved_rate"] == 1.0
     assert agreement["error_bound"]["max"] == bench.manifest.certificate.error_bound_at(130)
@@ -326,7 +329,7 @@ async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_bench: MakeBe
 async def test_the_bound_beside_a_shadow_s_window_counts(make_bench: MakeBench) -> None:
     bench = make_bench(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
     await bench.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
-    await settled(bench)
+    await settled(shadow_of(bench))
     epsilon = bench.manifest.certificate.error_bound_at(20)
     found = (await report(bench))[0]["error_bound"]["max"]
     assert epsilon is not None and 0 < found < epsilon
@@ -339,6 +342,28 @@ async def test_without_a_rate_there_is_nothing_that_could_cost(make_bench: MakeB
     assert bench.engine._batcher.on_idle is None
 
 
+async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_process() -> None:
+    (path,) = (path for path in PATHS if path.name == "rnn-stable")
+    catalog = Catalog(Settings(bundles=path, shadow_rate=1.0), Metrics())
+    await catalog.load()
+    engine = catalog.get()
+    found = engine._shadow
+    assert found is not None
+    tokens = tuple(range(2, 102))
+    await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    both = await engine.predict(PredictRequest(tokens, mode=Mode.BOTH))
+    await settled(found)
+    document: dict[str, Any] = await engine.report()
+    sources = document["agreement"]["sources"]
+    assert both.agreement is not None
+    assert sources["shadow"]["compared"] == 2
+    assert sources["shadow"]["bound_violations"] == 0
+    assert sources["shadow"]["total_variation"]["max"] == pytest.approx(both.agreement.total_variation, abs=1e-6)
+    assert document["shadow"]["cpu_s"] > 0
+    await catalog.close()
+
+
 async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,10 +374,10 @@ async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
 
     monkeypatch.setattr(bench.shadow_runner, "run", lost)
     session, _ = await session_of(bench, 2)
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert bench.shadow_runner.killed
     assert (await bench.engine.step(StepRequest(session, (3,)))).position == 2
-    await settled(bench)
+    await settled(shadow_of(bench))
     _, shadows = await report(bench)
     assert (shadows["compared"], shadows["failed"], shadows["dropped"]) == (0, 1, 0)
     assert [record.message for record in caplog.records] == ["a shadow failed"]
@@ -369,5 +394,5 @@ async def test_time_on_another_process_counts_too(make_bench: MakeBench, monkeyp
     monkeypatch.setattr(bench.shadow_runner, "run", slow)
     await session_of(bench, 2)
     await session_of(bench, 3)
-    await settled(bench)
+    await settled(shadow_of(bench))
     assert 4.0 < (await report(bench))[1]["cpu_s"] < 5.0
