@@ -67,6 +67,9 @@ class Vocabulary:
             for name in names
         ]
         self._text = [piece.decode(errors="replace") for piece in self._bytes]
+        self._partial = [
+            None if raw == text.encode() else raw for raw, text in zip(self._bytes, self._text, strict=True)
+        ]
         self._ids = {name: index for index, name in enumerate(names)}
         self._longest_bytes = max(map(len, self._bytes))
 
@@ -143,3 +146,7 @@ class Vocabulary:
     def token_bytes(self, index: int) -> bytes:
         """One token's bytes: where a token is part of a UTF-8 character, these say which part."""
         return self._bytes[index]
+
+    def partial_bytes(self, index: int) -> bytes | None:
+        """One token's bytes where its text does not say them all: where they are no whole UTF-8 characters."""
+        return self._partial[index]

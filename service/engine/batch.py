@@ -5,6 +5,7 @@ Everything here happens on the runner's thread, and every item has its own resul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.manifest import Role
+from service.engine.distribution import Top
 from service.engine.slab import HIDDEN, ZERO, Slab
-from service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array, Runner
+from service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
 
 # A batch of sequences is padded to its longest. Two limits keep that bounded: padding is at most half of it, and
 # B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
@@ -21,8 +23,14 @@ from service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array, Runner
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 16_384, "advance": 16_384, "scan": 4_096}
 
+FINITE = ("logits", HIDDEN, "logprobs")
+"""Outputs that no item is answered with unless they are finite."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
+"""Outputs that items are answered with; the others are written to the slab, or read here."""
+
+
+@dataclass(slots=True, eq=False)
 class Work:
     """One item: a row of a batch of `role`.
 
@@ -59,19 +67,45 @@ class Ending:
     errors: Mapping[str, NDArray[np.float32]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One item's part of the outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T); all finite.
+    """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), all finite, and
+    the largest of the logits; None where the graph puts out none. Views, made when they are asked for.
 
     radius: of a window, where its graph computes it: every run that ends in these tokens ends, in exact arithmetic,
     within this 2-norm distance of `hidden`. None where it has no bound. ending: where its graph puts that out.
     """
 
-    logits: NDArray[np.float32] | None = None
-    hidden: NDArray[np.float32] | None = None
-    logprobs: NDArray[np.float32] | None = None
-    radius: float | None = None
-    ending: Ending | None = None
+    __slots__ = ("_outputs", "_row", "ending", "radius")
+
+    def __init__(self, outputs: Mapping[str, Array], row: int, radius: float | None, ending: Ending | None) -> None:
+        """`row` of the `outputs` of a batch."""
+        self._outputs = outputs
+        self._row = row
+        self.radius = radius
+        self.ending = ending
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        return self._of("logits")
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        return self._of(HIDDEN)
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        return self._of("logprobs")
+
+    @property
+    def top(self) -> Top | None:
+        outputs, row = self._outputs, self._row
+        if TOP_IDS not in outputs:
+            return None
+        return Top(outputs[TOP_IDS][row], outputs[TOP_LOGITS][row], float(outputs[LOG_SUM_EXP][row]))
+
+    def _of(self, name: str) -> NDArray[np.float32] | None:
+        outputs = self._outputs.get(name)
+        return None if outputs is None else outputs[self._row]
 
 
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
@@ -82,17 +116,22 @@ def fits(role: Role, longest: int, total: int, items: int) -> bool:
     return padded <= PADDED_SHARE * total and padded <= MOST_POSITIONS[role]
 
 
-def run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Exception]:
-    """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail."""
+def run(
+    works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, Array] | None = None
+) -> list[Row | Exception]:
+    """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
+
+    `room`: of the slab, for states to be gathered in; nobody else's while this runs.
+    """
     try:
-        return _run(works, slab, runner)
+        return _run(works, slab, runner, room)
     except Exception as error:  # whatever a runner raises belongs to the items, not to the server
         if len(works) == 1:
             return [error]
-        return [row for work in works for row in run([work], slab, runner)]
+        return [row for work in works for row in run([work], slab, runner, room)]
 
 
-def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Exception]:
+def _run(works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, Array] | None) -> list[Row | Exception]:
     role = works[0].role
     reads = [work.read for work in works]
     feeds: dict[str, Array]
@@ -101,22 +140,35 @@ def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> list[Row | Except
     else:
         feeds = _tokens(works)
         if role != "window":
-            feeds |= slab.gather(reads)
+            feeds |= slab.gather(reads, room)
     outputs = runner.run(role, feeds)
     if role != "head":
         slab.scatter([work.write for work in works], outputs)
-    answers = {name: outputs[name] for name in ("logits", HIDDEN, "logprobs") if name in outputs}
-    finite = np.all([np.isfinite(answer).all(axis=1) for answer in answers.values()], axis=0)
-    radii = [float(radius) if np.isfinite(radius) else None for radius in outputs.get(RADIUS, ())] or [None] * len(
-        works
-    )
+    answers = {name: outputs[name] for name in ANSWERS if name in outputs}
+    radii = _radii(outputs, len(works))
     endings = _endings(works, outputs)
     return [
-        Row(**{name: answer[row] for name, answer in answers.items()}, radius=radii[row], ending=endings[row])
-        if finite[row]
+        Row(answers, row, radii[row], endings[row])
+        if finite
         else FloatingPointError("the model's output is not finite")
-        for row in range(len(works))
+        for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
     ]
+
+
+def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
+    """Of each of `count` rows, whether it is finite in all of the arrays, (B, ...)."""
+    flags = [np.isfinite(values) for values in arrays]
+    if all(flag.all() for flag in flags):  # as good as always
+        return [True] * count
+    rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
+    return rows
+
+
+def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
+    """Of each row; None where the graph puts out none, or knows no bound."""
+    if RADIUS not in outputs:
+        return [None] * count
+    return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
 
 
 def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[Ending | None]:
@@ -124,14 +176,21 @@ def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[Ending
     if STREAM not in outputs:
         return [None] * len(works)
     names = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
-    found: list[Ending | None] = []
-    for row, work in enumerate(works):
-        states = {name: outputs[NEXT + name][row] for name in names}
-        errors = {name: outputs[ERROR + name][row] for name in names}
-        stream = outputs[STREAM][row]
-        finite = all(np.isfinite(each).all() for each in (stream, *states.values(), *errors.values()))
-        found.append(Ending(work.length, stream, states, errors) if finite else None)
-    return found
+    stream, states = outputs[STREAM], {name: outputs[NEXT + name] for name in names}
+    errors = {name: outputs[ERROR + name] for name in names}
+    return [
+        Ending(
+            work.length,
+            stream[row],
+            {name: values[row] for name, values in states.items()},
+            {name: values[row] for name, values in errors.items()},
+        )
+        if finite
+        else None
+        for row, (work, finite) in enumerate(
+            zip(works, _finite([stream, *states.values(), *errors.values()], len(works)), strict=True)
+        )
+    ]
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:
@@ -139,7 +198,7 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
     tokens = [work.tokens for work in works if work.tokens is not None]
     assert len(tokens) == len(works), "work without tokens: this is a bug"
     if works[0].role == "step":
-        return {"tokens": np.concatenate(tokens)}
+        return {"tokens": tokens[0] if len(tokens) == 1 else np.concatenate(tokens)}
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     feeds = {"tokens": _padded(tokens, int(lengths.max())), "lengths": lengths}
     if works[0].role == "scan":

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from models.bundle_checks import ROLES
+from models.manifest import Role
 from service.engine import batch
 from service.engine.batch import Row, Work
 from service.engine.costs import Costs
@@ -67,6 +69,18 @@ class _Item:
     queued_s: float
 
 
+Observe = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Observers:
+    """What is told of one role's batches."""
+
+    items: Observe
+    padding: Observe
+    seconds: Observe
+
+
 class Batcher:
     """Feeds one runner from a queue, on one thread of its own. All methods belong to the event loop's thread."""
 
@@ -92,8 +106,15 @@ class Batcher:
         self._closed = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
-        self._model = model
-        self._metrics = metrics
+        self._room = slab.room(max_batch)
+        self._observers = {
+            role: _Observers(
+                metrics.batch_items.labels(model, role).observe,
+                metrics.batch_padding.labels(model, role).observe,
+                metrics.batch_seconds.labels(model, role).observe,
+            )
+            for role in ROLES
+        }
         self._abandoned = metrics.skipped.labels(model, "abandoned")
         self._late = metrics.skipped.labels(model, "deadline")
         self._refused = metrics.refused.labels(model)
@@ -149,21 +170,24 @@ class Batcher:
             return
         started_s = time.perf_counter()
         for item in items:
-            item.ticket.entered |= item.work.binding
-            item.ticket.queue_s += started_s - item.queued_s
-        loop = asyncio.get_running_loop()
-        works = [item.work for item in items]
-        running = loop.run_in_executor(self._executor, batch.run, works, self._slab, self._runner)
-        running.add_done_callback(lambda done: self._finish(items, done.result(), started_s))
+            ticket = item.ticket
+            ticket.entered |= item.work.binding
+            ticket.queue_s += started_s - item.queued_s
+        self._executor.submit(self._run, asyncio.get_running_loop(), items, started_s)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, items: list[_Item], started_s: float) -> None:
+        """Runs a batch, on the runner's thread; its results are handed back all at once."""
+        rows = batch.run([item.work for item in items], self._slab, self._runner, self._room)
+        loop.call_soon_threadsafe(self._finish, items, rows, time.perf_counter() - started_s)
 
     def _take(self) -> list[_Item]:
         """The next batch: the oldest item, and those of its role that were queued behind it, as far as they fit."""
         now = asyncio.get_running_loop().time()
-        taken: list[_Item] = []
-        left: deque[_Item] = deque()
+        queue, taken, left = self._queue, list[_Item](), list[_Item]()
+        role: Role = "step"
         longest = total = 0
-        while self._queue and len(taken) < self._max_batch:
-            item = self._queue.popleft()
+        while queue and len(taken) < self._max_batch:
+            item = queue.popleft()
             deadline = item.ticket.deadline
             late = deadline is not None and deadline <= now
             if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
@@ -174,33 +198,34 @@ class Batcher:
                 self._late.inc()
                 self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
                 continue
-            length = item.work.length
-            if taken and (
-                item.work.role != taken[0].work.role
-                or not batch.fits(item.work.role, max(longest, length), total + length, len(taken) + 1)
-            ):
+            work = item.work
+            length = work.length
+            if not taken:
+                role = work.role
+            elif work.role != role or not batch.fits(role, max(longest, length), total + length, len(taken) + 1):
                 left.append(item)
                 continue
             taken.append(item)
             longest, total = max(longest, length), total + length
-        self._queue.extendleft(reversed(left))
+        queue.extendleft(reversed(left))
         if taken:
-            self._observe(taken, longest, total)
+            observer = self._observers[role]
+            observer.items(len(taken))
+            observer.padding(1 - total / (longest * len(taken)))
         return taken
 
-    def _finish(self, items: Sequence[_Item], rows: Sequence[Row | Exception], started_s: float) -> None:
+    def _finish(self, items: Sequence[_Item], rows: Sequence[Row | Exception], compute_s: float) -> None:
         """Hands out a batch's results, after the next one was started."""
-        compute_s = time.perf_counter() - started_s
-        self._metrics.batch_seconds.labels(self._model, items[0].work.role).observe(compute_s)
         self._start()
+        role = items[0].work.role
+        self._observers[role].seconds(compute_s)
         if self._costs is not None:
-            tokens = sum(item.work.length for item in items)
-            self._costs.observe(items[0].work.role, len(items), tokens, compute_s)
+            self._costs.observe(role, len(items), sum(item.work.length for item in items), compute_s)
         for item, row in zip(items, rows, strict=True):
             item.ticket.compute_s += compute_s
             if isinstance(row, Exception):
                 self._failed.inc()
-                logger.error("a run of %s failed", item.work.role, exc_info=row)
+                logger.error("a run of %s failed", role, exc_info=row)
                 failure = WaneError("the model failed to run")
                 failure.__cause__ = row
                 self._settle(item, failure)
@@ -218,8 +243,3 @@ class Batcher:
             item.future.set_result(result)
         elif result is not None:
             item.future.set_exception(result)
-
-    def _observe(self, taken: Sequence[_Item], longest: int, total: int) -> None:
-        role = taken[0].work.role
-        self._metrics.batch_items.labels(self._model, role).observe(len(taken))
-        self._metrics.batch_padding.labels(self._model, role).observe(1 - total / (longest * len(taken)))

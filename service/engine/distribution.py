@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from itertools import repeat
+
 import numpy as np
 from numpy.typing import NDArray
 
 from models.vocabulary import Vocabulary
 from service.engine.types import Prediction
+
+
+@dataclass(slots=True, eq=False)
+class Top:
+    """The largest of some logits, as a graph put them out: ids int64 (K), logits float32 (K), in falling order, the
+    smaller id first among equals; and the logarithm of the sum of all their exponentials."""
+
+    ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    log_sum_exp: float
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -16,27 +30,25 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return normalised
 
 
-def predictions(logits: NDArray[np.float32], count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """The `count` most probable tokens, most probable first, the smaller id first among equals."""
-    logprobs = log_softmax(logits)
-    count = min(count, len(logprobs))
-    least = np.partition(logprobs, -count)[-count]
-    candidates = np.flatnonzero(logprobs >= least)  # with all that tie for the last places
-    order = candidates[np.argsort(-logprobs[candidates], kind="stable")][:count]
-    return tuple(_prediction(int(token), float(logprobs[token]), vocabulary) for token in order)
+def predictions(
+    logits: NDArray[np.float32], count: int, vocabulary: Vocabulary, top: Top | None = None
+) -> tuple[Prediction, ...]:
+    """The `count` most probable tokens, most probable first, the smaller id first among equals.
+
+    `top`: of the same logits; where it holds as many, they are not looked at.
+    """
+    count = min(count, len(logits))
+    if top is not None and count <= len(top.ids):
+        total = top.log_sum_exp
+        # The sum is rounded: of a token that is all but certain the difference may be above 0.
+        logprobs = [min(value - total, 0.0) for value in top.logits[:count].tolist()]
+        return tuple(map(_prediction, top.ids[:count].tolist(), logprobs, repeat(vocabulary)))
+    of_all = log_softmax(logits)
+    least = np.partition(of_all, -count)[-count]
+    candidates = np.flatnonzero(of_all >= least)  # with all that tie for the last places
+    order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
+    return tuple(map(_prediction, order.tolist(), of_all[order].tolist(), repeat(vocabulary)))
 
 
 def _prediction(token: int, logprob: float, vocabulary: Vocabulary) -> Prediction:
-    return Prediction(
-        token_id=token,
-        token=vocabulary.token(token),
-        probability=float(np.exp(logprob)),
-        logprob=logprob,
-        token_bytes=partial_bytes(token, vocabulary),
-    )
-
-
-def partial_bytes(token: int, vocabulary: Vocabulary) -> bytes | None:
-    """A token's bytes where its text does not say them all: where they are no whole UTF-8 characters."""
-    raw = vocabulary.token_bytes(token)
-    return None if raw == vocabulary.token(token).encode() else raw
+    return Prediction(token, vocabulary.token(token), math.exp(logprob), logprob, vocabulary.partial_bytes(token))

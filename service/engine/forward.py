@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Ending, Row, Work
 from service.engine.batcher import Batcher, Ticket
+from service.engine.distribution import Top
 from service.engine.parallel import IN_ORDER, Parallel
 from service.engine.slab import ZERO, Slab
 
@@ -18,15 +19,16 @@ from service.engine.slab import ZERO, Slab
 PIECE_TOKENS = IN_ORDER["advance"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Outcome:
     """What a run over a sequence ends in: logits float32 (V), hidden, the output layer's input, float32 (H), and the
-    radius and the ending that were computed beside the run, if they were."""
+    radius, the ending and the largest logits that were computed beside the run, if they were."""
 
     logits: NDArray[np.float32]
     hidden: NDArray[np.float32]
     radius: float | None = None
     ending: Ending | None = None
+    top: Top | None = None
 
 
 class Forward:
@@ -69,7 +71,7 @@ class Forward:
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> Outcome:
         """The answer of the state in `slot` once more, with no token consumed."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
-        return Outcome(_there(row.logits), self._slab.gather_hidden([slot])[0])
+        return Outcome(_there(row.logits), self._slab.gather_hidden([slot])[0], top=row.top)
 
 
 def sequence(eos_id: int, tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -83,7 +85,7 @@ def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
 
 
 def _outcome(row: Row) -> Outcome:
-    return Outcome(_there(row.logits), _there(row.hidden), row.radius, row.ending)
+    return Outcome(_there(row.logits), _there(row.hidden), row.radius, row.ending, row.top)
 
 
 def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

@@ -13,7 +13,6 @@ from models.vocabulary import Vocabulary
 from service.engine.batcher import Ticket
 from service.engine.bounds import bound
 from service.engine.deadline import until
-from service.engine.distribution import partial_bytes
 from service.engine.forward import Forward, Outcome, last
 from service.engine.sampling import Sampler
 from service.engine.text_stream import TextStream
@@ -137,7 +136,7 @@ class Generation:
                 token=vocabulary.token(token),
                 text=stream.push(token, final=is_last),
                 logprob=logprob,
-                token_bytes=partial_bytes(token, vocabulary),
+                token_bytes=vocabulary.partial_bytes(token),
             )
             if is_last or stream.stopped:
                 break

@@ -122,10 +122,23 @@ class Slab:
 
     # Values
 
-    def gather(self, slots: Sequence[int]) -> dict[str, Array]:
-        """The states of B slots by name, each float32 (B, *shape): copies."""
+    def room(self, rows: int) -> dict[str, Array]:
+        """Memory for the states of so many slots, for `gather`."""
+        return {name: np.empty((rows, *self._arrays[name].shape[1:]), np.float32) for name in self._names}
+
+    def gather(self, slots: Sequence[int], room: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """The states of B slots by name, each float32 (B, *shape): copies.
+
+        In `room`, where it is given, until that is used again: memory fresh from the system takes longer to come by
+        than states to copy.
+        """
         rows = np.asarray(slots, np.intp)
-        return {name: self._arrays[name][rows] for name in self._names}
+        if room is None:
+            return {name: self._arrays[name].take(rows, 0) for name in self._names}
+        states = {name: room[name][: len(rows)] for name in self._names}
+        for name, values in states.items():
+            self._arrays[name].take(rows, 0, values, "clip")  # any other mode goes by way of a copy
+        return states
 
     def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:
         """The output layer's input at B slots: float32 (B, H), a copy."""
