@@ -1,0 +1,239 @@
+"""What parked sessions cost: resident memory of a million of them, and the time that the store takes for each.
+
+    python -m benchmarks.parked [--sessions N] [--tails TOKENS ...] [--json FILE]
+
+Every way of keeping them is measured in a process of its own, by what the system says is resident:
+
+- objects: the plain way, a dict of Python objects, each with its tail in a list of ints (its ints are all shared).
+- store: `MemoryStore`, which is what the server keeps them in.
+- server: the same store, in a process that has the default model loaded, verified and warmed up.
+
+Tails are filled in eight pieces, all sessions side by side, as they do where sessions live at the same time.
+Then a tenth is deleted and started anew three times over: memory that cannot be used again would show. At the end all
+of them expire at once, and are forgotten by as many calls as that takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import platform
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from service.engine.catalog import Catalog
+from service.engine.sessions import of_tokens
+from service.engine.types import Mode
+from service.metrics import Metrics
+from service.settings import Settings
+from service.stores.memory import MemoryStore
+from service.stores.store import LastStep, Record
+from service.stores.tail import Tail
+
+SHIPPED = Path("models/bundles/gated-stable")
+VOCABULARY = 2048
+PIECES = 8
+CHURNS = 3
+CHURNED = 10  # one in so many
+TIMED = 20_000
+TTL_S = 24 * 3600
+WAYS = ("objects", "store", "server")
+GIB = 2**30
+Result = dict[str, Any]
+
+
+class Kept(Protocol):
+    """A way of keeping sessions."""
+
+    async def start(self, session: str) -> None: ...
+    async def append(self, session: str, tokens: tuple[int, ...]) -> None: ...
+    async def delete(self, session: str) -> None: ...
+
+
+@dataclass
+class Plain:
+    """A session as one would first write it."""
+
+    model: str = "m"
+    model_version: str = "1"
+    mode: str = "auto"
+    position: int = 0
+    revision: int = 0
+    tail: list[int] = field(default_factory=list)
+    touched_s: float = 0.0
+    last: tuple[int, bytes, str | None] | None = None
+
+
+class Objects:
+    """A dict of Python objects."""
+
+    def __init__(self, tail_tokens: int) -> None:
+        self._keep = tail_tokens
+        self._sessions: dict[str, Plain] = {}
+        self._ints = list(range(VOCABULARY))
+
+    async def start(self, session: str) -> None:
+        self._sessions[session] = Plain(tail=[0], touched_s=time.monotonic())
+
+    async def append(self, session: str, tokens: tuple[int, ...]) -> None:
+        plain = self._sessions[session]
+        plain.last = (plain.position, of_tokens(tokens), None)
+        plain.tail = [*plain.tail, *(self._ints[token] for token in tokens)][-self._keep :]
+        plain.position += len(tokens)
+        plain.revision += 1
+        plain.touched_s = time.monotonic()
+
+    async def delete(self, session: str) -> None:
+        del self._sessions[session]
+
+
+class Stored:
+    """The server's store."""
+
+    def __init__(self, tail_tokens: int, models: Catalog | None = None) -> None:
+        self.models = models
+        self.later_s = 0.0
+        self.store = MemoryStore(tail_tokens, TTL_S, 2**40, clock=lambda: time.monotonic() + self.later_s)
+        self._empty = Tail.start(0, VOCABULARY)
+
+    async def start(self, session: str) -> None:
+        assert await self.store.create(Record(session, "m", "1", Mode.AUTO, 0, self._empty))
+
+    async def append(self, session: str, tokens: tuple[int, ...]) -> None:
+        record = await self.store.get(session)
+        assert record is not None
+        step = LastStep(record.position, of_tokens(tokens), None)
+        assert await self.store.append(session, record.revision, tokens, step)
+
+    async def delete(self, session: str) -> None:
+        assert await self.store.delete(session)
+
+
+def resident_bytes() -> int:
+    """What of this process is in memory."""
+    status = Path("/proc/self/status").read_text()
+    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+async def fill(kept: Kept, names: list[str], tail: int) -> None:
+    """Starts sessions and fills their tails, all side by side."""
+    for name in names:
+        await kept.start(name)
+    for _ in range(PIECES):
+        tokens = tuple(random.randrange(VOCABULARY) for _ in range(tail // PIECES))
+        for name in names:
+            await kept.append(name, tokens)
+
+
+async def measure(way: str, count: int, tail: int) -> Result:
+    """One way of keeping `count` sessions of `tail` tokens, in this process."""
+    kept: Objects | Stored
+    if way == "objects":
+        kept = Objects(tail)
+    elif way == "store":
+        kept = Stored(tail)
+    else:
+        models = Catalog(Settings(bundles=SHIPPED), Metrics())
+        await models.load()
+        kept = Stored(tail, models)
+    names = [secrets.token_urlsafe(16) for _ in range(count)]
+    # A name is one string, whoever else refers to it: those of the list are the sessions' own.
+    before = resident_bytes() - sum(map(sys.getsizeof, names))
+    await fill(kept, names, tail)
+    result: Result = {"way": way, "sessions": count, "tail_tokens": tail, "before_bytes": before}
+    result["filled_bytes"] = resident_bytes()
+    for _ in range(CHURNS):
+        changed = random.sample(range(count), count // CHURNED)
+        for index in changed:
+            await kept.delete(names[index])
+            names[index] = secrets.token_urlsafe(16)
+        await fill(kept, [names[index] for index in changed], tail)
+    result["churned_bytes"] = resident_bytes()
+    some = random.sample(names, min(TIMED, count))
+    result["append_us"] = statistics.median([await timed(kept.append(name, (7,))) for name in some])
+    result["collection_ms"] = statistics.median([await timed(asyncio.to_thread(gc.collect)) for _ in range(3)]) / 1e3
+    if isinstance(kept, Stored):
+        result["counted_bytes"] = kept.store.used_bytes
+        result["get_us"] = statistics.median([await timed(kept.store.get(name)) for name in some])
+        kept.later_s = 2 * TTL_S
+        calls = []
+        while kept.store.used_bytes:
+            calls.append(await timed(kept.store.count("m")))
+        result |= {"expiring_calls": len(calls), "expiring_call_ms": max(calls) / 1e3}
+    return result
+
+
+async def timed(call: Awaitable[object]) -> float:
+    """Microseconds that it takes."""
+    started = time.perf_counter()
+    await call
+    return 1e6 * (time.perf_counter() - started)
+
+
+def apart(way: str, count: int, tail: int) -> Result:
+    """The measurement, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.parked", "--way", way, "--sessions", str(count), "--tails", str(tail)]
+    result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return result
+
+
+def show(results: list[Result]) -> None:
+    """The table: resident memory of the whole process, filled and churned; what a session takes of it, and what the
+    store counts for it; medians of single calls; a full garbage collection; the longest call while all expire."""
+    table = Table(title=f"{results[0]['sessions']:,} parked sessions")
+    columns = ("", "tail", "GiB", "churned", "bytes each", "counted", "append us", "get us", "gc ms", "expiring ms")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for result in results:
+        count = result["sessions"]
+        each = (result["churned_bytes"] - result["before_bytes"]) / count
+        table.add_row(
+            result["way"],
+            str(result["tail_tokens"]),
+            f"{result['filled_bytes'] / GIB:.3f}",
+            f"{result['churned_bytes'] / GIB:.3f}",
+            f"{each:.0f}",
+            f"{result['counted_bytes'] / count:.0f}" if "counted_bytes" in result else "",
+            f"{result['append_us']:.1f}",
+            f"{result['get_us']:.1f}" if "get_us" in result else "",
+            f"{result['collection_ms']:.0f}",
+            f"{result['expiring_call_ms']:.1f}" if "expiring_call_ms" in result else "",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sessions", type=int, default=1_000_000)
+    parser.add_argument("--tails", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--way", choices=WAYS, help="measure one, and print it as JSON")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.way is not None:
+        print(json.dumps(asyncio.run(measure(arguments.way, arguments.sessions, arguments.tails[0]))))
+        return
+    results = [apart(way, arguments.sessions, tail) for tail in arguments.tails for way in WAYS]
+    show(results)
+    if arguments.json is not None:
+        document = {
+            "command": " ".join(["python -m benchmarks.parked", *sys.argv[1:]]),
+            "python": platform.python_version(),
+        }
+        arguments.json.write_text(json.dumps(document | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""A soak: minutes of churned sessions at 80 % of what the server can do, everything counted on both sides.
+
+    python -m benchmarks.soak [--minutes M] [--load SHARE] [--json FILE] [--figure FILE]
+
+A real server, and clients on real connections: sessions are started, stepped, looked at, rewound, ended and left to
+expire; some clients hang up on a step and ask again. There are several times more sessions than states, so that states
+are evicted and rebuilt all the time. First the rate is measured that the server and its clients reach together, on the
+same cores, with every connection busy; then they go on at a share of it, in an open loop: requests come when they come.
+
+Passes (exit code 0) if every answer was the one expected, every position too; if the server has counted, by route and
+status, as many requests as the clients have sent and had answered; if its checks of what it keeps found nothing; and if
+its resident memory did not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.soak.connection import Connection
+from benchmarks.soak.plot import plot
+from benchmarks.soak.server import Server
+from benchmarks.soak.visitors import ROUTES, Ledger, Visitors, closed, opened
+from models.bundle import Bundle
+
+SHIPPED = Path("models/bundles/gated-stable")
+CONNECTIONS = 64
+STATES = 300
+LIVELY, OTHERS = 400, 1700
+SESSION_TTL_S = 20
+MEASURED_S = 20.0
+SETTLING = 0.2  # share of the soak in which memory may still come to its level
+GROWTH = 0.01  # of resident memory, from then to the end, that is none
+SAMPLED_S = 1.0
+IDLE_S = 5.0  # after the load: the server checks once a second, and more where it is idle
+COMPARED = 40
+PROBABILITY = 1e-3
+
+
+@dataclass
+class Samples:
+    """The server, over time."""
+
+    seconds: list[float] = field(default_factory=list)
+    resident_mib: list[float] = field(default_factory=list)
+    states: list[float] = field(default_factory=list)
+    rebuilt: list[float] = field(default_factory=list)
+    requests: list[float] = field(default_factory=list)
+
+
+async def sample(server: Server, samples: Samples) -> None:
+    """Once a second, until cancelled."""
+    begun_s = time.monotonic()
+    while True:
+        counts = await asyncio.to_thread(server.counts)
+        samples.seconds.append(time.monotonic() - begun_s)
+        samples.resident_mib.append(server.resident_bytes() / 2**20)
+        samples.states.append(sum_of(counts, "wane_sessions_resident"))
+        samples.rebuilt.append(sum_of(counts, "wane_sessions_rebuilt_total"))
+        samples.requests.append(sum_of(counts, "wane_http_requests_total"))
+        await asyncio.sleep(SAMPLED_S)
+
+
+def sum_of(counts: dict[str, float], name: str) -> float:
+    """Over all labels."""
+    return sum(value for key, value in counts.items() if key.split(":")[0] == name)
+
+
+async def soak(server: Server, ledger: Ledger, minutes: float, share: float) -> dict[str, Any]:
+    """The whole run."""
+    visitors = Visitors(ledger)
+    connections = [Connection(server.port) for _ in range(CONNECTIONS)]
+    await visitors.populate(connections[0], LIVELY, OTHERS)
+    await closed(connections, visitors, MEASURED_S / 4)
+    capacity = await closed(connections, visitors, MEASURED_S)
+    rate = share * capacity
+    print(f"{capacity:.0f} actions/s at most; {minutes:g} minutes at {rate:.0f}", flush=True)
+    ledger.latencies_s.clear()
+    samples = Samples()
+    sampling = asyncio.create_task(sample(server, samples))
+    actions = await opened(connections, visitors, rate, 60 * minutes)
+    sampling.cancel()
+    compared = await compare(connections[0], ledger)
+    for connection in connections:
+        connection.close()
+    await asyncio.sleep(IDLE_S)
+    p50, p90, p99 = (1e3 * float(value) for value in np.percentile(ledger.latencies_s, (50, 90, 99)))
+    return {
+        "capacity": capacity,
+        "rate": rate,
+        "actions": actions,
+        "compared": compared,
+        "samples": vars(samples),
+        "latency_ms": {"p50": p50, "p90": p90, "p99": p99},
+    }
+
+
+async def compare(connection: Connection, ledger: Ledger) -> int:
+    """Asks some sessions and, apart from them, all of their tokens: the answers have to be the same."""
+    now_s = time.monotonic()
+    there = [kept for kept in ledger.lively if kept.tokens and now_s - kept.touched_s < ledger.ttl_s / 2]
+    chosen = random.sample(there, min(COMPARED, len(there)))
+    for kept in chosen:
+        probabilities = []
+        for body in ({"session": kept.name}, {"tokens": kept.tokens, "mode": "recurrent"}):
+            reply = await connection.ask("POST", "/v1/predict", body)
+            ledger.count("predict", reply)
+            probabilities.append({one["token_id"]: one["probability"] for one in reply.body["predictions"]})
+        first, second = probabilities
+        if any(abs(first[token] - second.get(token, 0.0)) > PROBABILITY for token in first):
+            ledger.wrong.append(f"{kept.name} answers {first}, and its tokens {second}")
+    return len(chosen)
+
+
+def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """Where the two sides have counted differently. A request that was hung up on may have any status."""
+    found = []
+    for method, route in sorted(set(ROUTES.values())):
+        key = f"wane_http_requests_total:method={method}:route={route}:status="
+        served = {
+            status.removeprefix(key): round(value - before.get(status, 0))
+            for status, value in after.items()
+            if status.startswith(key)
+        }
+        asked = ledger.asked[f"{method} {route}"]
+        if sum(served.values()) != asked:
+            found.append(f"{method} {route}: {sum(served.values())} requests counted there, {asked} here")
+        left = asked - sum(n for name, n in ledger.answered.items() if name.rpartition(" ")[0] == f"{method} {route}")
+        for status, count in served.items():
+            here = ledger.answered[f"{method} {route} {status}"]
+            if not here <= count <= here + left:
+                found.append(f"{method} {route} {status}: {count} counted there, {here} here")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--load", type=float, default=0.8, help="share of what can be reached")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--log", type=Path, default=Path("soak.log"), help="what the server logs")
+    arguments = parser.parse_args()
+    manifest = Bundle.open(SHIPPED).manifest
+    floats = manifest.architecture.hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
+    settings = {
+        "bundles": SHIPPED,
+        "state_budget_bytes": 4 * floats * STATES,
+        "session_ttl_s": SESSION_TTL_S,
+        "log_level": "info",
+    }
+    random.seed(0)
+    ledger = Ledger(manifest.vocabulary.size, SESSION_TTL_S)
+    with Server(settings, arguments.log) as server:
+        before = server.counts()
+        result = asyncio.run(soak(server, ledger, arguments.minutes, arguments.load))
+        after = server.counts()
+        integrity = server.report()["integrity"]
+    result |= verdict(result, ledger, before, after, integrity)
+    show(result)
+    result["command"] = " ".join(["python -m benchmarks.soak", *sys.argv[1:]])
+    result["python"] = platform.python_version()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.figure is not None:
+        plot(result, arguments.figure)
+    return 0 if result["passed"] else 1
+
+
+def verdict(
+    result: dict[str, Any],
+    ledger: Ledger,
+    before: dict[str, float],
+    after: dict[str, float],
+    integrity: dict[str, int],
+) -> dict[str, Any]:
+    """What was counted, and whether it is as it should be."""
+    memory = np.array(result["samples"]["resident_mib"])
+    settled = memory[int(SETTLING * len(memory)) :]
+    quarter = len(settled) // 4
+    first, last = float(np.median(settled[:quarter])), float(np.median(settled[-quarter:]))
+    counted = {
+        name: round(sum_of(after, f"wane_{name}_total") - sum_of(before, f"wane_{name}_total"))
+        for name in ("sessions_rebuilt", "sessions_evicted", "refused_items", "failed_items", "state_faults")
+    }
+    apart = differences(ledger, before, after)
+    return {
+        "asked": dict(ledger.asked),
+        "answered": dict(ledger.answered),
+        "outcomes": dict(ledger.outcomes),
+        "states": dict(ledger.states),
+        "server": counted,
+        "integrity": integrity,
+        "resident_mib": {"settled": first, "end": last},
+        "wrong": ledger.wrong[:20],
+        "counted_differently": apart,
+        "passed": not ledger.wrong
+        and not apart
+        and not integrity["faults"]
+        and integrity["rounds"] > 0
+        and last <= first * (1 + GROWTH),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    table = Table(title="passed" if result["passed"] else "FAILED", show_header=False)
+    for name in (
+        "capacity",
+        "rate",
+        "actions",
+        "latency_ms",
+        "answered",
+        "outcomes",
+        "states",
+        "compared",
+        "server",
+        "integrity",
+        "resident_mib",
+        "wrong",
+        "counted_differently",
+    ):
+        value = result[name]
+        table.add_row(name, f"{value:,.0f}" if isinstance(value, float | int) else json.dumps(value, indent=1))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The soak's figure, from its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Resident memory, requests and rebuilt states a second, over the minutes."""
+    samples = result["samples"]
+    minutes = np.array(samples["seconds"]) / 60
+    middle, width = (minutes[1:] + minutes[:-1]) / 2, np.diff(minutes) * 60
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 5.2), sharex=True, layout="constrained")
+    above.plot(minutes, samples["resident_mib"], color="C0")
+    above.set(ylabel="resident memory, MiB", ylim=(0, 1.15 * max(samples["resident_mib"])))
+    above.set_title(f"{result['rate']:,.0f} actions/s, 80 % of what can be reached, on churned sessions")
+    for name, label in (("requests", "requests"), ("rebuilt", "states rebuilt from tails")):
+        below.plot(middle, np.diff(samples[name]) / width, label=label)
+    below.set(ylabel="a second", xlabel="minutes", ylim=(0, None))
+    below.legend()
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

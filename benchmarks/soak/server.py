@@ -1,0 +1,77 @@
+"""The server under the load: a process of its own, started as an operator does; what it counts, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+STARTS_WITHIN_S = 300
+METRIC = re.compile(r"(\w+)\{(.*)\} (\S+)")
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Server:
+    """`python -m service` with these settings, as a context: ready for requests, and stopped at the end."""
+
+    def __init__(self, settings: dict[str, object], log: Path) -> None:
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        self.command = [sys.executable, "-m", "service", "--port=0", *options]
+        self._log = log
+        self.port = 0
+        self.exit_code: int | None = None
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, args=(ready,), daemon=True)
+        self._reader.start()
+        if not ready.wait(STARTS_WITHIN_S) or not self.port:
+            self._process.kill()
+            raise RuntimeError(f"the server did not start within {STARTS_WITHIN_S} s: see {self._log}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self.exit_code = self._process.wait(60)
+        self._reader.join()
+
+    def _read(self, ready: threading.Event) -> None:
+        """Writes down what the server logs, but for its requests, of which there are too many."""
+        assert self._process.stderr is not None
+        with self._log.open("w") as log:
+            for line in self._process.stderr:
+                entry = json.loads(line) if line.startswith("{") else {"message": line.strip()}
+                if entry["message"] == "listening":
+                    self.port = int(entry["url"].rpartition(":")[2])
+                if entry["message"] == "ready":
+                    ready.set()
+                if entry["message"] != "request":
+                    log.write(line)
+        ready.set()
+
+    def resident_bytes(self) -> int:
+        """What of it is in memory."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+    def counts(self) -> dict[str, float]:
+        """Its Prometheus metrics, by name and labels: `wane_x:method=GET:status=200`."""
+        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", trust_env=False, timeout=60).text
+        found = {}
+        for name, labels, value in METRIC.findall(text):
+            pairs = sorted(LABEL.findall(labels))
+            found[":".join([name, *(f"{label}={text}" for label, text in pairs)])] = float(value)
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """The first model's part of /v1/report."""
+        report = httpx.get(f"http://127.0.0.1:{self.port}/v1/report", trust_env=False, timeout=60).json()
+        model: dict[str, Any] = report["models"][0]
+        return model

@@ -1,0 +1,216 @@
+"""The clients: sessions are started, stepped, looked at, rewound, left, ended and forgotten; every answer is checked.
+
+A ledger keeps the tokens that were acknowledged of every session. What an answer says must agree with it: a position
+that is one off would be a step that was lost, or appended twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from benchmarks.soak.connection import Connection, Reply
+
+LIVELY = 0.2  # of the sessions that are started, the share that is called on LIVELY_CALLS of the time
+LIVELY_CALLS = 0.8
+LIVELY_ENDS = 0.25  # and of those that are ended: as many lively ones as are started; of the others some expire
+LATE_S = 2.0  # how much earlier than its time to live a session may seem to have ended, to a busy client
+
+ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.4, "look": 2.1, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
+STEPS = "/v1/sessions/{session}/tokens"
+ROUTES = {
+    "step": ("POST", STEPS),
+    "leave": ("POST", STEPS),
+    "start": ("POST", "/v1/sessions"),
+    "end": ("DELETE", "/v1/sessions/{session}"),
+    "look": ("GET", "/v1/sessions/{session}"),
+    "predict": ("POST", "/v1/predict"),
+    "rewind": ("POST", "/v1/sessions/{session}/rewind"),
+}
+EXPECTED = {"step": 200, "start": 201, "end": 204, "look": 200, "predict": 200, "rewind": 200}
+
+
+@dataclass(slots=True)
+class Kept:
+    """What the ledger knows of a session."""
+
+    name: str
+    lively: bool
+    tokens: list[int] = field(default_factory=list)
+    touched_s: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """The sessions that nobody is at, and what was answered."""
+
+    vocabulary: int
+    ttl_s: float
+    lively: list[Kept] = field(default_factory=list)
+    others: list[Kept] = field(default_factory=list)
+    asked: Counter[str] = field(default_factory=Counter)  # requests, by route
+    answered: Counter[str] = field(default_factory=Counter)  # answers, by route and status
+    states: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+
+    def take(self, share: float) -> Kept | None:
+        """A session for oneself, a lively one by that share, or None where none is free."""
+        pool = self.lively if random.random() < share else self.others
+        if not pool:
+            return None
+        index = random.randrange(len(pool))
+        pool[index], pool[-1] = pool[-1], pool[index]
+        return pool.pop()
+
+    def give(self, kept: Kept) -> None:
+        """Back, for others to take."""
+        (self.lively if kept.lively else self.others).append(kept)
+
+    def count(self, action: str, reply: Reply | None) -> None:
+        """A request that was answered, or left."""
+        method, route = ROUTES[action]
+        self.asked[f"{method} {route}"] += 1
+        if reply is None:
+            self.outcomes["hung up"] += 1
+        else:
+            self.answered[f"{method} {route} {reply.status}"] += 1
+
+
+class Visitors:
+    """Takes one action after the other, on whichever connection is given."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._started = 0
+
+    async def act(self, connection: Connection, action: str) -> None:
+        """One action, and whatever belongs to it."""
+        ledger = self.ledger
+        kept = None if action == "start" else ledger.take(LIVELY_ENDS if action == "end" else LIVELY_CALLS)
+        if kept is None:
+            kept = self._new(random.random() < LIVELY)
+            action = "start"
+        if action in ("rewind", "predict") and not kept.tokens:
+            action = "step"
+        if action == "leave":
+            token = self._token()
+            await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
+            ledger.count("leave", None)
+            await self._ask(connection, "step", kept, token)  # once more: whatever became of it, it is appended once
+        else:
+            await self._ask(connection, action, kept, self._token())
+
+    async def _ask(self, connection: Connection, action: str, kept: Kept, token: int) -> None:
+        ledger = self.ledger
+        body: dict[str, object] | None = None
+        if action == "start":
+            body = {"session": kept.name}
+        elif action == "step":
+            body = self._step(kept, token)
+        elif action == "predict":
+            body = {"session": kept.name}
+        elif action == "rewind":
+            body = {"position": len(kept.tokens) - 1}
+        method, route = ROUTES[action]
+        started_s = time.monotonic()
+        reply = await connection.ask(method, route.format(session=kept.name), body)
+        now_s = time.monotonic()
+        ledger.count(action, reply)
+        if action == "step":
+            ledger.latencies_s.append(now_s - started_s)
+        idle_s, kept.touched_s = now_s - kept.touched_s, now_s if action != "look" else kept.touched_s
+        if reply.status == EXPECTED[action]:
+            self._check(action, kept, token, reply)
+            if action != "end":
+                ledger.give(kept)
+        elif reply.status == 429:
+            ledger.outcomes["refused"] += 1
+            kept.touched_s = now_s - idle_s
+            if action != "start":
+                ledger.give(kept)
+        elif reply.status == 404 and idle_s > ledger.ttl_s - LATE_S:
+            ledger.outcomes["expired"] += 1
+        else:
+            ledger.wrong.append(f"{action} of {kept.name} at {len(kept.tokens)}, idle {idle_s:.1f} s: {reply}")
+
+    def _check(self, action: str, kept: Kept, token: int, reply: Reply) -> None:
+        if action == "step":
+            kept.tokens.append(token)
+            self.ledger.states[reply.body["state"]] += 1
+            self.ledger.outcomes["replayed"] += reply.body["replayed"]
+        elif action == "rewind":
+            kept.tokens.pop()
+        if reply.body is not None and reply.body["position"] != len(kept.tokens):
+            self.ledger.wrong.append(
+                f"{action} of {kept.name}: at {reply.body['position']}, and not at {len(kept.tokens)}"
+            )
+
+    async def populate(self, connection: Connection, lively: int, others: int) -> None:
+        """Starts so many sessions."""
+        for index in range(lively + others):
+            await self._ask(connection, "start", self._new(index < lively), 0)
+
+    def _new(self, lively: bool) -> Kept:
+        self._started += 1
+        return Kept(f"soak-{self._started}", lively)
+
+    def _token(self) -> int:
+        return random.randrange(2, self.ledger.vocabulary)
+
+    def _step(self, kept: Kept, token: int) -> dict[str, object]:
+        return {"tokens": [token], "expected_position": len(kept.tokens)}
+
+
+async def closed(connections: list[Connection], visitors: Visitors, seconds: float) -> float:
+    """As fast as answers come, on every connection: actions a second."""
+    ends_s = time.monotonic() + seconds
+    done = 0
+
+    async def one(connection: Connection) -> None:
+        nonlocal done
+        while time.monotonic() < ends_s:
+            await visitors.act(connection, some_action())
+            done += 1
+
+    await asyncio.gather(*map(one, connections))
+    return done / seconds
+
+
+async def opened(connections: list[Connection], visitors: Visitors, rate: float, seconds: float) -> int:
+    """Actions at random times, `rate` a second, whether or not earlier ones have ended; how many there were."""
+    free: asyncio.Queue[Connection] = asyncio.Queue()
+    for connection in connections:
+        free.put_nowait(connection)
+    running: set[asyncio.Task[None]] = set()
+
+    async def one(connection: Connection) -> None:
+        try:
+            await visitors.act(connection, some_action())
+        except Exception as error:  # it is told at the end, with what else was wrong
+            visitors.ledger.wrong.append(repr(error))
+            connection.close()
+        finally:
+            free.put_nowait(connection)
+
+    begun_s = time.monotonic()
+    due_s, done = 0.0, 0
+    while (due_s := due_s + random.expovariate(rate)) < seconds:
+        early_s = begun_s + due_s - time.monotonic()
+        if early_s > 0:
+            await asyncio.sleep(early_s)
+        task = asyncio.create_task(one(await free.get()))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        done += 1
+    await asyncio.gather(*running)
+    return done
+
+
+def some_action() -> str:
+    """By how often each is taken."""
+    return random.choices(list(ACTIONS), list(ACTIONS.values()))[0]
