@@ -74,24 +74,32 @@ class Segment:
 
     def residual(self, cell: int) -> float:
         """The greatest difference of a unit at the joint before a cell that is not the first; 0 where there is none."""
-        return max(
-            float(np.abs(value[cell] - self._ends[name][cell - 1]).max()) for name, value in self._starts.items()
-        )
+        return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
         """`residual` of every cell; the first has none: (cells)."""
         found = np.zeros(self.cells)
         for name, value in self._starts.items():
-            apart = np.abs(value[1:] - self._ends[name][:-1])
+            apart = _apart(value[1:], self._ends[name][:-1])
             found[1:] = np.maximum(found[1:], apart.reshape(self.cells - 1, -1).max(axis=1))
         return found
 
     def joints(self) -> dict[str, Array]:
         """By name, the greatest difference of each unit at any joint: (*shape)."""
         return {
-            name: np.abs(value[1:] - self._ends[name][:-1]).max(axis=0, initial=0.0)
+            name: _apart(value[1:], self._ends[name][:-1]).max(axis=0, initial=0.0)
             for name, value in self._starts.items()
         }
 
     def _extent(self, cell: int) -> slice:
         return slice(cell * self.layout.steps, min((cell + 1) * self.layout.steps, len(self.tokens)))
+
+
+def _apart(one: Array, other: Array) -> Array:
+    """|one - other|, unit by unit: 0 where they are the same, and infinite where that cannot be said in numbers."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart: Array = np.abs(one - other)
+    if not np.isfinite(apart).all():
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        apart = np.where(same, np.float32(0), np.where(np.isnan(apart), np.float32(np.inf), apart))
+    return apart
