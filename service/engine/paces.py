@@ -16,10 +16,10 @@ from service.runners.runner import Runner
 WIDTHS = (1, 4, 8, 16, 32, 64)
 """Sequences side by side that are tried, as far as a batch holds them."""
 
-POSITIONS = 1024
+POSITIONS = 512
 """Tokens of a run that is measured, more where many sequences have to share them."""
 
-FEWEST_STEPS = 32
+FEWEST_STEPS = 16
 
 REPEATS = 3
 """Runs of each width, in turn; the quickest counts."""

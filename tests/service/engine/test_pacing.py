@@ -38,8 +38,8 @@ def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
     found = paces.measure(
         "scan" if role == "scan" else "advance", bench.runner, bench.engine._slab, 0, 8, lambda: next(ticks)
     )
-    # Runs take 1, 2, 3 s, ..., in turn: 1 x 64 tokens, 4 x 32, 8 x 32.
-    assert found == {1: 1 / 64, 4: 2 / 128, 8: 3 / 256}
+    # Runs take 1, 2, 3 s, ..., in turn: 1 x 64 tokens, 4 x 16, 8 x 16.
+    assert found == {1: 1 / 64, 4: 2 / 64, 8: 3 / 128}
     assert {ran for ran, _ in bench.runner.calls} == {role}
 
 
