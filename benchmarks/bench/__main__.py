@@ -23,12 +23,11 @@ from rich.console import Console
 
 from benchmarks.bench import environments, plot, tables, wrk
 from benchmarks.bench.connections import BadAnswer
-from benchmarks.bench.contenders import ROOT, Contender, contenders, peer_names
+from benchmarks.bench.contenders import LSTM, ROOT, Contender, contenders, peer_names
 from benchmarks.bench.process import ServerFailed
 from benchmarks.bench.results import Results
 from benchmarks.bench.run import Run
 from benchmarks.bench.subjects import MODELS, WORK, empty, export_lstm
-from benchmarks.bench.targets import LSTM
 from benchmarks.bench.visit import visit
 from benchmarks.bench.wire import WrongAnswer
 

@@ -13,9 +13,13 @@ ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 ENVIRONMENTS = ROOT / "build" / "peers"
 
+LSTM, SHIPPED = "lstm256", "gated-stable"
+"""The models that everyone serves."""
+
 WANE = "wane"
 BARE = "onnxruntime"
 HANDLER = "fastapi"
+SCAN = "scan"
 
 Wire = Literal["tokens", "windows", "oip", "wane"]
 
@@ -84,10 +88,10 @@ def contenders() -> dict[str, Contender]:
     )
     peers = [read_peer(path.parent) for path in sorted(PEERS.glob("*/peer.toml"))]
     peers.sort(key=lambda peer: peer.name == HANDLER)
-    bare = Contender(BARE, "in one process, no HTTP")
-    return {contender.name: contender for contender in (wane, *peers, bare)}
+    others = (Contender(BARE, "in one process, no HTTP"), Contender(SCAN, "65,536 tokens, no HTTP"))
+    return {contender.name: contender for contender in (wane, *peers, *others)}
 
 
 def peer_names() -> list[str]:
     """Those that serve windows as we do: the ones to be better than."""
-    return [name for name in contenders() if name not in (WANE, HANDLER, BARE)]
+    return [name for name in contenders() if name not in (WANE, HANDLER, BARE, SCAN)]

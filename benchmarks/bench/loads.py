@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from benchmarks.bench import bare, in_process, open_loop, socket_loop, wrk
+from benchmarks.bench import bare, in_process, open_loop, scan, socket_loop, wrk
 from benchmarks.bench.connections import http_request, text_frame
-from benchmarks.bench.contenders import BARE, HANDLER, WANE, Contender
+from benchmarks.bench.contenders import BARE, HANDLER, LSTM, SCAN, WANE, Contender
 from benchmarks.bench.process import ServerProcess
 from benchmarks.bench.results import Timed
 from benchmarks.bench.wire import WrongAnswer, check_ranked, window_answer, window_body
@@ -187,18 +187,36 @@ def engine_load(way: str) -> Load:
     return Load(f"{way}-{CONNECTIONS}", f"Wane's {way}, steps, {2 * CONNECTIONS} clients", "tokens/s", 1, prepare)
 
 
+def scan_loads(model: str) -> list[Load]:
+    """A long sequence, for its last state and for its score; ONNX's own operator where it is the model's cell."""
+
+    def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
+        if way == scan.NATIVE:
+            return lambda stage: scan.prepare_native(stage.bundle, kind, stage.vocabulary, stage.seed)
+        return lambda stage: scan.prepare_way(stage.bundle, kind, way, stage.stack)
+
+    ways = (scan.NATIVE, *scan.WAYS) if model == LSTM else scan.WAYS
+    return [
+        Load(f"{kind}-{way}", f"{kind}, {way}", "tokens/s", scan.TOKENS, prepare(kind, way))
+        for kind in scan.KINDS
+        for way in ways
+    ]
+
+
 def plural(connections: int) -> str:
     return f"{connections} connection{'s' if connections > 1 else ''}"
 
 
-def loads_of(contender: Contender) -> list[Load]:
-    """What this one is put under, in order."""
+def loads_of(contender: Contender, model: str) -> list[Load]:
+    """What this one is put under with a model, in order."""
     windows = [window_load(CONNECTIONS), window_load(1)]
     if contender.name == WANE:
         steps = [step_load(CONNECTIONS), step_load(1)]
         return [*steps, *windows, websocket_load(), batched_load(), open_load()]
     if contender.name == HANDLER:
         return [handler_load(CONNECTIONS), handler_load(1)]
+    if contender.name == SCAN:
+        return scan_loads(model)
     if contender.name == BARE:
         loops = [bare_load(role, batch) for role in ("step", "window") for batch in (CONNECTIONS, 1)]
         return [loops[0], engine_load("batcher"), engine_load("engine"), *loops[1:]]
@@ -211,7 +229,7 @@ def check(stage: Stage, expected: Callable[[list[list[int]]], list[list[tuple[in
     Raises WrongAnswer.
     """
     contender = stage.contender
-    if contender.name in (HANDLER, BARE):
+    if contender.name in (HANDLER, BARE, SCAN):
         return
     windows = stage.tokens(8, WINDOW)
     with stage.client() as client:

@@ -12,9 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.bench.contenders import ROOT
+from benchmarks.bench.contenders import LSTM, ROOT, SHIPPED
 from benchmarks.bench.results import Results
-from benchmarks.bench.targets import LSTM, SHIPPED
 
 WORK = ROOT / "build" / "bench"
 MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / SHIPPED}

@@ -24,7 +24,7 @@ class PageError(Exception):
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
     """One row for each contender and load that was measured, in the order of measuring."""
     for name, contender in contenders().items():
-        for load in loads_of(contender):
+        for load in loads_of(contender, model):
             rates = results.spread(model, name, load.name, rate)
             if rates is None:
                 continue

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.bench.contenders import BARE, HANDLER, WANE, contenders, peer_names
+from benchmarks.bench.contenders import BARE, HANDLER, LSTM, SCAN, SHIPPED, WANE, contenders, peer_names
 from benchmarks.bench.results import Measured, Results, Spread
 
-LSTM, SHIPPED = "lstm256", "gated-stable"
 OWN = "own HTTP single-token rate"
 P99_MS = 5.0
 
@@ -58,6 +58,9 @@ def targets(results: Results) -> list[Target]:
             results, "one WebSocket per session, 64 of them, tokens/s", "websocket-64", rate, WANE, "session-64", 1.5
         ),
         _ratio(results, "batched calls, 64 inputs each, tokens/s", "batched-64", rate, WANE, "session-64", 5),
+        _scan(results, LSTM, "state", ("native",), 1.8),
+        _scan(results, LSTM, "score", ("native",), 1.3),
+        *(_scan(results, SHIPPED, kind, ("one call", "in pieces"), 4) for kind in ("state", "score")),
         *(_engine(results, SHIPPED, way) for way in ("engine", "batcher")),
     ]
     found = [target for target in ratios if target is not None]
@@ -83,6 +86,17 @@ def _ratio(
     below = results.rounds_of(LSTM, other, theirs) if other else []
     against = OWN if other == WANE else contenders()[other].title if other else ""
     return _target(what, against, wanted, most, [figure(found) for found in above], [figure(found) for found in below])
+
+
+def _scan(results: Results, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
+    """The parallel scan over the quickest of those ways."""
+    rounds = {way: [rate(found) for found in results.rounds_of(model, SCAN, f"{kind}-{way}")] for way in ways}
+    above = [rate(found) for found in results.rounds_of(model, SCAN, f"{kind}-parallel")]
+    if not all(rounds.values()):
+        return None
+    best = max(ways, key=lambda way: statistics.median(rounds[way]))
+    against = "one native LSTM call, 2 threads" if best == "native" else f"its own graph in order, {best}, 2 threads"
+    return _target(f"65,536 tokens in parallel, {kind}, `{model}`", against, wanted, False, above, rounds[best])
 
 
 def _engine(results: Results, model: str, way: str) -> Target | None:

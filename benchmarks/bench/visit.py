@@ -32,7 +32,7 @@ def visit(contender: Contender, bundle: Path, round_: int, seconds: float, log: 
             server.wait_ready(contender.path, window_body(contender.wire, [1] * WINDOW))
         stage = Stage(contender, bundle, vocabulary, round_, stack, server)
         check(stage, WindowModel(bundle).ranked)
-        loads = {load.name: _measure(load, stage, seconds) for load in loads_of(contender)}
+        loads = {load.name: _measure(load, stage, seconds) for load in loads_of(contender, manifest["name"])}
     return Visit(
         model=manifest["name"], contender=contender.name, round=round_, version=version(contender), loads=loads
     )

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench.contenders import BARE, HANDLER, PEERS, WANE, Contender, contenders, peer_names
+from benchmarks.bench.contenders import (
+    BARE,
+    HANDLER,
+    LSTM,
+    PEERS,
+    SCAN,
+    SHIPPED,
+    WANE,
+    Contender,
+    contenders,
+    peer_names,
+)
 from benchmarks.bench.loads import loads_of
 from benchmarks.bench.process import ServerFailed, ServerProcess
 from benchmarks.bench.wire import WrongAnswer, check_ranked, window_answer, window_body
@@ -18,7 +29,7 @@ FOLDERS = sorted(path.name for path in PEERS.iterdir() if path.is_dir() and path
 
 def test_the_peers_are_those_that_were_asked_for() -> None:
     assert peer_names() == ["bentoml", "litserve", "mlserver", "mosec", "ray"]
-    assert set(contenders()) == {WANE, HANDLER, BARE, *peer_names()}
+    assert set(contenders()) == {WANE, HANDLER, BARE, SCAN, *peer_names()}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -40,9 +51,15 @@ def test_a_peer_s_batches_may_be_as_large_as_wane_s() -> None:
     assert settings["max_batch_size"] == 64
 
 
-@pytest.mark.parametrize("name", list(contenders()))
+def test_a_long_sequence_has_a_native_baseline_where_the_cell_is_an_operator() -> None:
+    lstm, gated = ({load.name for load in loads_of(contenders()[SCAN], model)} for model in (LSTM, SHIPPED))
+    assert lstm - gated == {"state-native", "score-native"}
+    assert {"state-parallel", "score-parallel"} <= gated
+
+
+@pytest.mark.parametrize("name", [name for name in contenders() if name != SCAN])
 def test_everyone_is_put_under_a_load_at_64_and_at_1(name: str) -> None:
-    names = [load.name for load in loads_of(contenders()[name])]
+    names = [load.name for load in loads_of(contenders()[name], LSTM)]
     assert len(names) == len(set(names))
     assert any(load.endswith("-64") for load in names) and any(load.endswith("-1") for load in names)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench import plot
-from benchmarks.bench.contenders import BARE, HANDLER, WANE
+from benchmarks.bench.contenders import BARE, HANDLER, SCAN, SHIPPED, WANE
 from benchmarks.bench.results import Measured, Results, Visit
 from benchmarks.bench.tables import PageError, figure_rows, put_tables, target_rows, with_tables
 from benchmarks.bench.targets import best_peer, p50, rate, targets
@@ -111,10 +111,21 @@ def test_a_target_whose_figures_are_missing_is_not_told() -> None:
 
 def test_the_engine_is_held_against_the_bare_loop_of_the_same_visits_on_the_shipped_model() -> None:
     loop = {"step-64": three(2000, 2000, 2000, items=64), "engine-64": three(96_000, 112_000, 104_000)}
-    (found,) = targets(run({BARE: loop}, "gated-stable"))
+    (found,) = targets(run({BARE: loop}, SHIPPED))
     assert (found.against, found.value, found.met) == ("bare onnxruntime loop", 0.8125, True)
     assert (found.spread.smallest, found.spread.largest) == (0.75, 0.875)
     assert targets(run({BARE: loop})) == []
+
+
+def test_the_parallel_scan_is_held_against_the_quickest_way_in_order() -> None:
+    ways = {"one call": (20, 22, 21), "in pieces": (30, 25, 28), "parallel": (140, 160, 150)}
+    found = targets(run({SCAN: {f"score-{way}": three(*rounds) for way, rounds in ways.items()}}, SHIPPED))
+    assert [(target.against, target.value, target.met) for target in found] == [
+        ("its own graph in order, in pieces, 2 threads", 150 / 28, True)
+    ]
+    native = {"state-native": three(10, 10, 10), "state-parallel": three(17, 18, 17)}
+    (target,) = targets(run({SCAN: native}))
+    assert (target.against, target.value, target.met) == ("one native LSTM call, 2 threads", 1.7, False)
 
 
 def test_the_tables_have_everyone_with_its_unit_and_every_target_with_its_verdict(results: Results) -> None:

@@ -1,0 +1,47 @@
+"""A long sequence, its last state or every token's log-probability, by the ways of `benchmarks.parallel_scan`.
+
+What needs the extra train is imported where it is run: the tables do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.bench.bare import loop
+from benchmarks.bench.results import Timed
+
+TOKENS = 65_536
+THREADS = 2
+NATIVE = "native"
+WAYS = ("one call", "in pieces", "parallel")
+KINDS = ("state", "score")
+
+
+def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable[[float], Timed]:
+    """Runs of one of WAYS. `stack` ends its threads."""
+    from benchmarks.parallel_scan import Subject
+
+    subject = Subject(bundle, TOKENS)
+    stack.callback(subject.close)
+    run = subject.ways(kind)[way]
+    return lambda seconds: loop(lambda _: run(), seconds)
+
+
+def prepare_native(bundle: Path, kind: str, vocabulary: int, seed: int) -> Callable[[float], Timed]:
+    """Runs of ONNX's own LSTM, one call for the whole sequence, on as many threads."""
+    from benchmarks.bench.native import NativeLstm
+
+    native = NativeLstm(bundle, THREADS)
+    tokens = np.random.default_rng(seed).integers(vocabulary, size=TOKENS + 1)
+
+    def run(_: int) -> None:
+        if kind == "state":
+            native.state(tokens[:-1])
+        else:
+            native.score(tokens[:-1], tokens[1:])
+
+    return lambda seconds: loop(run, seconds)
