@@ -127,12 +127,12 @@ class Answering:
         """
         answering = recurrent or window
         assert answering is not None, "a course without a run: this is a bug"
-        found = predictions(answering.outcome.logits, top_k, self._vocabulary)
+        found = predictions(answering.outcome.logits, top_k, self._vocabulary, answering.outcome.top)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
             pair = await self.agreement(course, recurrent, window)
-            of_window = predictions(window.outcome.logits, top_k, self._vocabulary)
+            of_window = predictions(window.outcome.logits, top_k, self._vocabulary, window.outcome.top)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(of_window, window.latency),

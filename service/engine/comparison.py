@@ -59,7 +59,7 @@ async def compare(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
             state=Origin.RESIDENT if window is None else Origin.WINDOW,
-            predictions=predictions(outcome.logits, PREDICTIONS, vocabulary),
+            predictions=predictions(outcome.logits, PREDICTIONS, vocabulary, outcome.top),
             queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
             total=_percentiles([latency.total_ms for latency in latencies[index]]),
