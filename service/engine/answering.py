@@ -198,7 +198,8 @@ class Answering:
         """Whether the margin alone proves it."""
         if bound is None or bound.runs is None:
             return False
-        return self._margin.proves(part.outcome.logits, part.outcome.hidden, bound.runs)
+        outcome = part.outcome
+        return self._margin.proves(outcome.logits, outcome.hidden, bound.runs, outcome.top)
 
 
 def _bound(course: Course, recurrent: Part, window: Part) -> Bound | None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.weights import Weights, head_weight
+from service.engine.distribution import Top
 
 UNIT = 2.0**-24  # u of float32
 OUTWARD = 1 + 1e-9  # relative: far above what float64 makes of distances and norms
@@ -43,21 +44,29 @@ class Margin:
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
-    def proves(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
+    def proves(
+        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
+    ) -> bool:
         """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
-        of it, in any float32 run of the output layer."""
-        return self._leads_by_far(logits, hidden, error) or self._has_no_rival(logits, hidden, error)
+        of it, in any float32 run of the output layer. `top`: of the same logits."""
+        return self._leads_by_far(logits, hidden, error, top) or self._has_no_rival(logits, hidden, error)
 
-    def _leads_by_far(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
+    def _leads_by_far(
+        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
+    ) -> bool:
         """Whether the second is so far behind that it would not matter which row was its own: next to nothing to ask,
         and where the error is that of rounding it settles nearly all."""
-        first = int(logits.argmax())
-        second = max(logits[:first].max(initial=-np.inf), logits[first + 1 :].max(initial=-np.inf))
-        length = float(np.sqrt(np.square(hidden, dtype=np.float64).sum())) * OUTWARD + error
-        rounding = float(self.rounding(first, length)) + self._largest_of_norm * length + self._largest_of_bias
-        return (
-            float(logits[first]) - float(second) - rounding > (self._largest_norm + float(self._norms[first])) * error
-        )
+        if top is not None and len(top.ids) > 1:
+            first, lead = int(top.ids[0]), float(top.logits[0]) - float(top.logits[1])
+        else:
+            first = int(logits.argmax())
+            second = max(logits[:first].max(initial=-np.inf), logits[first + 1 :].max(initial=-np.inf))
+            lead = float(logits[first]) - float(second)
+        exact = hidden.astype(np.float64)
+        length = math.sqrt(exact @ exact) * OUTWARD + error
+        rounding = float(self._of_norm[first] * length + self._of_bias[first])
+        rounding += self._largest_of_norm * length + self._largest_of_bias
+        return lead - rounding > (self._largest_norm + float(self._norms[first])) * error
 
     def _has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         found = self.rivals(logits, hidden, error, most=0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from service.engine.distribution import Top
 from service.engine.margin import Margin
 
 CASES = 3000
@@ -114,7 +115,10 @@ def test_what_leads_by_far_has_no_rival_and_the_quick_look_settles_most_of_what_
         hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
         logits = logits_of(weights, hidden)
         error = 0.1 * np.exp(random.normal())
-        if margin._leads_by_far(logits, hidden, error):
+        ids = np.argsort(-logits, kind="stable")[:2]
+        by_far = margin._leads_by_far(logits, hidden, error)
+        assert margin._leads_by_far(logits, hidden, error, Top(ids, logits[ids], 0.0)) is by_far
+        if by_far:
             quick += 1
             assert margin._has_no_rival(logits, hidden, error)
         proved += margin.proves(logits, hidden, error)
