@@ -12,6 +12,9 @@ from benchmarks.bench.results import Measured, Results, Visit
 from benchmarks.bench.tables import PageError, figure_rows, put_tables, target_rows, with_tables
 from benchmarks.bench.targets import best_peer, p50, rate, targets
 
+ROOT = Path(__file__).parents[3]
+KEPT = ROOT / "docs" / "figures" / "bench.json"
+PUBLISHED = ROOT / "docs" / "benchmarks.md"
 PAGE = "# Figures\n<!-- bench -->\nold\n<!-- /bench -->\nand\n<!-- targets -->\n<!-- /targets -->\n"
 EMPTY = Results(
     created="2026-01-01",
@@ -146,6 +149,14 @@ def test_the_page_keeps_its_words_and_takes_the_tables_again(results: Results, t
     assert "| Wane | session step, 64 connections | 4,400 (4,000 to 5,000) tokens/s |" in once
     put_tables(results, page)
     assert page.read_text() == once
+
+
+def test_the_page_shows_the_figures_that_are_kept_and_without_them_none() -> None:
+    text = PUBLISHED.read_text(encoding="utf-8")
+    if KEPT.exists():
+        assert with_tables(Results.read(KEPT), text, "benchmarks.md") == text
+    else:
+        assert "<!-- targets -->\n<!-- /targets -->\n" in text and "<!-- bench -->\n<!-- /bench -->\n" in text
 
 
 @pytest.mark.parametrize("text", ["", "<!-- bench -->\n", PAGE.replace("/targets", "targets")])
