@@ -1,0 +1,269 @@
+"""What shadows cost: live latency with and without them, and the processor time they add, by rate and k.
+
+python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to what is there
+python -m benchmarks.shadow table docs/figures/shadow.json
+python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
+
+One server for each rate, all on the same bundle, which says that its own k is the one asked for. Sessions far beyond k
+are stepped in an open loop at half of what the server can do; the servers take turns, round by round, and the one that
+begins a round is another in each. While one is under load the others do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import matplotlib
+import onnxruntime
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bench.connections import http_request
+from benchmarks.bench.contenders import Contender
+from benchmarks.bench.loads import step_body, step_path
+from benchmarks.bench.open_loop import drive, poisson
+from benchmarks.bench.process import ServerProcess
+from models.bundle_checks import read_manifest
+from models.manifest import Frozen
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+BUNDLE = Path("models/bundles/gated-stable")
+RATES = (0.0, 0.01, 0.1, 1.0)
+WINDOWS = (16, 64, 256)
+SESSIONS = 512
+BEYOND = 32
+"""Tokens by which every session is longer than k when it is first measured."""
+SATURATING = 20_000.0
+"""Events a second that nobody can answer: what is answered of them is what a server can do."""
+SATURATED = 3000
+
+
+class Round(Frozen):
+    """One server under load for some seconds. Of its sampled answers, `compared` in time or `dropped`; `cpu_s` is all
+    of the server's processor time, `shadow_cpu_s` that of the thread that runs shadows."""
+
+    requests: int
+    p50_ms: float
+    p99_ms: float
+    longest_ms: float
+    cpu_s: float
+    shadow_cpu_s: float
+    compared: int
+    dropped: int
+
+
+class OfWindow(Frozen):
+    """The rounds of one k, by rate."""
+
+    k: int
+    events_per_s: float
+    capacity_per_s: float
+    seconds: float
+    rounds: dict[str, list[Round]]
+
+
+class Results(Frozen):
+    """Every k, and where it was measured."""
+
+    model: str
+    model_version: str
+    machine: str
+    windows: dict[str, OfWindow]
+
+
+class Subject:
+    """One server, its sessions, and what it counted so far."""
+
+    def __init__(self, server: ServerProcess, rate: float, k: int, vocabulary: int) -> None:
+        self.server, self.rate = server, rate
+        self._client = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
+        names = [f"live-{index}" for index in range(SESSIONS)]
+        fill = [index % (vocabulary - 2) + 2 for index in range(k + BEYOND)]
+        for name in names:
+            self._client.post("/v1/sessions", json={"session": name}).raise_for_status()
+            self._client.post(step_path(name), json={"tokens": fill}).raise_for_status()
+        self._requests: Iterator[bytes] = itertools.cycle(
+            [http_request(step_path(name), step_body(2 + index % 1000)) for index, name in enumerate(names)]
+        )
+
+    def load(self, rate: float, seconds: float, seed: int) -> Round:
+        """So many events a second for some seconds; shadows may use what is left of the last one."""
+        before, cpu_s = self._shadows(), self.server.cpu_seconds()
+        timed = drive(self.server.port, self._requests, poisson(rate, seconds, seed))
+        after, cpu_s = self._shadows(), self.server.cpu_seconds() - cpu_s
+        return Round(
+            requests=timed.requests,
+            p50_ms=timed.p50_ms,
+            p99_ms=timed.p99_ms,
+            longest_ms=timed.longest_ms,
+            cpu_s=cpu_s,
+            shadow_cpu_s=after["cpu_s"] - before["cpu_s"],
+            compared=int(after["compared"] - before["compared"]),
+            dropped=int(after["dropped"] - before["dropped"]),
+        )
+
+    def capacity(self) -> float:
+        """Events a second that are answered where there is no end of them."""
+        timed = drive(self.server.port, self._requests, poisson(SATURATING, SATURATED / SATURATING, 0))
+        return timed.requests / timed.seconds
+
+    def _shadows(self) -> dict[str, float]:
+        (model,) = self._client.get("/v1/report").raise_for_status().json()["models"]
+        found: dict[str, float] = model["shadow"]
+        return found
+
+
+@contextmanager
+def serving(k: int) -> Iterator[list[Subject]]:
+    """A server for each rate, ready, with sessions longer than k."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bundle = scratch / f"k{k}"
+        shutil.copytree(BUNDLE, bundle)
+        manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+        (bundle / "manifest.json").write_text(json.dumps(manifest | {"window": k}), encoding="utf-8")
+        servers: list[ServerProcess] = []
+        for rate in RATES:
+            command = ("{bin}/python", "-m", "service", "--bundles={bundle}", "--port={ports[0]}")
+            wane = Contender("wane", "Wane", (*command, "--log-level=warning", f"--shadow-rate={rate}"))
+            servers.append(stack.enter_context(ServerProcess(wane, bundle, scratch / f"{rate}.log")))
+        for server in servers:
+            server.wait_ready("/v1/predict", json.dumps({"tokens": [2, 3]}))
+        vocabulary = manifest["vocabulary"]["size"]
+        yield [Subject(server, rate, k, vocabulary) for server, rate in zip(servers, RATES, strict=True)]
+
+
+def measure(subjects: list[Subject], k: int, rounds: int, seconds: float) -> OfWindow:
+    """Every rate, in turns."""
+    capacity = statistics.median(subjects[0].capacity() for _ in range(3))
+    found: dict[str, list[Round]] = {str(subject.rate): [] for subject in subjects}
+    for index in range(rounds + 1):
+        for turn in range(len(subjects)):
+            subject = subjects[(index + turn) % len(subjects)]
+            figures = subject.load(capacity / 2, seconds, seed=index)
+            if index:  # the first round is for warming up
+                found[str(subject.rate)].append(figures)
+    return OfWindow(k=k, events_per_s=capacity / 2, capacity_per_s=capacity, seconds=seconds, rounds=found)
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median, and the least and the most of all rounds."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def thousand(figures: Round) -> float:
+    """Processor seconds of shadows for a thousand live answers."""
+    return 1000 * figures.shadow_cpu_s / figures.requests
+
+
+def table(results: Results) -> Table:
+    """By k and rate: live latency, its difference from the round's without shadows, and what shadows took."""
+    made = Table(title=f"Shadows of {results.model} version {results.model_version}: median (least to most) of rounds")
+    for name in ("k", "rate"):
+        made.add_column(name, justify="right")
+    for name in (
+        "p50, ms",
+        "p99, ms",
+        "p50 over none, ms",
+        "p99 over none, ms",
+        "CPU s per 1,000",
+        "compared",
+        "dropped",
+    ):
+        made.add_column(name, justify="right")
+    for of_window in results.windows.values():
+        none = of_window.rounds["0.0"]
+        for rate, rounds in of_window.rounds.items():
+            pairs = list(zip(rounds, none, strict=True))
+            made.add_row(
+                str(of_window.k),
+                rate,
+                spread([one.p50_ms for one in rounds], ".2f"),
+                spread([one.p99_ms for one in rounds], ".2f"),
+                spread([one.p50_ms - other.p50_ms for one, other in pairs], "+.2f"),
+                spread([one.p99_ms - other.p99_ms for one, other in pairs], "+.2f"),
+                spread([thousand(one) for one in rounds], ".3f"),
+                f"{sum(one.compared for one in rounds) / sum(one.requests for one in rounds):.2%}",
+                f"{sum(one.dropped for one in rounds) / sum(one.requests for one in rounds):.2%}",
+                end_section=rate == str(RATES[-1]),
+            )
+    return made
+
+
+def plot(results: Results, path: Path) -> None:
+    """Live p50 and p99 by rate, every round a point; and the processor time added."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    for index, of_window in enumerate(results.windows.values()):
+        colour = f"C{index}"
+        for place, (rate, rounds) in enumerate(of_window.rounds.items()):
+            at = place + (index - 1) * 0.22
+            for axis, values in ((axes[0], [r.p50_ms for r in rounds]), (axes[1], [r.p99_ms for r in rounds])):
+                label = f"k = {of_window.k}, {of_window.events_per_s:,.0f} events/s" if rate == "0.0" else None
+                axis.plot([at] * len(values), values, "o", color=colour, markersize=3, alpha=0.6, label=label)
+                axis.plot([at - 0.08, at + 0.08], [statistics.median(values)] * 2, color=colour, linewidth=2)
+        shares = [float(rate) for rate in of_window.rounds if float(rate)]
+        spent = [statistics.median(thousand(one) for one in of_window.rounds[str(rate)]) for rate in shares]
+        axes[2].plot(shares, spent, "o-", color=colour, label=f"k = {of_window.k}")
+    names = ["none" if rate == 0 else f"{rate:g}" for rate in RATES]
+    for axis, title in ((axes[0], "live p50, ms"), (axes[1], "live p99, ms")):
+        axis.set_xticks(range(len(RATES)), names)
+        axis.set(title=title, xlabel="shadow rate", ylim=(0, None))
+        axis.grid(alpha=0.3, axis="y")
+    axes[0].legend(fontsize=8, loc="lower left")
+    axes[2].set(xscale="log", yscale="log", xlabel="shadow rate", title="CPU seconds added to 1,000 live answers")
+    axes[2].grid(alpha=0.3)
+    axes[2].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("measure", "table", "plot"))
+    parser.add_argument("results", type=Path)
+    parser.add_argument("figure", type=Path, nargs="?")
+    parser.add_argument("--k", type=int, nargs="+", default=list(WINDOWS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    options = parser.parse_args()
+    if options.command == "measure":
+        manifest = read_manifest(BUNDLE)
+        cores = f"{os.cpu_count()} cores of {platform.machine()}, shared with the load"
+        machine = f"{cores}; Python {platform.python_version()}, onnxruntime {onnxruntime.__version__}"
+        known: dict[str, OfWindow] = {}
+        if options.results.exists():
+            known = Results.model_validate_json(options.results.read_bytes()).windows
+        for k in options.k:
+            with serving(k) as subjects:
+                known[str(k)] = measure(subjects, k, options.rounds, options.seconds)
+            results = Results(
+                model=manifest.name,
+                model_version=manifest.version,
+                machine=machine,
+                windows=dict(sorted(known.items(), key=lambda item: int(item[0]))),
+            )
+            options.results.parent.mkdir(parents=True, exist_ok=True)
+            options.results.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    results = Results.model_validate_json(options.results.read_bytes())
+    if options.command == "plot":
+        plot(results, options.figure or options.results.with_suffix(".png"))
+    else:
+        Console(width=160).print(table(results))
+
+
+if __name__ == "__main__":
+    main()

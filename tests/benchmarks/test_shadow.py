@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.shadow import RATES, OfWindow, Results, Round, plot, table, thousand
+
+
+def figures(p99_ms: float, compared: int, shadow_cpu_s: float) -> Round:
+    return Round(
+        requests=1000,
+        p50_ms=1.0,
+        p99_ms=p99_ms,
+        longest_ms=9.0,
+        cpu_s=1.0,
+        shadow_cpu_s=shadow_cpu_s,
+        compared=compared,
+        dropped=10,
+    )
+
+
+RESULTS = Results(
+    model="m",
+    model_version="1",
+    machine="two cores",
+    windows={
+        "64": OfWindow(
+            k=64,
+            events_per_s=500,
+            capacity_per_s=1000,
+            seconds=3,
+            rounds={
+                str(rate): [
+                    figures(2 + rate, int(90 * rate), 0.5 * rate),
+                    figures(4 + rate, int(90 * rate), 0.7 * rate),
+                ]
+                for rate in RATES
+            },
+        )
+    },
+)
+
+
+def test_latencies_are_held_against_the_same_round_without_shadows() -> None:
+    printed = StringIO()
+    Console(file=printed, width=200).print(table(RESULTS))
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.getvalue().splitlines()]
+    (cells,) = (row for row in rows if row[1:2] == ["1.0"])
+    assert cells[:4] == ["64", "1.0", "1.00 (1.00 to 1.00)", "4.00 (3.00 to 5.00)"]
+    assert cells[4:6] == ["+0.00 (+0.00 to +0.00)", "+1.00 (+1.00 to +1.00)"]
+    assert cells[6:] == ["0.600 (0.500 to 0.700)", "9.00%", "1.00%"]
+
+
+def test_processor_time_is_for_a_thousand_live_answers() -> None:
+    assert thousand(figures(1.0, 5, 0.25).model_copy(update={"requests": 500})) == 0.5
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    plot(RESULTS, tmp_path / "shadow.png")
+    assert (tmp_path / "shadow.png").stat().st_size > 10_000
