@@ -15,6 +15,10 @@ from weakref import WeakKeyDictionary
 TICK_S = 0.01
 
 
+def _nobody() -> None:
+    """What rings where nobody waits any more."""
+
+
 class Alarm:
     """Calls `ring` once, on the event loop, unless it is taken back before."""
 
@@ -26,8 +30,9 @@ class Alarm:
         others.add(self)
 
     def cancel(self) -> None:
-        """Takes it back; nothing happens where it has rung."""
+        """Takes it back; nothing happens where it has rung. It lets go of whoever was to be called, who holds it."""
         self._others.discard(self)
+        self.ring = _nobody
 
 
 class Alarms:

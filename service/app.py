@@ -74,12 +74,17 @@ class Application(FastAPI):
 
 
 def create_app(
-    settings: Settings, catalog: Catalog, metrics: Metrics, on_load_failure: Callable[[Exception], None]
+    settings: Settings,
+    catalog: Catalog,
+    metrics: Metrics,
+    on_load_failure: Callable[[Exception], None],
+    on_ready: Callable[[], None] = lambda: None,
 ) -> Application:
     """The application around a catalog that is not loaded yet.
 
     It answers at once, and takes requests for models once they are loaded, verified and warmed up. If that fails,
-    `on_load_failure` is called with the reason, and is to end the process.
+    `on_load_failure` is called with the reason, and is to end the process. `on_ready` is called before the first
+    request for a model.
     """
 
     async def load() -> None:
@@ -88,6 +93,7 @@ def create_app(
         except Exception as error:
             on_load_failure(error)
         if catalog.ready:  # and not draining already
+            on_ready()
             names = [engine.name for engine in catalog.list()]
             SERVICE.info("ready", extra={"fields": {"device": catalog.device, "models": names}})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -112,3 +113,15 @@ async def test_what_fails_in_time_fails_as_it_does() -> None:
     with pytest.raises(ZeroDivisionError):
         async with until(now() + 60):
             raise ZeroDivisionError
+
+
+async def test_a_deadline_that_is_met_leaves_nothing_for_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            async with until(now() + 60):
+                pass
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
