@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
+from typing import TextIO
 
 import orjson
 
 ACCESS = logging.getLogger("wane.access")
 SERVICE = logging.getLogger("wane")
+
+WAIT_S = 0.05  # of a line for others to be written with
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,14 +36,72 @@ class JsonFormatter(logging.Formatter):
             return json.dumps(line, default=str)
 
 
+class TogetherHandler(logging.Handler):
+    """Writes the lines of a moment with one system call, on a thread of its own: whoever logs goes on at once.
+
+    A line is written `WAIT_S` late at most; one that warns, and those before it, at once.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: list[str] = []
+        self._some = threading.Event()
+        self._ended = threading.Event()
+        threading.Thread(target=self._write_on, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called with the handler's lock held."""
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # of a record that cannot be written: the library's own way to say so
+            self.handleError(record)
+            return
+        if record.levelno >= logging.WARNING:
+            self.flush()
+        elif len(self._lines) == 1:
+            self._some.set()
+
+    def flush(self) -> None:
+        """Writes what there is."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self._stream.write("\n".join(lines) + "\n")
+                self._stream.flush()
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        """Writes what there is, and ends the thread."""
+        self.flush()
+        self._ended.set()
+        self._some.set()
+        super().close()
+
+    def _write_on(self) -> None:
+        while not self._ended.is_set():
+            self._some.wait()
+            self._ended.wait(WAIT_S)
+            self._some.clear()
+            self.flush()
+
+
 def configure(level: str) -> None:
     """Sends every log record of the process through one JSON handler. `level` is a name such as "info"."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = TogetherHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel("WARNING")  # what it has to say of starts and stops, the server says itself
     # No line tells a thread, a process or a task: a record need not look for them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+def flush() -> None:
+    """Writes every line that was said."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def log_access(message: str, fields: dict[str, object]) -> None:

@@ -115,5 +115,6 @@ def run(settings: Settings) -> None:
     server = Server(config, catalog)
     server.run()
     SERVICE.info("stopped")
+    logs.flush()
     if failures:
         raise failures[0]
