@@ -8,7 +8,7 @@ from models.bundle_checks import read_manifest
 from models.manifest import Manifest, Quality
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("gated-stable", "gated-stable-truncated", "rnn-stable", "lstm", "lstm-stable")
+SHIPPED = ("gated-stable", "gated-stable-truncated", "gated", "rnn-stable", "lstm", "lstm-stable")
 
 
 def manifests() -> list[Manifest]:
