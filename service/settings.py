@@ -17,7 +17,7 @@ PREFIX = "WANE_"
 # Variables of the same prefix that belong to others: where the tests find their corpora.
 FOREIGN = frozenset({"WANE_DATA"})
 
-UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
 
 
 class SettingsError(Exception):
@@ -45,6 +45,12 @@ class Settings(BaseModel):
         ge=1,
         le=256,
         description="threads that one model's runner computes with (onnxruntime intra-op)",
+    )
+    inline_us: int = Field(
+        default=250,
+        ge=0,
+        description="a step that is alone in its batch, and takes no longer, is run by the event loop itself and not "
+        "handed to the runner's thread",
     )
     max_batch: int = Field(default=64, ge=1, le=4096, description="requests that one run may answer")
     max_queue: int = Field(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,12 @@ from service.metrics import Metrics
 from service.runners.runner import Runner
 
 logger = logging.getLogger("wane.engine")
+
+ONE_TOKEN: tuple[Role, ...] = ("step", "head")
+"""Roles whose items all take the same time."""
+
+NEWEST = 1 / 8
+"""Weight of the latest run in an average of what one item takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +89,10 @@ class _Observers:
 
 
 class Batcher:
-    """Feeds one runner from a queue, on one thread of its own. All methods belong to the event loop's thread."""
+    """Feeds one runner from a queue, on one thread of its own, or at once what is quick and alone.
+
+    All methods belong to the event loop's thread.
+    """
 
     def __init__(
         self,
@@ -94,13 +104,17 @@ class Batcher:
         max_batch: int,
         max_queue: int,
         costs: Costs | None = None,
+        inline_s: float = 0.0,
     ) -> None:
-        """`costs`: told of every run."""
+        """`costs`: told of every run. `inline_s`: a step that is alone, and takes no more when it is, is run on the
+        event loop's thread: the way to the other thread and back takes longer than it holds up the loop."""
         self._runner = runner
         self._slab = slab
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._costs = costs
+        self._inline_s = inline_s
+        self._alone_s: dict[Role, float] = {}  # what one item of a role took, of late
         self._queue: deque[_Item] = deque()
         self._running = False
         self._closed = False
@@ -173,12 +187,16 @@ class Batcher:
             ticket = item.ticket
             ticket.entered |= item.work.binding
             ticket.queue_s += started_s - item.queued_s
-        self._executor.submit(self._run, asyncio.get_running_loop(), items, started_s)
+        loop = asyncio.get_running_loop()
+        if len(items) == 1 and self._alone_s.get(items[0].work.role, math.inf) <= self._inline_s:
+            self._run(items, started_s, loop.call_soon)
+        else:
+            self._executor.submit(self._run, items, started_s, loop.call_soon_threadsafe)
 
-    def _run(self, loop: asyncio.AbstractEventLoop, items: list[_Item], started_s: float) -> None:
-        """Runs a batch, on the runner's thread; its results are handed back all at once."""
+    def _run(self, items: list[_Item], started_s: float, call_soon: Callable[..., object]) -> None:
+        """Runs a batch, mostly on the runner's thread; its results are handed back all at once."""
         rows = batch.run([item.work for item in items], self._slab, self._runner, self._room)
-        loop.call_soon_threadsafe(self._finish, items, rows, time.perf_counter() - started_s)
+        call_soon(self._finish, items, rows, time.perf_counter() - started_s)
 
     def _take(self) -> list[_Item]:
         """The next batch: the oldest item, and those of its role that were queued behind it, as far as they fit."""
@@ -219,6 +237,9 @@ class Batcher:
         self._start()
         role = items[0].work.role
         self._observers[role].seconds(compute_s)
+        if len(items) == 1 and role in ONE_TOKEN:
+            known_s = self._alone_s.get(role, compute_s)
+            self._alone_s[role] = known_s + NEWEST * (compute_s - known_s)
         if self._costs is not None:
             self._costs.observe(role, len(items), sum(item.work.length for item in items), compute_s)
         for item, row in zip(items, rows, strict=True):

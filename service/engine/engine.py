@@ -115,6 +115,7 @@ class Engine:
             max_batch=settings.max_batch,
             max_queue=settings.max_queue,
             costs=self._costs,
+            inline_s=settings.inline_us / 1e6,
         )
         self._pacing = pacing or Pacing()
         parallel = Parallel(manifest, self._batcher, slab, self._pacing)

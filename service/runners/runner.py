@@ -22,7 +22,7 @@ class DeviceError(Exception):
 
 
 class Runner(Protocol):
-    """Runs one model's graphs. One caller at a time; never on the event loop's thread.
+    """Runs one model's graphs. Blocks; on the event loop's thread only what is known to be quick.
 
     Arrays are batch-major; tokens, targets, lengths and top_ids are int64, everything else float32. B is the batch, T
     the time, V the vocabulary, H the width of the output layer's input. `<state>` is one array (B, *shape) for every

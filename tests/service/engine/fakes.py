@@ -262,7 +262,8 @@ class Bench:
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
-        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, **of_settings})
+        # A run that a test holds would hold the event loop, so none is run there unless asked for.
+        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, "inline_us": 0, **of_settings})
         self.runner = FakeRunner(self.vocabulary.size)
         self.runner.radius = radius
         self.shadow_runner = FakeRunner(self.vocabulary.size)

@@ -1,27 +1,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping
 
 import numpy as np
 import pytest
 
+from models.manifest import Role
 from service.engine.batch import Row, Work, fits
 from service.engine.batcher import Batcher, Ticket
 from service.engine.slab import RESERVED, Slab
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
+from service.runners.runner import Array
 from tests.service.engine.fakes import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
 
 VOCABULARY = byte_vocabulary()
 
 
+class ThreadedRunner(FakeRunner):
+    """Knows of every run whether the event loop's thread did it."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__(vocabulary_size)
+        self.inline: list[bool] = []
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        self.inline.append(threading.current_thread() is threading.main_thread())
+        return super().run(role, feeds)
+
+
 class Rig:
-    def __init__(self, max_batch: int = 8, max_queue: int = 16) -> None:
-        self.runner = FakeRunner(VOCABULARY.size)
+    def __init__(self, max_batch: int = 8, max_queue: int = 16, inline_s: float = 0.0) -> None:
+        self.runner = ThreadedRunner(VOCABULARY.size)
         self.slab = Slab(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
         self.metrics = Metrics()
-        self.batcher = Batcher(self.runner, self.slab, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue)
+        self.batcher = Batcher(
+            self.runner, self.slab, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue, inline_s=inline_s
+        )
         self.tickets: list[Ticket] = []
 
     def ask(self, *tokens: int, deadline: float | None = None, binding: bool = False) -> asyncio.Task[Row]:
@@ -29,6 +46,10 @@ class Rig:
         self.tickets.append(Ticket(deadline))
         work = Work("window", np.array(tokens, np.int64), binding=binding)
         return asyncio.create_task(self.batcher.submit(work, self.tickets[-1]))
+
+    def step(self, token: int) -> asyncio.Task[Row]:
+        """A step from the zero state, on its way."""
+        return asyncio.create_task(self.batcher.submit(Work("step", np.array([token])), Ticket()))
 
     async def hold(self) -> asyncio.Task[Row]:
         """Keeps the runner busy with a first request until the gate is opened."""
@@ -175,11 +196,7 @@ async def test_an_output_that_is_no_number_fails_alone(rig: Rig) -> None:
 
 async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None:
     first = await rig.hold()
-
-    def step(token: int) -> asyncio.Task[Row]:
-        return asyncio.create_task(rig.batcher.submit(Work("step", np.array([token])), Ticket()))
-
-    others = [rig.ask(2), step(3), rig.ask(4), step(5)]
+    others = [rig.ask(2), rig.step(3), rig.ask(4), rig.step(5)]
     await turn()
     rig.runner.gate.set()
     await asyncio.gather(first, *others)
@@ -249,3 +266,33 @@ async def test_a_ticket_splits_its_time_into_queue_and_compute(rig: Rig) -> None
     assert latency.queue_ms > 0
     assert latency.compute_ms > 0
     assert latency.queue_ms + latency.compute_ms <= latency.total_ms
+
+
+async def test_a_step_that_is_alone_and_known_to_be_quick_is_run_by_the_event_loop() -> None:
+    rig = Rig(inline_s=60.0)
+    try:
+        for _ in range(3):
+            row = await rig.step(2)
+            assert row.logits is not None
+            assert row.logits.tolist() == rig.runner.logits([2]).tolist()
+        await asyncio.gather(rig.step(2), rig.step(3))  # two are a batch
+        await rig.ask(2)  # a window may be long
+        await rig.ask(2)
+        rig.runner.poison = 5
+        with pytest.raises(WaneError):
+            await rig.step(5)
+        await rig.step(2)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.inline == [False, True, True, False, False, False, True, True]
+    assert rig.slab.used_bytes == 0
+
+
+async def test_a_step_that_takes_longer_than_that_is_not() -> None:
+    rig = Rig(inline_s=1e-9)
+    try:
+        for _ in range(3):
+            await rig.step(2)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.inline == [False, False, False]
