@@ -37,9 +37,9 @@ from models.bundle import Bundle
 
 SHIPPED = Path("models/bundles/gated-stable")
 CONNECTIONS = 64
-STATES = 300
+STATES = 250
 LIVELY, OTHERS = 400, 1700
-SESSION_TTL_S = 20
+SESSION_TTL_S = 30
 MEASURED_S = 20.0
 SETTLING = 0.2  # share of the soak in which memory may still come to its level
 GROWTH = 0.01  # of resident memory, from then to the end, that is none

@@ -358,7 +358,7 @@ class Engine:
         ticket = Ticket(request.deadline)
         task = asyncio.create_task(self._step(request, ticket))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         try:
             async with until(request.deadline):
                 answer = await asyncio.shield(task)
@@ -376,6 +376,12 @@ class Engine:
             raise
         self._report.answered("step", answer.mode)
         return answer
+
+    def _ended(self, task: asyncio.Task[Answer]) -> None:
+        """Lets go of a step. Where its caller has left, nobody else is to be told of what it raised."""
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
         """Many steps side by side, those of one session in order; each has its own answer or its own error."""

@@ -80,6 +80,7 @@ class Steps:
                 mode = routing.of_session(request.mode, record.mode)
                 if place(record, request) is Place.REPLAY:
                     self._replayed.inc()
+                    await self._sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
                     return await self._recall(record, mode, free, None, request.top_k, ticket, replayed=True)
                 appended = await self._append(record, request, mode, ticket)
@@ -111,12 +112,15 @@ class Steps:
         """Runs a step that comes next and commits it; None if the comparison was lost."""
         tokens = np.array(request.tokens, np.int64)
         position = record.position + len(tokens)
-        fed = seen = np.concatenate([record.tail.ids(), tokens])
+        held = len(record.tail) + len(tokens)
         resident = self._sessions.resident(record)
         cut = record.cut if resident is None else resident.cut
+        # One run from a resident state needs no more than the new tokens, unless a shadow may follow.
+        needs_all = resident is None or mode is not Mode.RECURRENT or self._answering.offer is not None
+        fed = seen = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
         if resident is None and routing.is_free(request.mode, record.mode):
             seen, cut = self._rebuilding(position, fed, cut)
-        course = self._course(mode, position, None, len(fed), resident is None, cut)
+        course = self._course(mode, position, None, held, resident is None, cut)
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
         keeps = resident is not None and routing.of_session(None, record.mode) is not Mode.WINDOW
         recurrent: Part | None = None

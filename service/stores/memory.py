@@ -115,7 +115,7 @@ class MemoryStore:
 
     def _change(self, before: Record, position: int, tail: Tail, last: LastStep | None) -> Record:
         """The session at its next revision, used now."""
-        session, model, version, mode, *_ = before
+        session, model, version, mode = before[:4]
         record = Record(session, model, version, mode, position, tail, before.revision + 1, last)
         self.used_bytes += len(tail.data) - len(before.tail.data)
         self._put(record)

@@ -11,7 +11,6 @@ references, so the garbage collector does not walk through them, however many th
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from service.engine.types import Mode
 from service.stores.store import DIGEST_BYTES, LastStep, Record
@@ -25,13 +24,8 @@ NO_STEP = -1
 BESIDE_BYTES = 140
 
 
-class Identity(NamedTuple):
-    """What many sessions have in common; `width` is of a token id, in bytes."""
-
-    model: str
-    version: str
-    mode: Mode
-    width: int
+Identity = tuple[str, str, Mode, int]
+"""What many sessions have in common: model, version, mode, and how many bytes a token id takes."""
 
 
 def entry_bytes(session: str, tail: int) -> int:
@@ -65,31 +59,24 @@ class Packing:
 
     def pack(self, record: Record, now_s: float) -> bytes:
         """The record, used now."""
-        identity = Identity(record.model, record.model_version, record.mode, record.tail.width)
-        number = self._numbers.setdefault(identity, len(self._identities))
-        if number == len(self._identities):
+        identity = record.model, record.model_version, record.mode, record.tail.width
+        number = self._numbers.get(identity)
+        if number is None:
+            number = self._numbers[identity] = len(self._identities)
             self._identities.append(identity)
-        last = record.last or LastStep(NO_STEP, b"", None)
-        header = _HEADER.pack(now_s, record.position, record.revision, last.start, number, last.tokens, last.key or b"")
+        start, tokens, key = record.last or (NO_STEP, b"", None)
+        header = _HEADER.pack(now_s, record.position, record.revision, start, number, tokens, key or b"")
         return header + record.tail.data
 
     def unpack(self, session: str, packed: bytes, now_s: float) -> Record:
         """The record, as of now."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
-        identity = self._identities[number]
-        return Record(
-            session,
-            identity.model,
-            identity.version,
-            identity.mode,
-            position,
-            Tail(packed[_HEADER.size :], identity.width),
-            revision,
-            None if start == NO_STEP else LastStep(start, tokens, key or None),
-            now_s - touched_s,
-        )
+        model, version, mode, width = self._identities[number]
+        tail = Tail(packed[_HEADER.size :], width)
+        last = None if start == NO_STEP else LastStep(start, tokens, key or None)
+        return Record(session, model, version, mode, position, tail, revision, last, now_s - touched_s)
 
     def model(self, packed: bytes) -> str:
         """The session's model."""
         number: int = _HEADER.unpack_from(packed)[4]
-        return self._identities[number].model
+        return self._identities[number][0]

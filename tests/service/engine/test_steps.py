@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -348,6 +349,25 @@ async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_c
     assert [(one.token_id, one.logprob) for one in again.predictions] == expected(bench, [5, 6])
 
 
+async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = await start(bench, 5)
+    bench.runner.poison = 6
+    bench.runner.busy.clear()
+    bench.runner.gate.clear()
+    gone = asyncio.create_task(bench.engine.step(StepRequest(session, (6,), expected_position=1)))
+    await bench.runner.until_busy()
+    gone.cancel()
+    await turn()
+    bench.runner.gate.set()
+    await bench.engine.drain()
+    await turn()
+    gc.collect()
+    assert {record.name for record in caplog.records} == {"wane.engine"}  # the run's failure, and no task's
+    assert (await bench.engine.get_session(session)).position == 1
+
+
 async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch(bench: Bench) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
@@ -670,6 +690,15 @@ async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_do
     await bench.engine.get_session(session)
     assert (await bench.engine.get_session(session)).idle_s == 10
     await bench.engine.predict(PredictRequest(session=session))
+    assert (await bench.engine.get_session(session)).idle_s == 0
+
+
+async def test_a_replay_is_a_use(bench: Bench) -> None:
+    session = await start(bench, 5)
+    for _ in range(3):
+        bench.clock.now_s += 2000
+        answer = await bench.engine.step(StepRequest(session, (5,), expected_position=0))
+        assert answer.replayed
     assert (await bench.engine.get_session(session)).idle_s == 0
 
 
