@@ -6,8 +6,8 @@
 FOLDER holds WikiText-2's word-level files. At positions spread evenly over a split, for windows of several k: the state
 (the output layer's input) and the answer of the window, in float64, against the run that has never been interrupted
 since the split's first token; the certificate's curve; the bound of each request; which first tokens are proved.
-Bounds of LSTM and GRU windows, and of several layers, are slow, so those of windows other than of 64 tokens are
-measured at `--fewer` positions.
+Bounds of LSTM and GRU windows, of several layers, and behind a front are slow: for windows other than of 64 tokens they
+are measured at `--fewer` positions.
 
 Every k of every bundle is kept in the JSON when it is done: a run that was killed goes on, and what is done is not
 done again. From the JSON come the figure and, between their markers, the tables of the page; `--render` makes only
@@ -77,7 +77,7 @@ def measure(
     figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
     positions = min(positions, len(stream) - LONGEST)
     architecture = bundle.manifest.architecture
-    slow = architecture.cell in SLOW or architecture.layers > 1
+    slow = architecture.cell in SLOW or architecture.layers > 1 or architecture.front is not None
 
     def asked(k: int) -> int:
         return min(fewer, positions) if slow and k != FIRST else positions

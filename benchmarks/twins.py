@@ -67,7 +67,7 @@ def agreement(one: Answers, other: Answers) -> dict[str, float]:
     """How far two series of answers to the same questions are apart."""
     statistics = AgreementStatistics()
     for p, q, h, g in zip(one[0], other[0], one[1], other[1], strict=True):
-        statistics.add(compare(p, q, h, g, None))
+        statistics.add(compare(p, q, h, g, None, proved=False))
     return {
         "positions": statistics.compared,
         "top1_match_rate": statistics.top1_matches / statistics.compared,
