@@ -363,6 +363,7 @@ async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody
     bench.runner.gate.set()
     await bench.engine.drain()
     await turn()
+    del gone  # which remembers the step
     gc.collect()
     assert {record.name for record in caplog.records} == {"wane.engine"}  # the run's failure, and no task's
     assert (await bench.engine.get_session(session)).position == 1
