@@ -287,7 +287,8 @@ def table(found: dict[str, object], tokens: int) -> Table:
         seconds = {name: np.array(values) for name, values in found["seconds"][kind].items()}
         for name in WAYS:
             taken = seconds[name]
-            told = found["told"][kind].get(name, {})
+            told = dict(found["told"][kind].get(name, {}))
+            told |= {f"{what} off": value for what, value in found["differences"][kind].get(name, {}).items()}
             made.add_row(
                 f"{kind}, {name}",
                 _spread(taken, ".3f"),
