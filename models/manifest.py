@@ -23,6 +23,9 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 VocabularyKind = Literal["bpe", "words", "events"]
 
+Precision = Literal["float32", "int8"]
+"""What graphs multiply weights in. The weights in the file are float32 in any case."""
+
 STATE_NAMES: dict[Cell, tuple[str, ...]] = {
     "linear": ("h",),
     "rnn_tanh": ("h",),
@@ -291,6 +294,7 @@ class Manifest(Frozen):
     window: int = Field(ge=1, description="the model's own k: what window mode runs when none is asked for")
     max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="the largest k that may be asked for")
     opset: Positive
+    precision: Precision = "float32"
     graphs: dict[Role, str]
     weights: str
     tokenizer: str

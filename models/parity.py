@@ -2,7 +2,8 @@
 
 Differences are absolute, in float32 against the float64 oracle: of log-probabilities as they are, of hidden and of
 state tensors per unit of their greatest magnitude, where that is above 1. Float32 alone makes about 1e-6 of them here,
-a wrong gate order about 1; the tolerance is the promise made of streaming a thousand tokens.
+a wrong gate order about 1; the tolerance is the promise made of streaming a thousand tokens. Graphs that multiply in
+int8 have a wider one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.request import RequestBound
-from models.manifest import Certificate, Role
+from models.manifest import Certificate, Precision, Role
 from models.reference import Reference, State
 
 TOLERANCE = 1e-4
+
+TOLERANCE_INT8 = 0.2
+"""Where graphs multiply in int8: rounding makes some hundredths, and of log-probabilities, which are then compared as
+probabilities, more than 1 where they are small. It tells wrong graphs; how good right ones are, agreement tells."""
 
 HEADROOM = 4.0
 """`rounding.measured` must be this many times what is seen here: it was measured with a safety factor of twice that."""
@@ -77,20 +82,30 @@ def check_graphs(
     start: State,
     certificate: Certificate | None = None,
     bound: Callable[[], RequestBound] | None = None,
+    precision: Precision = "float32",
 ) -> float:
     """Holds every graph against the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
 
     From the zero state and from `start`; whole and in two pieces; in a batch, row by row, and token by token.
     `certificate`: what it says is measured of rounding is held against `window`, and `step` from the zero state.
     `bound`: of the same weights, made where a graph puts out radii: none may be smaller than what is proved.
-    Returns the worst difference; raises ParityError beyond TOLERANCE, and RoundingError where only the certificate
-    says less than HEADROOM times what is seen.
+    `precision`: what the graphs multiply in. Returns the worst difference; raises ParityError beyond the tolerance, and
+    RoundingError where only the certificate says less than HEADROOM times what is seen.
     """
-    return _Check(reference, run, tokens, lengths).all(start, certificate, bound)
+    return _Check(reference, run, tokens, lengths, precision).all(start, certificate, bound)
 
 
 class _Check:
-    def __init__(self, reference: Reference, run: Run, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        run: Run,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        precision: Precision,
+    ) -> None:
+        self._precision = precision
+        self._tolerance = TOLERANCE if precision == "float32" else TOLERANCE_INT8
         self._reference = reference
         self._run = run
         self._tokens = tokens
@@ -198,12 +213,14 @@ class _Check:
             scale = 1.0
             if name == "logits":
                 wanted, got = log_softmax(wanted), log_softmax(got)
-            elif name != "logprobs":
+            if name not in ("logits", "logprobs"):
                 scale = max(1.0, float(np.abs(wanted).max()))
+            elif self._precision == "int8":
+                wanted, got = np.exp(wanted), np.exp(got)
             difference = float(np.abs(wanted - got).max()) / scale
-            if not difference <= TOLERANCE:  # also where it is not a number
+            if not difference <= self._tolerance:  # also where it is not a number
                 raise ParityError(
-                    f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {TOLERANCE:g}"
+                    f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {self._tolerance:g}"
                 )
             self._worst = max(self._worst, difference)
         if any(name in outputs for name in TOP):

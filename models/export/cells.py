@@ -11,6 +11,7 @@ costs a microsecond a token, less than solving chunks by doubling (`benchmarks/r
 from __future__ import annotations
 
 from models.export.graph import GraphWriter
+from models.export.linear import linear
 from models.manifest import Architecture, Cell
 from models.weights import GATES
 
@@ -45,20 +46,19 @@ class CellWriter:
             gates = self._block("weight_ih_l0", slice(0, 2), self.inputs)
             candidate = self._block("weight_ih_l0", 2, self.inputs)
             return [
-                graph.node("Gemm", x, gates, graph.node("Add", *biases), transB=1),
-                graph.node("Gemm", x, candidate, self._block("bias_ih_l0", 2), transB=1),
+                linear(graph, x, gates, graph.node("Add", *biases)),
+                linear(graph, x, candidate, self._block("bias_ih_l0", 2)),
             ]
         order = STEP_ORDER[self.cell]
         bias = graph.node("Add", self._rows("bias_ih_l0", order), self._rows("bias_hh_l0", order))
         weight = self._rows("weight_ih_l0", order, self.inputs)
-        return [graph.node("Gemm", x, weight, bias, transB=1)]
+        return [linear(graph, x, weight, bias)]
 
     def gates_of(self, x: str) -> tuple[str, str]:
         """A gated cell's gate f and candidate z. x: (N, I)."""
         graph = self._graph
         gate, candidate = (
-            graph.node("Gemm", x, self._block("weight", i, self.inputs), self._block("bias", i), transB=1)
-            for i in range(2)
+            linear(graph, x, self._block("weight", i, self.inputs), self._block("bias", i)) for i in range(2)
         )
         gate = graph.node("Sigmoid", gate)
         if self._gate_cap != 1.0:
@@ -77,15 +77,15 @@ class CellWriter:
         h = state[0]
         if self.cell == "gru":
             weight = self._block("weight_hh_l0", slice(0, 2), self.hidden)
-            gates = graph.node("Sigmoid", graph.node("Gemm", h, weight, driven[0], transB=1))
+            gates = graph.node("Sigmoid", linear(graph, h, weight, driven[0], self._graph))
             reset, update = graph.nodes("Split", gates, outputs=2, axis=1, num_outputs=2)
             weight = self._block("weight_hh_l0", 2, self.hidden)
-            recalled = graph.node("Gemm", h, weight, self._block("bias_hh_l0", 2), transB=1)
+            recalled = linear(graph, h, weight, self._block("bias_hh_l0", 2), self._graph)
             recalled = graph.node("Mul", reset, recalled)
             candidate = graph.node("Tanh", graph.node("Add", driven[1], recalled))
             return [graph.node("Add", candidate, graph.node("Mul", update, graph.node("Sub", h, candidate)))]
         weight = self._rows("weight_hh_l0", STEP_ORDER[self.cell], self.hidden)
-        pre = graph.node("Gemm", h, weight, driven[0], transB=1)
+        pre = linear(graph, h, weight, driven[0], self._graph)
         if self.cell == "lstm":
             sizes = self._graph.integers(3 * self.hidden, self.hidden)
             gates, candidate = graph.nodes("Split", pre, sizes, outputs=2, axis=1)

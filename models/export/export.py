@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from models.bundle import Bundle, write_bundle
+from models.bundle import QUANTISED, Bundle, write_bundle
 from models.certificate import certify
 from models.certificate.answer import head_diameter
 from models.certificate.request import RequestBound
@@ -20,6 +20,7 @@ from models.manifest import (
     SCHEMA_VERSION,
     Architecture,
     Manifest,
+    Precision,
     Provenance,
     Quality,
     Role,
@@ -52,10 +53,13 @@ def export_bundle(
     provenance: Provenance,
     sample_tokens: list[int],
     torch_network: Network | None = None,
+    precision: Precision = "float32",
 ) -> Manifest:
     """Writes the bundle `directory`, once its graphs, the oracle and `torch_network` agree.
 
     `weights` are float32 by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
+    `precision`: what the graphs multiply in; in int8 they are quicker, answer a little differently, and are not
+    certified.
     Raises ExportError: what is given does not fit together, or who should agree does not; then nothing is written.
     """
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
@@ -65,10 +69,14 @@ def export_bundle(
         raise ExportError(str(error)) from error
     _check_sample(sample_tokens, vocabulary.size)
     weights_data = encode_weights(weights)
-    request = _request_bound(architecture, weights, sample_tokens, max_window)
-    graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data), request)
+    exact = precision == "float32"
+    request = _request_bound(architecture, weights, sample_tokens, max_window) if exact else None
+    graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data), request, precision)
     graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
-    rounding = _measure_rounding(Reference(architecture, weights), graphs["step"], weights_data, sample_tokens)
+    certificate = QUANTISED
+    if exact:
+        rounding = _measure_rounding(Reference(architecture, weights), graphs["step"], weights_data, sample_tokens)
+        certificate = certify(architecture, weights, max_window, rounding)
     try:
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -83,11 +91,12 @@ def export_bundle(
             window=window,
             max_window=max_window,
             opset=OPSET,
+            precision=precision,
             graphs=graph_names,
             weights=WEIGHTS,
             tokenizer=TOKENIZER,
             files={},
-            certificate=certify(architecture, weights, max_window, rounding),
+            certificate=certificate,
             quality=quality,
             provenance=provenance,
         )

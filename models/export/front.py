@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from models.export.graph import GraphWriter
+from models.export.linear import linear
 from models.manifest import Architecture
 
 
@@ -22,7 +23,7 @@ def feed_forward(graph: GraphWriter, prefix: str, x: str, hidden: int, width: in
     """`W_2 relu(W_1 x + b_1) + b_2`, `width` units between. x: (N, H) -> (N, H)."""
     for name, rows, columns in (("feed_forward_in", width, hidden), ("feed_forward_out", hidden, width)):
         weight, bias = graph.weight(f"{prefix}{name}.weight", rows, columns), graph.weight(f"{prefix}{name}.bias", rows)
-        x = graph.node("Gemm", x, weight, bias, transB=1)
+        x = linear(graph, x, weight, bias)
         if name == "feed_forward_in":
             x = graph.node("Relu", x)
     return x

@@ -16,6 +16,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from models.manifest import Precision
+
 OPSET = 20
 IR_VERSION = 10  # what onnxruntime 1.20, the oldest supported, reads
 
@@ -25,7 +27,16 @@ Dimension = int | str
 class GraphWriter:
     """One graph under construction. Values go by name; what makes a value returns its name."""
 
-    def __init__(self, name: str, weights_file: str, extents: Mapping[str, tuple[int, int]], prefix: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        weights_file: str,
+        extents: Mapping[str, tuple[int, int]],
+        prefix: str = "",
+        precision: Precision = "float32",
+    ) -> None:
+        """`precision`: what `linear` multiplies in."""
+        self.precision = precision
         self._name = name
         self._weights_file = weights_file
         self._extents = extents
@@ -73,6 +84,10 @@ class GraphWriter:
         """A constant float32 scalar."""
         return self._constant(f"number {value!r}", np.array(value, dtype=np.float32))
 
+    def byte(self, value: int) -> str:
+        """A constant uint8 scalar."""
+        return self._constant(f"byte {value}", np.array(value, dtype=np.uint8))
+
     def vector(self, name: str, values: NDArray[np.floating]) -> str:
         """A constant float32 vector, by a name of its own."""
         return self._constant(f"vector {name}", values.astype(np.float32))
@@ -116,7 +131,8 @@ class GraphWriter:
         `step(body, states, slices)` writes one step into `body`, where it may use this graph's values too, and
         returns the states after it, then any other values. All of them come back for every step, stacked: (T, ...).
         """
-        body = GraphWriter("body", self._weights_file, self._extents, f"{self._prefix}scan.{len(self._nodes)}.")
+        prefix = f"{self._prefix}scan.{len(self._nodes)}."
+        body = GraphWriter("body", self._weights_file, self._extents, prefix, self.precision)
         carried = [f"{body._prefix}state.{index}" for index in range(len(states))]
         sliced = [f"{body._prefix}slice.{index}" for index in range(len(slices))]
         after = step(body, carried, sliced)

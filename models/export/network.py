@@ -8,6 +8,7 @@ from models.certificate.request import RequestBound
 from models.export.cells import CellWriter
 from models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
 from models.export.graph import GraphWriter
+from models.export.linear import linear
 from models.export.radius import RadiusWriter
 from models.manifest import STATE_NAMES, Architecture
 
@@ -123,7 +124,7 @@ class NetworkWriter:
         name = "embedding.weight" if architecture.tied else "head.weight"
         weight = self._graph.weight(name, architecture.vocabulary_size, architecture.hidden)
         bias = self._graph.weight("head.bias", architecture.vocabulary_size)
-        return graph.node("Gemm", hidden, weight, bias, transB=1)
+        return linear(graph, hidden, weight, bias, self._graph)
 
     def _embedding(self) -> str:
         architecture = self._architecture
@@ -152,7 +153,7 @@ class NetworkWriter:
         graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
         units = self._architecture.cell_units
         prefix = f"layers.{layer}."
-        x = graph.node("Gemm", y, graph.weight(prefix + "mix.weight", hidden, units), x, transB=1)
+        x = linear(graph, y, graph.weight(prefix + "mix.weight", hidden, units), x)
         if width == 0:
             return x, r
         y, rho = self._normalise_off(prefix + "feed_forward_norm", x, r, radius)

@@ -42,7 +42,9 @@ def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | No
     try:
         worst = verify_graphs(bundle, run)
         zeros = reference.zero_state(rows)
-        worst = max(worst, check_graphs(reference, run, tokens, lengths, zeros, bundle.manifest.certificate))
+        manifest = bundle.manifest
+        found = check_graphs(reference, run, tokens, lengths, zeros, manifest.certificate, precision=manifest.precision)
+        worst = max(worst, found)
         if network is not None:
             generator = np.random.default_rng(1)
             random = generator.integers(bundle.vocabulary.size, size=(rows, RANDOM_TIME), dtype=np.int64)

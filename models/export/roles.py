@@ -28,7 +28,7 @@ from models.bundle_checks import ROLES
 from models.certificate.request import RequestBound
 from models.export.graph import GraphWriter
 from models.export.network import NetworkWriter
-from models.manifest import Architecture, Role
+from models.manifest import Architecture, Precision, Role
 
 ROWS_AT_ONCE = 256
 """Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""
@@ -42,12 +42,13 @@ def build_graphs(
     weights_file: str,
     extents: Mapping[str, tuple[int, int]],
     request: RequestBound | None = None,
+    precision: Precision = "float32",
 ) -> dict[Role, bytes]:
     """Every graph of a bundle as the bytes of an ONNX file. `extents`: where each tensor lies in `weights_file`.
 
-    `request`: of the same weights; without it no graph has a radius.
+    `request`: of the same weights; without it no graph has a radius. `precision`: what weights are multiplied in.
     """
-    return {role: build_graph(role, architecture, weights_file, extents, request) for role in ROLES}
+    return {role: build_graph(role, architecture, weights_file, extents, request, precision) for role in ROLES}
 
 
 def build_graph(
@@ -56,9 +57,10 @@ def build_graph(
     weights_file: str,
     extents: Mapping[str, tuple[int, int]],
     request: RequestBound | None = None,
+    precision: Precision = "float32",
 ) -> bytes:
     """One graph."""
-    graph = GraphWriter(role, weights_file, extents)
+    graph = GraphWriter(role, weights_file, extents, precision=precision)
     network = NetworkWriter(graph, architecture)
     hidden_width, vocabulary = architecture.hidden, architecture.vocabulary_size
     if role == "head":

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 
-from models.bundle import Bundle, BundleError, CertificateError, verify_graphs
+from models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
 from models.export import ExportError, export_bundle
 from models.export import network as network_module
 from models.export.parity import OnnxGraphs, check_bundle
@@ -139,6 +139,54 @@ def test_a_vocabulary_too_large_for_a_table_gives_the_same(
     export(model, random_weights(model, seed=0, recurrent=0.5))
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_graphs_in_int8_are_held_against_the_oracle_and_not_certified(
+    export: Export, tmp_path: Path, cell: Cell
+) -> None:
+    model = architecture(cell, "residual", 2, feed_forward=8, front={"blocks": 1, "kernel_size": 3, "feed_forward": 5})
+    manifest = export(model, random_weights(model, seed=0, recurrent=0.3), precision="int8")
+    bundle = Bundle.read(tmp_path / "model")
+    assert bundle.manifest == manifest
+    assert (manifest.precision, manifest.certificate) == ("int8", QUANTISED)
+    run = OnnxGraphs(bundle).run
+    assert 1e-4 < verify_graphs(bundle, run) < 0.1
+    assert set(run("window", {"tokens": np.array([[1, 2]]), "lengths": np.array([2])})).isdisjoint({"radius", "stream"})
+
+
+def test_an_int8_bundle_claims_no_certificate(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0, recurrent=0.2)
+    export(model, weights)
+    edit_manifest(tmp_path / "model", "precision", value="int8")
+    with pytest.raises(CertificateError, match="certificate"):
+        Bundle.read(tmp_path / "model")
+
+
+def test_in_int8_a_row_does_not_depend_on_its_batch(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm", layers=2)
+    export(model, random_weights(model, seed=0), precision="int8")
+    run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
+    tokens = np.random.default_rng(0).integers(11, size=(8, 9))
+    together = run("window", {"tokens": tokens, "lengths": np.full(8, 9)})
+    for row in range(8):
+        alone = run("window", {"tokens": tokens[row : row + 1], "lengths": np.array([9])})
+        np.testing.assert_allclose(alone["hidden"][0], together["hidden"][row], atol=1e-6)
+
+
+def test_an_int8_graph_of_other_weights_is_refused(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0)
+    swapped = {
+        name: tensor.reshape(4, 6, -1)[[1, 0, 2, 3]].reshape(tensor.shape) if ".cell." in name else tensor
+        for name, tensor in weights.items()
+    }
+    export(model, swapped, precision="int8")
+    run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
+    export(model, weights, precision="int8")
+    with pytest.raises(BundleError, match=r"differs from the oracle by .*, tolerance 0\.2"):
+        verify_graphs(Bundle.read(tmp_path / "model"), run)
+
+
 def test_equal_logits_come_by_their_ids(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0)
@@ -150,9 +198,10 @@ def test_equal_logits_come_by_their_ids(export: Export, tmp_path: Path) -> None:
     assert outputs["log_sum_exp"] == pytest.approx(np.log(5 * np.e + 6), rel=1e-6)
 
 
-def test_graphs_hold_no_weights_of_their_own(export: Export, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_graphs_hold_no_weights_of_their_own(export: Export, tmp_path: Path, precision: str) -> None:
     model = architecture("lstm", layers=2)
-    export(model, random_weights(model, seed=0))
+    export(model, random_weights(model, seed=0), precision=precision)
     bundle = Bundle.read(tmp_path / "model")
     for role in bundle.manifest.graphs:
         graph = onnx.load(str(bundle.graph_path(role)), load_external_data=False).graph

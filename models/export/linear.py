@@ -1,0 +1,44 @@
+"""A row times a matrix of weights, as ONNX nodes: in float32, or in int8.
+
+In int8 every output unit's weights share a scale, and every row of the input has one of its own, found when it is
+multiplied: a row's result does not depend on the batch that it is in, and sums of integers are exact. The input is
+uint8 about 128, which processors multiply by int8. The weights are scaled and rounded by nodes that fold into
+constants when the graph is loaded, so the file holds nothing but the float32 ones.
+"""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from models.export.graph import GraphWriter
+
+LEVELS = 127.0
+MIDDLE = 128
+SMALLEST = 2.0**-100
+"""Of what a scale is made of: rows of zeros are not divided by 0."""
+
+
+def linear(graph: GraphWriter, x: str, weight: str, bias: str, weights: GraphWriter | None = None) -> str:
+    """`x weight^T + bias`. x: (N, I); weight: (O, I); bias: (O) or (N, O). Returns (N, O).
+
+    `weights`: the graph that `weight` is a value of, where `graph` is the body of a loop in it.
+    """
+    if graph.precision == "float32":
+        return graph.node("Gemm", x, weight, bias, transB=1)
+    weights = weights or graph
+    of_outputs = _scale(weights, weight)
+    rounded = weights.node("Round", weights.node("Div", weight, of_outputs))
+    rounded = weights.node("Cast", weights.node("Transpose", rounded, perm=[1, 0]), to=TensorProto.INT8)
+    of_rows = _scale(graph, x)
+    x = graph.node("Add", graph.node("Round", graph.node("Div", x, of_rows)), graph.number(MIDDLE))
+    x = graph.node("Cast", x, to=TensorProto.UINT8)
+    y = graph.node("MatMulInteger", x, rounded, graph.byte(MIDDLE))
+    y = graph.node("Mul", graph.node("Cast", y, to=TensorProto.FLOAT), of_rows)
+    y = graph.node("Mul", y, weights.node("Transpose", of_outputs, perm=[1, 0]))
+    return graph.node("Add", y, bias)
+
+
+def _scale(graph: GraphWriter, values: str) -> str:
+    """(N, I) -> (N, 1): what one level of each row is."""
+    largest = graph.node("ReduceMax", graph.node("Abs", values), graph.integers(1), keepdims=1)
+    return graph.node("Div", graph.node("Max", largest, graph.number(SMALLEST)), graph.number(LEVELS))
