@@ -5,8 +5,8 @@ python -m benchmarks.shadow table docs/figures/shadow.json
 python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
 One server for each rate, all on the same bundle, which says that its own k is the one asked for. Sessions far beyond k
-are stepped in an open loop at half of what the server can do; the servers take turns, round by round, and the one that
-begins a round is another in each. While one is under load the others do nothing.
+are stepped in an open loop at a share of what the server can do. The servers take turns, round by round, and the one
+that begins a round is another in each. While one is under load the others do nothing.
 """
 
 from __future__ import annotations
@@ -147,17 +147,17 @@ def serving(k: int) -> Iterator[list[Subject]]:
         yield [Subject(server, rate, k, vocabulary) for server, rate in zip(servers, RATES, strict=True)]
 
 
-def measure(subjects: list[Subject], k: int, rounds: int, seconds: float) -> OfWindow:
-    """Every rate, in turns."""
+def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share: float) -> OfWindow:
+    """Every rate, in turns, at this share of the capacity."""
     capacity = statistics.median(subjects[0].capacity() for _ in range(3))
     found: dict[str, list[Round]] = {str(subject.rate): [] for subject in subjects}
     for index in range(rounds + 1):
         for turn in range(len(subjects)):
             subject = subjects[(index + turn) % len(subjects)]
-            figures = subject.load(capacity / 2, seconds, seed=index)
+            figures = subject.load(share * capacity, seconds, seed=index)
             if index:  # the first round is for warming up
                 found[str(subject.rate)].append(figures)
-    return OfWindow(k=k, events_per_s=capacity / 2, capacity_per_s=capacity, seconds=seconds, rounds=found)
+    return OfWindow(k=k, events_per_s=share * capacity, capacity_per_s=capacity, seconds=seconds, rounds=found)
 
 
 def spread(values: list[float], form: str) -> str:
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=list(WINDOWS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--share", type=float, default=0.5, help="of what the server can do")
     options = parser.parse_args()
     if options.command == "measure":
         manifest = read_manifest(BUNDLE)
@@ -249,7 +250,7 @@ def main() -> None:
             known = Results.model_validate_json(options.results.read_bytes()).windows
         for k in options.k:
             with serving(k) as subjects:
-                known[str(k)] = measure(subjects, k, options.rounds, options.seconds)
+                known[str(k)] = measure(subjects, k, options.rounds, options.seconds, options.share)
             results = Results(
                 model=manifest.name,
                 model_version=manifest.version,
