@@ -23,8 +23,9 @@ from service.engine.margin import Margin
 from service.engine.report import Report
 from service.engine.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin
 
-MOST_PROOFS = 4
-"""Proofs that are sought or wait at a time. An answer that comes when there are as many goes out without: to be late is
+MOST_PROOFS = 1
+"""Proofs that are sought or wait at a time. An answer that comes when there are as many, or while other work is queued
+or running, goes out without: by direction a proof takes several times as long as the window's run, and to be late is
 worse than not to be proved."""
 
 
@@ -183,7 +184,7 @@ class Answering:
         rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
-        if self._proofs == MOST_PROOFS:
+        if self._proofs == MOST_PROOFS or not self._forward.idle:
             return False
         first = int(outcome.logits.argmax())
         self._proofs += 1
