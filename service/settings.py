@@ -83,7 +83,7 @@ class Settings(BaseModel):
     session_budget_bytes: int = Field(
         default=2**30,
         ge=1,
-        description="memory for sessions beside their states: about 230 each, and 2 for each token of a tail (4 where "
+        description="memory for sessions beside their states: about 300 each, and 2 for each token of a tail (4 where "
         "a vocabulary has over 65536); where it is used up new sessions are answered 429",
     )
     request_timeout_ms: int = Field(

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-STARTS_WITHIN_S = 300
+STARTS_WITHIN_S = 600
 METRIC = re.compile(r"(\w+)\{(.*)\} (\S+)")
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 

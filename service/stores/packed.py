@@ -21,7 +21,7 @@ _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
 # Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
 # memory is handed out in steps of 16 bytes.
-BESIDE_BYTES = 140
+BESIDE_BYTES = 200
 
 
 Identity = tuple[str, str, Mode, int]
