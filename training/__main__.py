@@ -8,11 +8,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.markup import escape
 
-from models.manifest import LARGEST_WINDOW
+from models.manifest import LARGEST_WINDOW, Precision
 from training.audit import audit
 from training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from training.audit_subject import POSITIONS as AUDITED
@@ -47,6 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
         "--version", type=_version, default="1", help="version number in the manifest (default: %(default)s)"
+    )
+    command.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="float32",
+        help="what the graphs multiply in; in int8 the bundle is NAME-int8 and is not certified (default: %(default)s)",
     )
     _add_audit(commands)
     return parser
@@ -116,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given = {name: value for name, value in vars(options).items() if name != "command"}
             audit(AuditOptions(command=_audit_as_typed(options), **given), console)
         else:
-            export_run(options.run, options.bundles, options.data, options.version, console)
+            export_run(options.run, options.bundles, options.data, options.version, console, options.precision)
     except (TrainingError, FloatingPointError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 from models.export import ExportError, export_bundle
-from models.manifest import Provenance, Quality
+from models.manifest import Precision, Provenance, Quality
 from models.networks import Network
 from training.config import Experiment
 from training.data import Corpus, load_corpus
@@ -180,12 +180,25 @@ def quality_table(name: str, found: Quality) -> Table:
     return table
 
 
-def export_run(path: Path, bundles: Path, data: Path | None, bundle_version: str, console: Console) -> Path:
-    """Writes the run's best weights as `bundles/NAME`; returns that path. Raises RunError."""
+def export_run(
+    path: Path,
+    bundles: Path,
+    data: Path | None,
+    bundle_version: str,
+    console: Console,
+    precision: Precision = "float32",
+) -> Path:
+    """Writes the run's best weights as `bundles/NAME`, in int8 as `bundles/NAME-int8`; returns that path.
+
+    The latter has no quality: what was evaluated is in float32. Raises RunError.
+    """
     run = open_run(path, data)
     experiment, corpus, network = run.experiment, run.corpus, run.network
-    found = run.folder.quality(run.best_step, POSITIONS) or _evaluate(run, POSITIONS, console)
-    target = bundles / experiment.name
+    name, found = f"{experiment.name}-{precision}", None
+    if precision == "float32":
+        name, found = experiment.name, run.folder.quality(run.best_step, POSITIONS)
+        found = found or _evaluate(run, POSITIONS, console)
+    target = bundles / name
     try:
         manifest = export_bundle(
             target,
@@ -193,7 +206,7 @@ def export_run(path: Path, bundles: Path, data: Path | None, bundle_version: str
             weights={name: tensor.numpy() for name, tensor in network.weights().items()},
             vocabulary_kind=corpus.vocabulary.kind,
             tokenizer_json=corpus.tokenizer_json,
-            name=experiment.name,
+            name=name,
             version=bundle_version,
             description=experiment.export.description,
             window=experiment.export.window,
@@ -202,11 +215,14 @@ def export_run(path: Path, bundles: Path, data: Path | None, bundle_version: str
             provenance=_provenance(run),
             sample_tokens=corpus.streams["valid"][:SAMPLE_TOKENS].tolist(),
             torch_network=network,
+            precision=precision,
         )
     except (ExportError, OSError) as error:
         raise RunError(f"{target} was not written: {error}") from error
     size = sum(file.stat().st_size for file in target.iterdir())
     contractive = "contractive" if manifest.certificate.contractive else "not contractive by the simple bounds"
+    if precision != "float32":
+        contractive = f"not certified: {manifest.certificate.reason}"
     console.print(f"{target}: {size:,} bytes, {contractive}")
     return target
 

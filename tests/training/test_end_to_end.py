@@ -66,6 +66,10 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     bundles = tmp_path / "bundles"
     exported = run("training", "export", cut, "--bundles", bundles)
     assert "contractive" in exported
+    exported = run("training", "export", cut, "--bundles", tmp_path / "quantised", "--precision", "int8")
+    assert "not certified: its graphs multiply in int8" in exported
+    quantised = json.loads((tmp_path / "quantised" / "licence-int8" / "manifest.json").read_text())
+    assert (quantised["name"], quantised["precision"], quantised["quality"]) == ("licence-int8", "int8", None)
     assert (cut / "evaluation.png").stat().st_size > 0
     manifest = json.loads((bundles / "licence" / "manifest.json").read_text())
     assert manifest["certificate"]["contractive"] is True
