@@ -1,0 +1,161 @@
+"""What graphs that multiply in int8 win, and how far what they say is from float32: one bundle and its int8 twin.
+
+    python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
+
+The twin is made of the bundle's own weights and tokenizer, and thrown away. Both are given the same texts, which the
+float32 model makes up token by token at temperature 1, each with a state of its own; every pair of answers is compared
+as a `both` answer is, and counted as the report counts it. Times are of the processor, one thread, the two in turns.
+Needs the extra train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from models.bundle import Bundle
+from models.export import export_bundle
+from models.manifest import Precision, Role
+from models.parity import log_softmax
+from service.engine.agreement import AgreementStatistics, compare
+from service.runners.onnx import OnnxRunner
+from service.runners.runner import NEXT, Array
+
+SHIPPED = Path("models/bundles/gated-stable")
+TEXTS, TOKENS = 32, 128
+RUNS: tuple[tuple[Role, int, int], ...] = (
+    ("step", 1, 200),
+    ("step", 16, 50),
+    ("step", 64, 20),
+    ("window", 1, 10),
+    ("window", 16, 2),
+)
+"""Role, batch, and how often it is run in a round."""
+
+Runners = dict[Precision, OnnxRunner]
+
+
+def twin(bundle: Bundle, folder: Path) -> Bundle:
+    """The bundle's weights as a bundle whose graphs multiply in int8."""
+    manifest = bundle.manifest
+    random = np.random.default_rng(0)
+    export_bundle(
+        folder / "int8",
+        architecture=manifest.architecture,
+        weights=bundle.weights(),
+        vocabulary_kind=manifest.vocabulary.kind,
+        tokenizer_json=(bundle.path / manifest.tokenizer).read_text(encoding="utf-8"),
+        name=manifest.name,
+        version=manifest.version,
+        description=manifest.description,
+        window=manifest.window,
+        max_window=manifest.max_window,
+        quality=None,
+        provenance=manifest.provenance,
+        sample_tokens=random.integers(manifest.vocabulary.size, size=256).tolist(),
+        precision="int8",
+    )
+    return Bundle.read(folder / "int8")
+
+
+def zeros(bundle: Bundle, batch: int) -> dict[str, Array]:
+    """The state before any token."""
+    return {tensor.name: np.zeros((batch, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
+
+
+def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
+    """Over every token of the texts."""
+    random, found = np.random.default_rng(1), AgreementStatistics()
+    states = {precision: zeros(bundle, TEXTS) for precision in runners}
+    tokens: NDArray[np.int64] = np.full(TEXTS, bundle.manifest.vocabulary.eos_id)
+    for _ in range(TOKENS):
+        outputs = {}
+        for precision, runner in runners.items():
+            outputs[precision] = runner.run("step", {"tokens": tokens, **states[precision]})
+            states[precision] = {name: outputs[precision][NEXT + name] for name in states[precision]}
+        exact, rounded = outputs["float32"], outputs["int8"]
+        for row in range(TEXTS):
+            pair = [(of["logits"][row], of["hidden"][row]) for of in (exact, rounded)]
+            (p, h), (q, g) = pair
+            found.add(compare(p, q, h, g, None, False))
+        cumulative = np.exp(log_softmax(exact["logits"])).cumsum(axis=1)
+        drawn = (cumulative > random.random((TEXTS, 1)) * cumulative[:, -1:]).argmax(axis=1)
+        tokens = drawn.astype(np.int64)
+    return found
+
+
+def times(bundle: Bundle, runners: Runners, role: Role, batch: int, repeat: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds an item, of every round."""
+    tokens = np.random.default_rng(0).integers(bundle.manifest.vocabulary.size, size=(batch, bundle.manifest.window))
+    feeds: dict[str, Array] = {"tokens": tokens, "lengths": np.full(batch, tokens.shape[1])}
+    if role == "step":
+        feeds = {"tokens": tokens[:, 0].copy(), **zeros(bundle, batch)}
+    taken: dict[str, list[float]] = {precision: [] for precision in runners}
+    for turn in range(rounds + 1):
+        for precision, runner in runners.items():
+            begun = time.thread_time()
+            for _ in range(repeat):
+                runner.run(role, feeds)
+            if turn:  # the first is for warming up
+                taken[precision].append(1e6 * (time.thread_time() - begun) / repeat / batch)
+    return taken
+
+
+def measure(path: Path, rounds: int) -> dict[str, object]:
+    """Everything about one bundle."""
+    bundle = Bundle.read(path)
+    with tempfile.TemporaryDirectory() as folder:
+        rounded = twin(bundle, Path(folder))
+        runners: Runners = {"float32": OnnxRunner(bundle, "cpu", 1), "int8": OnnxRunner(rounded, "cpu", 1)}
+        runs = [
+            {"role": role, "batch": batch, "us_per_item": times(bundle, runners, role, batch, repeat, rounds)}
+            for role, batch, repeat in RUNS
+        ]
+        found = agreement(bundle, runners)
+    return {
+        "model": bundle.manifest.name,
+        "window": bundle.manifest.window,
+        "runs": runs,
+        "agreement": found.document(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    options = parser.parse_args()
+    subjects = [measure(path, options.rounds) for path in options.bundles]
+    console = Console(width=110)
+    for subject in subjects:
+        table = Table(title=f"{subject['model']}: processor time an item, us (windows of {subject['window']})")
+        for heading in ("", "float32", "int8", "float32 / int8"):
+            table.add_column(heading, justify="right")
+        for run in subject["runs"]:
+            exact, rounded = (np.array(run["us_per_item"][precision]) for precision in ("float32", "int8"))
+            table.add_row(
+                f"{run['role']}, batch {run['batch']}",
+                *(f"{np.median(x):.1f} ({x.min():.1f} to {x.max():.1f})" for x in (exact, rounded)),
+                f"{np.median(exact / rounded):.2f}",
+            )
+        console.print(table)
+        counted = subject["agreement"]
+        console.print(
+            f"{counted['compared']} answers: the same first token {counted['top1_match_rate']:.4f}, total variation "
+            f"{counted['total_variation']['mean']:.2g} in the mean and {counted['total_variation']['max']:.2g} at most"
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"rounds": options.rounds, "subjects": subjects}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
