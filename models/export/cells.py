@@ -3,9 +3,10 @@
 A step is written in two halves: `drive` is what depends on the layer's input alone, for many rows at once, and `step`
 is the rest, token by token. In the first layer `drive` is a function of the token and folds into a table, V rows that
 are computed when the graph is loaded. Whole sequences loop over `step`, so that they round as streaming does. ONNX has
-operators for LSTM, GRU and RNN; they multiply by the input's weights at every token and copy more about. On the CPU
-the loop beats them from batches of 4 on and is behind for one sequence (`benchmarks/sequences.py`). The gated loop
-costs a microsecond a token, less than solving chunks by doubling (`benchmarks/recurrence.py`).
+operators for LSTM, GRU and RNN; they multiply by the input's weights at every token. On one CPU core 64 windows of 64
+tokens take 0.55 of the operator's time in the loop for an LSTM of 256, and 0.23 for an RNN of 384; a window alone takes
+1.2 times as long for the LSTM, and 0.56 for the RNN. The gated loop costs a microsecond a token, less than solving
+chunks by doubling (`benchmarks/recurrence.py`).
 """
 
 from __future__ import annotations
