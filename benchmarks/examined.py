@@ -15,6 +15,7 @@ from benchmarks.histories import (
     greedy_histories,
     random_histories,
 )
+from models.certificate.answer import head_diameter
 from models.certificate.gated import GatedLayer
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
@@ -34,7 +35,11 @@ WINDOWS = (24, 8)
 DIRECTIONS, PUSHED = 4, 4
 SHOWN = (1, 2, 4, 8, 16, 24)
 FRONT_ROUNDING = 1e-9
+FLOAT64 = 1e-14  # of shares
 DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
+
+OF_WINDOWS = ("of_radius", "of_lead", "of_top1", "of_variation")
+"""What of a window may be passed."""
 
 Floats = NDArray[np.float64]
 Found = dict[str, object]
@@ -164,8 +169,8 @@ class _Examined:
         """A few windows by themselves: the radius, how far leads move, and whether a proved first token ever loses."""
         request = RequestBound(self.architecture, self.weights, self.layers)
         top1 = Top1(self.architecture, self.weights, request)
-        counts = dict.fromkeys(("windows", "window_pairs", "proved", "of_radius", "of_lead", "of_top1"), 0)
-        tightest = {"radius": 0.0, "lead": 0.0}
+        counts = dict.fromkeys(("windows", "window_pairs", "proved", *OF_WINDOWS), 0)
+        tightest = {"radius": 0.0, "lead": 0.0, "variation": 0.0}
         for length in WINDOWS:
             window = histories[self.generator.integers(len(histories)), -length:]
             bound = request(window[None])
@@ -191,11 +196,25 @@ class _Examined:
             counts["of_radius"] += int(not farthest <= bound.radius[0] + self.rounding)
             counts["of_lead"] += int((~(seen <= moved + lengths * self.rounding)).sum())
             counts["of_top1"] += int(proved and (self.exact.logits(ends).argmax(axis=1) != first).any())
+            shares = softmax(self.exact.logits(bound.hidden[0])), softmax(self.exact.logits(ends))
+            varied = float(np.abs(shares[0] - shares[1]).sum(axis=1).max()) / 2
+            off = float(np.tanh(head_diameter(self.exact.head) * self.rounding / 4)) + FLOAT64
+            variation = float(top1.variation(bound)[0])
+            counts["of_variation"] += int(not varied <= variation + off)
+            if varied > 100 * off:
+                tightest["variation"] = max(tightest["variation"], varied / variation)
             if farthest > 100 * self.rounding:
                 tightest["radius"] = max(tightest["radius"], float(farthest / bound.radius[0]))
                 tightest["lead"] = max(tightest["lead"], float((seen / moved).max()))
         found["request"] = counts
         found["tightest"] = tightest
+
+
+def softmax(logits: Floats) -> Floats:
+    """(..., V)."""
+    shares: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tuple[Floats, Floats]] | None:

@@ -86,6 +86,7 @@ class CellStep:
         self.inflow = inflow
         self._recurrent = recurrent
         self.reach = tuple(np.minimum(each, FAR) for each in reach)
+        self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 
     def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
         """x: what the cell reads, and how far that moves. No state is further than if the run's were at its reach."""
@@ -101,6 +102,9 @@ class CellStep:
                 new, boxes, balls = self._simple(pre, state, error)
         errors = []
         for value, box, ball, reach in zip(new, boxes, balls, self.reach, strict=True):
+            if self._reaches_far:  # the run may have started from anywhere
+                errors.append(Deviation.within(np.full_like(box, FAR)))
+                continue
             box = box + ULP * (1 + np.abs(value))
             ball = ball + ULP * (np.sqrt(value.shape[1]) + np.linalg.norm(value, axis=1))
             errors.append(Deviation.within(np.minimum(box, np.abs(value) + reach), ball))

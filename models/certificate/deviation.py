@@ -22,8 +22,11 @@ from models.reference import sigmoid
 LARGE = 50.0
 """A pre-activation that may move by more than this moves its sigmoid from end to end."""
 
-FAR = 1e30
-"""Further than anything is: stands for no bound at all, and leaves room for its square."""
+FAR = 1e100
+"""Stands for no bound at all, and leaves room for its square."""
+
+BEYOND = 1e80
+"""What is not bounded by less is not bounded: leaves room for what small matrices make of FAR."""
 
 TINY = 1e-300
 

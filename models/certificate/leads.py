@@ -83,6 +83,7 @@ class Leads:
         lead = np.abs(self._beside(unit[:, None], mean)[:, 0])
         first = left + length * float(bound.norm.remainder[row])
         result = np.minimum(first, bound.norm.turned_by(length, lead, row, left, along))
+        result = np.minimum(result, length * bound.norm.ball[row])
         hidden = (self._lengths + float(shares @ self._lengths)) * float(bound.off[row])
         moved: Vector = (result + hidden) * (1 + MARGIN)
         return moved

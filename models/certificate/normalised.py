@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.deviation import FAR, MARGIN, Linear
+from models.certificate.deviation import BEYOND, FAR, MARGIN, Linear
 from models.certificate.outward import Matrix, Vector, roundoff
 
 
@@ -49,7 +49,7 @@ class Normalised:
 
         self._uncentred = 2 * relative * root * np.abs(once).max(axis=1)
         r = r + self._uncentred
-        inside = r < whole
+        inside = (r < whole) & (r < BEYOND)
         near = np.where(inside, 2 * root * np.sin(np.arcsin(np.minimum(r / whole, 1.0)) / 2), np.inf)
         farthest = np.minimum(length + r, FAR)
         apart = root * (length / whole + farthest / np.sqrt(farthest**2 + width * epsilon))
@@ -57,7 +57,7 @@ class Normalised:
         self.ball: Vector = moved + relative * root
         least = np.where(inside, whole - r, 1.0)
         second = np.where(inside, root / np.sqrt(3) * (r / least) ** 2, np.inf)
-        self._share = r / whole
+        self._share = np.where(r < BEYOND, r / whole, FAR)
         self._cancelled = (MARGIN + self._uncentred / whole) * self._share
         self._rounding = 2 * relative * (root + moved) + self._factor * self._uncentred + root * self._cancelled
         self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
@@ -122,7 +122,7 @@ class Normalised:
         share = self._share[rows]
         turning = (along + self._uncentred[rows]) / self._whole[rows] + self._cancelled[rows]
         closer = 1 - np.minimum(turning, share) - 8 * self._relative
-        open_ = closer > 0
+        open_ = (closer > 0) & (share < BEYOND)
         closer = np.where(open_, closer, 1.0)
         q = share**2 / (closer**2 + share**2)
         shorter = q / (1 + np.sqrt(1 - q)) * lead * self._root

@@ -8,7 +8,8 @@ layer by layer, each state unit by unit and as a whole (`cell.py`, `deviation.py
 - A first layer whose inputs are the tokens alone has known gates. Where it is a gated one, the distance is a product
   of gates times the state that was cut off. Behind a front of convolutions that begins once they are within the window.
 - Above it, a LayerNorm turns by an angle, matrices have norms, and a relu unit that stays off passes nothing on.
-- No state is ever further than it would be if the run's were anywhere within reach.
+- No state is ever further than it would be if the run's were anywhere within reach. Where reach has no end (linear and
+  relu layers that may grow), nothing is known of a state, ever; a LayerNorm above may still bound what is made of it.
 
 The statement is about exact runs and the window's end *as computed here*, in float64: rounding is in the radius.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.cell import CellStep, Deviations, States
-from models.certificate.deviation import FAR, MARGIN, Deviation, Linear
+from models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
 from models.certificate.feed_forward import Fed, FeedForward
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
@@ -144,7 +145,7 @@ class RequestBound:
 
 
 def _outward(ball: Vector) -> Vector:
-    result: Vector = np.where(ball < FAR / 2, ball * (1 + MARGIN), np.inf)
+    result: Vector = np.where(ball < BEYOND, ball * (1 + MARGIN), np.inf)
     return result
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.answer import variation_by_token
-from models.certificate.deviation import FAR, MARGIN
+from models.certificate.deviation import BEYOND, MARGIN, TINY
 from models.certificate.leads import Leads
 from models.certificate.outward import Matrix, Vector, roundoff
 from models.certificate.request import RequestBound, WindowBound
@@ -43,7 +43,7 @@ class Top1:
         self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
         self._rows = head_weight(weights).astype(np.float64)
         self._bias = weights["head.bias"].astype(np.float64)
-        self._norms = np.linalg.norm(self._rows, axis=1) * (1 + MARGIN)
+        self._norms = np.linalg.norm(self._rows, axis=1) * (1 + MARGIN) + TINY
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
 
     def proved(self, bound: WindowBound) -> Flags:
@@ -54,7 +54,7 @@ class Top1:
         first, every = logits.argmax(axis=1), np.arange(len(logits))
         lead = logits[every, first][:, None] - logits - off - off[every, first][:, None]
         lead[every, first] = np.inf
-        radius = np.minimum(bound.radius, FAR)
+        radius = bound.radius
         taken = (self._norms + self._norms[first][:, None]) * radius[:, None]
         rows, others = np.nonzero(~(lead > taken))
         proved = np.ones(len(logits), dtype=np.bool_)
@@ -65,7 +65,7 @@ class Top1:
             going = proved[row]
             row, other = row[going], other[going]
             gap = self._rows[first[row]] - self._rows[other]
-            settled = lead[row, other] > np.linalg.norm(gap, axis=1) * radius[row] * (1 + MARGIN)
+            settled = lead[row, other] > (np.linalg.norm(gap, axis=1) * (1 + MARGIN) + TINY) * radius[row]
             row, other, gap = row[~settled], other[~settled], gap[~settled]
             proved[row[~(lead[row, other] > self.moved(bound, gap, row))]] = False
         return proved
@@ -102,7 +102,8 @@ class Top1:
         """How far `gap . hidden` (P, H) moves at most, each of one of the windows (P): (P)."""
         if bound.norm is None:
             error = bound.steps[-1].error[0]
-            return _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
+            moved = _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
+            return np.where(error.ball[rows] < BEYOND, moved, np.inf)
         g = gap * self._gain
         windows, row = np.unique(rows, return_inverse=True)
         gradient, left = bound.norm.pull(g, rows)
@@ -110,6 +111,7 @@ class Top1:
         changed = self._stream(bound, pulled, np.concatenate([rows, windows]))
         moved, along = changed[: len(rows)], changed[len(rows) :][row]
         moved = np.minimum(moved + left, bound.norm.turned(g, rows, moved, along))
+        moved = np.minimum(moved, np.linalg.norm(g, axis=1) * bound.norm.ball[rows])
         result: Vector = (moved + np.linalg.norm(gap, axis=1) * bound.off[rows]) * (1 + MARGIN)
         return result
 

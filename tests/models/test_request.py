@@ -115,3 +115,27 @@ def test_a_cap_that_float32_rounds_up_leaves_long_windows_within_their_radius(ca
     apart = np.linalg.norm(run(reference, np.concatenate([past, window], axis=1)) - bound.hidden, axis=1)
     assert np.all(apart <= bound.radius)
     assert bound.radius.max() < 1e-9
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
+def test_of_states_that_may_grow_without_end_nothing_is_taken_to_be_known(cell: Cell, block: str) -> None:
+    """They outgrow any number that might stand for no bound, in the past and within the window. Behind a LayerNorm
+    there is still a bound, as no output of it is longer than it can be."""
+    model = architecture(cell, block)
+    weights = random_weights(model, seed=0, recurrent=3)
+    if cell == "rnn_relu":
+        weights["layers.0.cell.weight_hh_l0"] = np.abs(weights["layers.0.cell.weight_hh_l0"])
+    generator, request = np.random.default_rng(0), RequestBound(model, weights)
+    reference, top1 = Reference(model, weights), Top1(model, weights, request)
+    window = generator.integers(model.vocabulary_size, size=120)
+    bound = request(window[None])
+    ends = run(reference, after(generator.integers(model.vocabulary_size, size=(PASTS, LONGEST_PAST)), window))
+    assert np.abs(bound.steps[0].state[0]).max() > 1e30
+    apart = ends - bound.hidden
+    assert np.linalg.norm(apart, axis=1).max() <= bound.radius[0]
+    gaps = reference.head[:1] - reference.head[1:]
+    assert (np.abs(apart @ gaps.T).max(axis=0) <= top1.moved(bound, gaps, np.zeros(len(gaps), np.intp))).all()
+    assert not top1.proved(bound)[0]
+    assert np.isinf(bound.radius[0]) == (block == "plain")
+    assert top1.variation(bound)[0] == 1 or block == "residual"
