@@ -14,8 +14,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PREFIX = "WANE_"
-# Variables of the same prefix that belong to others: where the tests find their corpora.
-FOREIGN = frozenset({"WANE_DATA"})
+# Variables of the same prefix that belong to others: where the tests find their corpora, and what they may not skip.
+FOREIGN = frozenset({"WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
 

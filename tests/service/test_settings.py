@@ -52,7 +52,7 @@ def test_a_variable_that_is_no_setting_is_fatal_and_named(variable: str) -> None
 
 
 def test_the_tests_own_variable_is_left_alone() -> None:
-    assert read(WANE_DATA="/somewhere") == Settings()
+    assert read(WANE_DATA="/somewhere", WANE_REQUIRE_STACK="1") == Settings()
 
 
 @pytest.mark.parametrize(
