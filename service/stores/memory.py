@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from service.errors import Overloaded
 from service.stores.packed import Packing, entry_bytes, tail_bytes, touched, touched_s
 from service.stores.shard import Shard
-from service.stores.store import LastStep, Record
+from service.stores.store import LastStep, Record, appended, rewound
 from service.stores.tail import Tail
 
 SHARDS = 64
@@ -78,14 +78,15 @@ class MemoryStore:
         if record is None:
             return None
         position = record.position + len(tokens)
-        return self._change(record, position, record.tail.append(tokens, position, self.tail_tokens), step)
+        tail = record.tail.append(tokens, position, self.tail_tokens)
+        return self._change(record, position, tail, appended(record.revision), step)
 
     async def rewind(self, session: str, revision: int, position: int) -> Record | None:
         """See `Store`."""
         record = self._at(session, revision)
         if record is None:
             return None
-        return self._change(record, position, record.tail.without_last(record.position - position), None)
+        return self._change(record, position, record.tail.without_last(record.position - position), rewound(revision))
 
     async def delete(self, session: str) -> bool:
         """See `Store`."""
@@ -113,10 +114,12 @@ class MemoryStore:
         record = self._packing.unpack(session, packed, self._clock())
         return record if record.revision == revision else None
 
-    def _change(self, before: Record, position: int, tail: Tail, last: LastStep | None) -> Record:
+    def _change(
+        self, before: Record, position: int, tail: Tail, revision: int, last: LastStep | None = None
+    ) -> Record:
         """The session at its next revision, used now."""
         session, model, version, mode = before[:4]
-        record = Record(session, model, version, mode, position, tail, before.revision + 1, last)
+        record = Record(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
         self._put(record)
         while self.used_bytes > self._budget_bytes:

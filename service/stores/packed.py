@@ -4,8 +4,8 @@
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
 `start` is that of the last step, -1 where there is none; a key's digest is empty where it had no key. What many
-sessions have in common, model, version, mode and the width of an id, is their identity, kept once. Bytes hold no
-references, so the garbage collector does not walk through them, however many there are.
+sessions have in common, model, version, mode, the width of an id and the vocabulary, is their identity, kept once. Bytes
+hold no references, so the garbage collector does not walk through them, however many there are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NO_STEP = -1
 BESIDE_BYTES = 200
 
 
-Identity = tuple[str, str, Mode, int]
-"""What many sessions have in common: model, version, mode, and how many bytes a token id takes."""
+Identity = tuple[str, str, Mode, int, str]
+"""What many sessions have in common: model, version, mode, how many bytes a token id takes, and the vocabulary."""
 
 
 def entry_bytes(session: str, tail: int) -> int:
@@ -59,7 +59,7 @@ class Packing:
 
     def pack(self, record: Record, now_s: float) -> bytes:
         """The record, used now."""
-        identity = record.model, record.model_version, record.mode, record.tail.width
+        identity = record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
         number = self._numbers.get(identity)
         if number is None:
             number = self._numbers[identity] = len(self._identities)
@@ -71,10 +71,10 @@ class Packing:
     def unpack(self, session: str, packed: bytes, now_s: float) -> Record:
         """The record, as of now."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
-        model, version, mode, width = self._identities[number]
+        model, version, mode, width, vocabulary = self._identities[number]
         tail = Tail(packed[_HEADER.size :], width)
         last = None if start == NO_STEP else LastStep(start, tokens, key or None)
-        return Record(session, model, version, mode, position, tail, revision, last, now_s - touched_s)
+        return Record(session, model, version, mode, position, tail, revision, last, now_s - touched_s, vocabulary)
 
     def model(self, packed: bytes) -> str:
         """The session's model."""

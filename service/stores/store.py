@@ -11,6 +11,24 @@ from service.stores.tail import Tail
 
 DIGEST_BYTES = 16
 
+_BRANCH_BITS = 32
+
+
+def appended(revision: int) -> int:
+    """The revision after an append."""
+    return revision + 1
+
+
+def rewound(revision: int) -> int:
+    """The revision after a rewind, with which the session begins a new branch. Under 2^53, as far as scripts of stores
+    count exactly, for two million rewinds of four billion appends each."""
+    return (revision >> _BRANCH_BITS) + 1 << _BRANCH_BITS
+
+
+def follows(revision: int, earlier: int) -> bool:
+    """Whether all that came between two revisions of a session was appended: it still begins as it was at `earlier`."""
+    return revision >= earlier and revision >> _BRANCH_BITS == earlier >> _BRANCH_BITS
+
 
 def digest(data: bytes) -> bytes:
     """What a step's tokens and key are remembered by, in at most 16 bytes: themselves where they are shorter than
@@ -29,9 +47,10 @@ class LastStep(NamedTuple):
 class Record(NamedTuple):
     """A session as it is kept.
 
-    `revision` grows by one with every change. It is what comparisons are made on: unlike a position it never
-    comes back, so a session that was rewound and stepped again elsewhere cannot be taken for its old self.
-    `idle_s` is the time since it was last touched, as of reading.
+    `revision` grows with every change, as `appended` and `rewound` say. It is what comparisons are made on: unlike a
+    position it never comes back, so a session that was rewound and stepped again elsewhere cannot be taken for its old
+    self. `idle_s` is the time since it was last touched, as of reading. `model_version` is the one that it was started
+    under, for information; `vocabulary` tells whose token ids its tail holds, and no version of another may run them.
     """
 
     session: str
@@ -43,6 +62,7 @@ class Record(NamedTuple):
     revision: int = 0
     last: LastStep | None = None
     idle_s: float = 0.0
+    vocabulary: str = ""
 
     @property
     def cut(self) -> int:
