@@ -31,13 +31,16 @@ CLOSE_S = 5  # for connections to take their last bytes once everything is answe
 class Server(uvicorn.Server):
     """uvicorn, which drains before it stops listening.
 
-    On the first SIGTERM or SIGINT the server is unready, refuses new work with 503 and finishes what it has
-    admitted, as long as the settings allow; then it stops listening. Another SIGINT stops it without that.
+    On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that whoever spreads
+    the requests notices and sends them elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
+    as long as the settings allow; then it stops listening, and WebSockets are closed with 1012. Another SIGINT stops it
+    without that.
     """
 
-    def __init__(self, config: uvicorn.Config, catalog: Catalog) -> None:
+    def __init__(self, config: uvicorn.Config, catalog: Catalog, notice_s: float = 0.0) -> None:
         super().__init__(config)
         self.catalog = catalog
+        self.notice_s = notice_s
         self.draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -67,6 +70,9 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         SERVICE.info("draining")
         try:
+            if self.catalog.ready:
+                self.catalog.leave()
+                await asyncio.sleep(self.notice_s)
             await self.catalog.close()
         finally:
             self.should_exit = True
@@ -112,7 +118,7 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, catalog)
+    server = Server(config, catalog, notice_s=settings.drain_notice_ms / 1000)
     server.run()
     SERVICE.info("stopped")
     logs.flush()

@@ -92,6 +92,12 @@ class Settings(BaseModel):
     stream_idle_s: float = Field(
         default=600, gt=0, allow_inf_nan=False, description="time without a message after which a WebSocket is closed"
     )
+    drain_notice_ms: int = Field(
+        default=0,
+        ge=0,
+        description="time that a server which is to stop goes on taking requests while /readyz is 503 already: longer "
+        "than a load balancer takes to see that, no request is refused",
+    )
     drain_timeout_ms: int = Field(
         default=10_000, ge=0, description="time that admitted requests have to end when the server stops"
     )

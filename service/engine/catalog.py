@@ -41,17 +41,18 @@ class Catalog:
         self._engines: dict[str, Engine] = {}
         self._default = settings.default_model
         self._status = "loading"
+        self._leaving = False
         self._store: Store | None = None
 
     @property
     def ready(self) -> bool:
         """Whether every model is loaded, verified and warmed up, and the process is not draining."""
-        return self._status == "ready"
+        return self._status == "ready" and not self._leaving
 
     @property
     def status(self) -> str:
         """`loading`, `ready` or `draining`."""
-        return self._status
+        return "draining" if self._leaving else self._status
 
     @property
     def device(self) -> str:
@@ -143,8 +144,13 @@ class Catalog:
         """The body of /v1/report: `{"device", "models": [engine reports]}`. Raises Unavailable unless ready."""
         return {"device": self.device, "models": [await engine.report() for engine in self.list()]}
 
+    def leave(self) -> None:
+        """Not ready from now on, though requests are still taken: others will stop sending them."""
+        self._leaving = True
+        self._metrics.ready.set(0)
+
     async def close(self) -> None:
-        """Not ready from now on; waits for what was admitted, then ends every engine."""
+        """Not ready from now on; refuses new requests, waits for what was admitted, then ends every engine."""
         self._status = "draining"
         self._metrics.ready.set(0)
         engines = self._engines.values()

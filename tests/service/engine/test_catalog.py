@@ -61,6 +61,15 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         catalog.get()
 
 
+async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(catalog: Catalog) -> None:
+    catalog.leave()
+    assert (catalog.ready, catalog.status) == (False, "draining")
+    assert (await catalog.get().predict(PredictRequest((1, 2, 3)))).predictions
+    await catalog.close()
+    with pytest.raises(Unavailable, match="stopping"):
+        catalog.get()
+
+
 async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_them(tmp_path: Path) -> None:
     catalog = make(tmp_path)
     for reason in ("loading", "stopping"):

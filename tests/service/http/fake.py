@@ -243,10 +243,11 @@ class FakeCatalog:
         self.engine = FakeEngine()
         self.failure: Exception | None = None
         self.draining = asyncio.Event()
+        self.leaving = asyncio.Event()
 
     @property
     def ready(self) -> bool:
-        return self.status == "ready"
+        return self.status == "ready" and not self.leaving.is_set()
 
     async def load(self) -> None:
         pass
@@ -254,7 +255,7 @@ class FakeCatalog:
     def get(self, name: str | None = None) -> FakeEngine:
         if self.failure is not None:
             raise self.failure
-        if not self.ready:
+        if self.status != "ready":
             raise Unavailable(f"the server is {self.status}")
         if name not in (None, self.engine.name):
             raise UnknownModel(f"there is no model {name!r}")
@@ -271,6 +272,9 @@ class FakeCatalog:
     async def report(self) -> dict[str, object]:
         self.get()
         return {"device": "cpu", "models": []}
+
+    def leave(self) -> None:
+        self.leaving.set()
 
     async def close(self) -> None:
         """Waits for what the engine waits for: as the real one, for what was admitted."""

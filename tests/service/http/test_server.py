@@ -51,6 +51,22 @@ async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
     assert server.should_exit
 
 
+async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_requests(
+    server: SocketServer, catalog: FakeCatalog
+) -> None:
+    server.notice_s = 3600
+    server.handle_exit(signal.SIGTERM, None)
+    await catalog.leaving.wait()
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.post("/v1/predict", json={"tokens": [1]})).status_code == 200
+    assert not catalog.draining.is_set()
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and server.force_exit
+    assert server.draining is not None
+    server.draining.cancel()
+
+
 async def test_a_second_interrupt_does_not_wait(server: SocketServer, engine: FakeEngine, catalog: FakeCatalog) -> None:
     engine.wait = asyncio.Event()
     server.handle_exit(signal.SIGINT, None)
