@@ -21,7 +21,7 @@ from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last
 from service.engine.margin import Margin
 from service.engine.report import Report
-from service.engine.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin
+from service.engine.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin, Prediction
 
 MOST_PROOFS = 1
 """Proofs that are sought or wait at a time. An answer that comes when there are as many, or while other work is queued
@@ -128,12 +128,12 @@ class Answering:
         """
         answering = recurrent or window
         assert answering is not None, "a course without a run: this is a bug"
-        found = predictions(answering.outcome.logits, top_k, self._vocabulary, answering.outcome.top)
+        found = self._predictions(answering.outcome, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
             pair = await self.agreement(course, recurrent, window)
-            of_window = predictions(window.outcome.logits, top_k, self._vocabulary, window.outcome.top)
+            of_window = self._predictions(window.outcome, top_k)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(of_window, window.latency),
@@ -142,7 +142,31 @@ class Answering:
                 self._report.took(mode, part.latency)
         elif self.offer is not None:
             self.offer(course, fed, answering)
-        bound, proved = answering.bound, await self._proved(answering, answering.bound)
+        proved = await self._proved(answering, answering.bound)
+        return self._made(course, found, answering.bound, proved, ticket, session, replayed, modes, pair)
+
+    def of_step(self, course: Course, outcome: Outcome, top_k: int, ticket: Ticket, session: str) -> Answer:
+        """As `answer`, of a step from a resident state, of which no proof takes long; it is not offered."""
+        bound = course.bound(self._certificate)
+        found, proved = self._predictions(outcome, top_k), self._leads(outcome, bound)
+        return self._made(course, found, bound, proved, ticket, session, replayed=False)
+
+    def _predictions(self, outcome: Outcome, top_k: int) -> tuple[Prediction, ...]:
+        return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
+
+    def _made(
+        self,
+        course: Course,
+        found: tuple[Prediction, ...],
+        bound: Bound | None,
+        proved: bool,
+        ticket: Ticket,
+        session: str | None,
+        replayed: bool | None,
+        modes: dict[Mode, ModeAnswer] | None = None,
+        pair: Agreement | None = None,
+    ) -> Answer:
+        """The answer, counted."""
         latency = ticket.latency()
         self._report.took(course.mode, latency)
         self._report.claimed(course.mode, bound, proved)
@@ -172,7 +196,7 @@ class Answering:
     def apart(self, course: Course, recurrent: Part, window: Part) -> Agreement:
         """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
         bound = _bound(course, recurrent, window)
-        return _apart(recurrent, window, bound, self._leads(window, bound))
+        return _apart(recurrent, window, bound, self._leads(window.outcome, bound))
 
     async def _proved(self, part: Part, bound: Bound | None) -> bool:
         """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
@@ -180,7 +204,7 @@ class Answering:
         if bound is None or bound.runs is None:
             return False
         if self.direction is None or ending is None or bound is not part.bound or not bound.state:
-            return self._leads(part, bound)
+            return self._leads(outcome, bound)
         rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
@@ -195,11 +219,10 @@ class Answering:
         finally:
             self._proofs -= 1
 
-    def _leads(self, part: Part, bound: Bound | None) -> bool:
+    def _leads(self, outcome: Outcome, bound: Bound | None) -> bool:
         """Whether the margin alone proves it."""
         if bound is None or bound.runs is None:
             return False
-        outcome = part.outcome
         return self._margin.proves(outcome.logits, outcome.hidden, bound.runs, outcome.top)
 
 

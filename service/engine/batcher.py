@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from models.bundle_checks import ROLES
 from models.manifest import Role
@@ -68,11 +69,31 @@ class Ticket:
         return Ticket(queue_s=self.queue_s, compute_s=self.compute_s)
 
 
+class Waiter(Protocol):
+    """Who waits for a row: an `asyncio.Future` of it is one."""
+
+    def cancelled(self) -> bool:
+        """Whether it has left, and its work may be skipped."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it wants to be told nothing any more."""
+        ...
+
+    def set_result(self, row: Row, /) -> None:
+        """Its row is there. Raises nothing."""
+        ...
+
+    def set_exception(self, error: WaneError, /) -> None:
+        """There will be none. Raises nothing."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Item:
     work: Work
     ticket: Ticket
-    future: asyncio.Future[Row]
+    future: Waiter
     queued_s: float
 
 
@@ -147,14 +168,19 @@ class Batcher:
         Raises Overloaded when the queue is full, DeadlineExceeded, Unavailable after `close`, and WaneError when
         the run failed.
         """
+        future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
+        self.enqueue(work, ticket, future)
+        return await future
+
+    def enqueue(self, work: Work, ticket: Ticket, waiter: Waiter) -> None:
+        """As `submit`, for a waiter that is told. Raises Overloaded, Unavailable."""
         if self._closed:
             raise Unavailable("the server is stopping")
         if not ticket.admitted and len(self._queue) >= self._max_queue:
             self._refused.inc()
             raise Overloaded(f"{len(self._queue)} requests are waiting, the most that may")
         ticket.admitted = True
-        loop = asyncio.get_running_loop()
-        item = _Item(work, ticket, loop.create_future(), time.perf_counter())
+        item = _Item(work, ticket, waiter, time.perf_counter())
         self._slab.retain(work.read)
         if work.write is not None:
             self._slab.retain(work.write)
@@ -162,8 +188,7 @@ class Batcher:
         if not self._running:
             # Not at once: whatever else arrives in this turn of the event loop shares the batch.
             self._running = True
-            loop.call_soon(self._start)
-        return await item.future
+            asyncio.get_running_loop().call_soon(self._start)
 
     async def close(self) -> None:
         """Refuses new work, fails what is queued and ends the thread once its batch is done."""

@@ -2,7 +2,7 @@
 
 limits      judges a request by the model and the settings
 routing     says which way to answer it, by costs, which measures what each takes
-steps       takes requests to sessions through: check out, run, commit
+steps       takes requests to sessions through: check out, run, commit; quick those that need one run and no more
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
 answering   makes answers of what was run; margin and direction prove them
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from random import Random
+from typing import TypeVar
 
 from models.certificate.propagation import Propagation
 from models.manifest import Manifest, Role
@@ -36,6 +38,7 @@ from service.engine.margin import Margin
 from service.engine.pacing import Pacing
 from service.engine.parallel import Parallel
 from service.engine.prompts import Prompts
+from service.engine.quick import Quick, QuickStep
 from service.engine.report import Report
 from service.engine.residents import Residents
 from service.engine.scoring import Scorer, Scoring
@@ -63,6 +66,8 @@ from service.runners.runner import RADIUS, STREAM, Runner
 from service.settings import Settings
 from service.stores.store import Store
 from service.stores.tail import Tail
+
+A = TypeVar("A", Answer, Answer | None)
 
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
 
@@ -170,6 +175,15 @@ class Engine:
             self._costs,
             metrics,
             beside=beside,
+        )
+        self._quick = Quick(
+            slab,
+            self._batcher,
+            self._sessions,
+            self._answering,
+            on_found=partial(self._steps.used, True),
+            on_begin=self._admit,
+            on_end=self._dismiss,
         )
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._active = 0
@@ -355,27 +369,35 @@ class Engine:
         """
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
+        self._check_admission()
         ticket = Ticket(request.deadline)
-        task = asyncio.create_task(self._step(request, ticket))
-        self._running.add(task)
-        task.add_done_callback(self._ended)
+        quick = self._quick.begin(request, ticket)
+        answer = None if quick is None else await self._outlived(quick.answer, quick, ticket)
+        if answer is None:
+            task = asyncio.create_task(self._step(request, ticket, lost=int(quick is not None)))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            answer = await self._outlived(asyncio.shield(task), task, ticket)
+        self._report.answered("step", answer.mode)
+        return answer
+
+    async def _outlived(self, answer: Awaitable[A], step: QuickStep | asyncio.Task[Answer], ticket: Ticket) -> A:
+        """The answer of a step, which its caller may leave: then it is taken back, unless it has entered a batch."""
         try:
-            async with until(request.deadline):
-                answer = await asyncio.shield(task)
+            async with until(ticket.deadline):
+                return await answer
         except DeadlineExceeded as error:
             if ticket.entered:
                 raise DeadlineExceeded(
                     "the deadline passed while the step ran; it still commits: repeat it, with its position or its "
                     "key, for the answer"
                 ) from error
-            task.cancel()
+            step.cancel()
             raise
         except asyncio.CancelledError:
             if not ticket.entered:
-                task.cancel()
+                step.cancel()
             raise
-        self._report.answered("step", answer.mode)
-        return answer
 
     def _ended(self, task: asyncio.Task[Answer]) -> None:
         """Lets go of a step. Where its caller has left, nobody else is to be told of what it raised."""
@@ -387,9 +409,9 @@ class Engine:
         """Many steps side by side, those of one session in order; each has its own answer or its own error."""
         return await abreast(self.step, requests)
 
-    async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
+    async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
         with self._admitted():
-            return await self._steps.step(request, ticket)
+            return await self._steps.step(request, ticket, lost=lost)
 
     # Life
 
@@ -409,16 +431,25 @@ class Engine:
     @contextmanager
     def _admitted(self) -> Iterator[None]:
         """Counts a request while it lasts. Raises Unavailable when no more are taken."""
-        if self._draining:
-            raise Unavailable("the server is stopping")
-        self._active += 1
-        self._idle.clear()
+        self._check_admission()
+        self._admit()
         try:
             yield
         finally:
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
+            self._dismiss()
+
+    def _check_admission(self) -> None:
+        if self._draining:
+            raise Unavailable("the server is stopping")
+
+    def _admit(self) -> None:
+        self._active += 1
+        self._idle.clear()
+
+    def _dismiss(self) -> None:
+        self._active -= 1
+        if not self._active:
+            self._idle.set()
 
     def keep(self) -> None:
         """From now on, looks after what is kept, now and then."""

@@ -49,7 +49,7 @@ class Forward:
     ) -> Outcome:
         """Runs `tokens` from the zero state, in one run however long they are."""
         row = await self._batcher.submit(Work("window", tokens, write=write, binding=binding), ticket)
-        return _outcome(row)
+        return outcome(row)
 
     async def full(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
@@ -69,7 +69,7 @@ class Forward:
         where they are many, and where that is quicker in chunks side by side, to the same states bit for bit."""
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
-            return _outcome(row)
+            return outcome(row)
         await self._parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
 
@@ -89,7 +89,8 @@ def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
     return fed if k >= position else fed[-k:]
 
 
-def _outcome(row: Row) -> Outcome:
+def outcome(row: Row) -> Outcome:
+    """What a run of a step or of a window ends in."""
     return Outcome(_there(row.logits), _there(row.hidden), row.radius, row.ending, row.top)
 
 

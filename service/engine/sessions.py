@@ -18,7 +18,7 @@ from service.engine.turns import Turn, Turns
 from service.engine.types import Mode, StepRequest, check_session_id
 from service.errors import InvalidRequest, PositionConflict, SessionExists, UnknownSession
 from service.metrics import Metrics
-from service.stores.store import LastStep, Record, Store, digest
+from service.stores.store import LastStep, Ready, Record, Store, digest
 from service.stores.tail import Tail
 
 
@@ -92,6 +92,7 @@ class Sessions:
         """`state_ttl_s`: idle time after which a state is no longer kept. `empty`: the tail of a sequence without
         tokens. `clock` in seconds, as the store's."""
         self._store = store
+        self._ready = store if isinstance(store, Ready) else None
         self._residents = residents
         self._model = model
         self._version = version
@@ -120,11 +121,45 @@ class Sessions:
 
     async def read(self, session: str) -> Record:
         """The session as the store has it. Raises UnknownSession."""
-        record = await self._store.get(session)
+        return self._known(session, await self._store.get(session))
+
+    def _known(self, session: str, record: Record | None) -> Record:
         if record is None or record.model != self._model:
             self._residents.drop(session)
             raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
         return record
+
+    # Of a store that answers at once
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the store does: the methods with this in their names are for such."""
+        return self._ready is not None
+
+    def take_turn(self, session: str) -> bool:
+        """Takes the session's turn, if it is nobody's; then it must be left."""
+        return self._turns.take(session)
+
+    def leave_turn(self, session: str) -> None:
+        """Leaves a turn that was taken."""
+        self._turns.leave(session)
+
+    def read_at_once(self, session: str) -> Record:
+        """As `read`."""
+        assert self._ready is not None, "a store that has to be waited for: this is a bug"
+        return self._known(session, self._ready.look(session))
+
+    def commit_at_once(self, record: Record, request: StepRequest, slot: int, cut: int) -> Record | None:
+        """As `commit`."""
+        assert self._ready is not None, "a store that has to be waited for: this is a bug"
+        try:
+            committed = self._ready.extend(record, request.tokens, last_step(record, request))
+        except BaseException:
+            self._residents.drop(record.session)
+            raise
+        return self._committed(record, committed, slot, cut)
+
+    # Of any store
 
     async def touch(self, session: str) -> None:
         """The session was used."""
@@ -166,6 +201,9 @@ class Sessions:
             # Whether it was appended is not known: only the store can say, next time.
             self._residents.drop(record.session)
             raise
+        return self._committed(record, committed, slot, cut)
+
+    def _committed(self, record: Record, committed: Record | None, slot: int | None, cut: int) -> Record | None:
         if committed is None:
             self._conflicts.inc()
             self._residents.drop(record.session)

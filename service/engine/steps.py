@@ -71,11 +71,11 @@ class Steps:
             free = routing.is_free(request.mode, record.mode)
             return await self._recall(record, mode, free, request.window, request.top_k, ticket, request.tolerance)
 
-    async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
+    async def step(self, request: StepRequest, ticket: Ticket, *, lost: int = 0) -> Answer:
         """Appends and answers, or answers again. A comparison lost to another writer is tried again on what that
-        one left. Raises UnknownSession, PositionConflict."""
+        one left; `lost` of them were lost before. Raises UnknownSession, PositionConflict."""
         async with self._sessions.turn(request.session):
-            for _ in range(1 + RETRIES):
+            for _ in range(lost, 1 + RETRIES):
                 record = await self._sessions.read(request.session)
                 mode = routing.of_session(request.mode, record.mode)
                 if place(record, request) is Place.REPLAY:
@@ -220,7 +220,11 @@ class Steps:
     def _used(self, record: Record, resident: Resident | None) -> None:
         """A state was needed, and found resident or not. That of no tokens always is."""
         if record.position:
-            self._found += NEWEST * ((resident is not None) - self._found)
+            self.used(resident is not None)
+
+    def used(self, found: bool) -> None:
+        """A state was needed; whether it was found resident."""
+        self._found += NEWEST * (found - self._found)
 
     def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> Course:
         """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.

@@ -19,22 +19,39 @@ class Turns:
 
     def turn(self, session: str) -> Turn:
         """The session, until the end of the `async with` block. Raises Overloaded where too many wait for it."""
-        return Turn(self._waiting, session)
+        return Turn(self, self._waiting, session)
+
+    def take(self, session: str) -> bool:
+        """Takes the session's turn if it is nobody's; then it must be left."""
+        if session in self._waiting:
+            return False
+        self._waiting[session] = None
+        return True
+
+    def leave(self, session: str) -> None:
+        """Leaves a turn that was taken: it is the next one's, if anybody waits."""
+        queue = self._waiting[session]
+        while queue:
+            first = queue.popleft()
+            if not first.done():
+                first.set_result(None)
+                return
+        del self._waiting[session]
 
 
 class Turn:
     """A session's turn, as an asynchronous context manager: first come, first served."""
 
-    __slots__ = ("_session", "_waiting")
+    __slots__ = ("_session", "_turns", "_waiting")
 
-    def __init__(self, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str) -> None:
+    def __init__(self, turns: Turns, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str) -> None:
+        self._turns = turns
         self._waiting = waiting
         self._session = session
 
     async def __aenter__(self) -> None:
         session = self._session
-        if session not in self._waiting:
-            self._waiting[session] = None
+        if self._turns.take(session):
             return
         queue = self._waiting[session]
         if queue is None:
@@ -50,17 +67,8 @@ class Turn:
                 with suppress(ValueError):
                     queue.remove(mine)
             else:  # it was given the turn, and leaves in the same moment
-                self._pass_on()
+                self._turns.leave(session)
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        queue = self._waiting[self._session]
-        while queue:
-            first = queue.popleft()
-            if not first.done():
-                first.set_result(None)
-                return
-        del self._waiting[self._session]
+        self._turns.leave(self._session)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from service.errors import Overloaded
-from service.stores.packed import Packing, entry_bytes, tail_bytes, touched, touched_s
+from service.stores.packed import Packing, entry_bytes, revision, tail_bytes, touched, touched_s
 from service.stores.shard import Shard
 from service.stores.store import LastStep, Record, appended, rewound
 from service.stores.tail import Tail
@@ -63,6 +63,10 @@ class MemoryStore:
 
     async def get(self, session: str) -> Record | None:
         """See `Store`."""
+        return self.look(session)
+
+    def look(self, session: str) -> Record | None:
+        """See `Ready`."""
         packed = self._find(session)
         return None if packed is None else self._packing.unpack(session, packed, self._clock())
 
@@ -75,7 +79,12 @@ class MemoryStore:
     async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
         """See `Store`."""
         record = self._at(session, revision)
-        if record is None:
+        return None if record is None else self.extend(record, tokens, step)
+
+    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
+        """See `Ready`."""
+        packed = self._find(record.session)
+        if packed is None or revision(packed) != record.revision:
             return None
         position = record.position + len(tokens)
         tail = record.tail.append(tokens, position, self.tail_tokens)
@@ -114,9 +123,7 @@ class MemoryStore:
         record = self._packing.unpack(session, packed, self._clock())
         return record if record.revision == revision else None
 
-    def _change(
-        self, before: Record, position: int, tail: Tail, revision: int, last: LastStep | None = None
-    ) -> Record:
+    def _change(self, before: Record, position: int, tail: Tail, revision: int, last: LastStep | None = None) -> Record:
         """The session at its next revision, used now."""
         session, model, version, mode = before[:4]
         record = Record(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)

@@ -17,6 +17,7 @@ from service.stores.store import DIGEST_BYTES, LastStep, Record
 from service.stores.tail import Tail
 
 _TOUCHED = struct.Struct("<d")
+_REVISION = struct.Struct("<dQQ")
 _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
 # Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
@@ -42,6 +43,12 @@ def touched_s(packed: bytes) -> float:
     """When the session was last used."""
     (when,) = _TOUCHED.unpack_from(packed)
     return float(when)
+
+
+def revision(packed: bytes) -> int:
+    """How often the session was changed."""
+    (_, _, changes) = _REVISION.unpack_from(packed)
+    return int(changes)
 
 
 def touched(packed: bytes, now_s: float) -> bytes:

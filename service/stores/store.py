@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from service.engine.types import Mode
 from service.stores.tail import Tail
@@ -112,4 +112,17 @@ class Store(Protocol):
 
     async def count(self, model: str) -> int:
         """How many sessions a model has; those that ended by themselves a moment ago may be among them."""
+        ...
+
+
+@runtime_checkable
+class Ready(Protocol):
+    """What a store has beside, if nobody has to wait for it."""
+
+    def look(self, session: str) -> Record | None:
+        """As `get`."""
+        ...
+
+    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
+        """As `append`, to the session as it is in `record`."""
         ...

@@ -166,15 +166,15 @@ class ContendedStore(MemoryStore):
         self.attempts = 0
         self.lost = False
 
-    async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
+    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
         if self.lost:
             raise Unavailable("the store is lost")
         self.attempts += 1
         if self.losses:
             self.losses -= 1
             theirs = step._replace(tokens=of_tokens(self.theirs))
-            assert await super().append(session, revision, self.theirs, theirs)
-        return await super().append(session, revision, tokens, step)
+            assert super().extend(record, self.theirs, theirs)
+        return super().extend(record, tokens, step)
 
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
