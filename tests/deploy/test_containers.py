@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from service.server import CLOSE_S
 from service.settings import Settings
@@ -41,6 +41,14 @@ def services() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from document["services"].items()
 
 
+def published(service: dict[str, Any]) -> list[str]:
+    """The ports of a service that can be reached from outside, each as host:port:container's port."""
+    ports: list[str] = service.get("ports", [])
+    return ports
+
+
+SERVERS = [pytest.param(body, id=name) for name, body in services() if "build" in body]
+each_server = pytest.mark.parametrize("service", SERVERS)
 each_service = pytest.mark.parametrize("service", [pytest.param(body, id=name) for name, body in services()])
 
 
@@ -94,14 +102,14 @@ def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_extra() -> None:
     assert wanted["range"] == installed["range"]
 
 
-@each_service
-def test_a_service_s_variables_are_settings(service: dict[str, Any]) -> None:
+@each_server
+def test_a_server_s_variables_are_settings(service: dict[str, Any]) -> None:
     settings = as_settings({**image_environment(), **service["environment"]})
     assert settings.device in ("cpu", "cuda")
 
 
-@each_service
-def test_a_service_is_built_from_this_tree_for_the_device_that_it_names(service: dict[str, Any]) -> None:
+@each_server
+def test_a_server_is_built_from_this_tree_for_the_device_that_it_names(service: dict[str, Any]) -> None:
     build = service["build"]
     assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "service" / "Dockerfile")
     cuda = build.get("args", {}).get("VARIANT") == "cuda"
@@ -112,14 +120,14 @@ def test_a_service_is_built_from_this_tree_for_the_device_that_it_names(service:
         assert device["capabilities"] == ["gpu"]
 
 
-@each_service
-def test_a_service_publishes_the_port_that_the_server_listens_on(service: dict[str, Any]) -> None:
+@each_server
+def test_a_server_is_reached_at_the_port_that_it_listens_on(service: dict[str, Any]) -> None:
     port = as_settings({**image_environment(), **service["environment"]}).port
-    assert [published.rsplit(":", 1)[1] for published in service["ports"]] == [str(port)]
+    assert [*service.get("expose", ()), *(entry.rsplit(":", 1)[1] for entry in published(service))] == [str(port)]
 
 
-@each_service
-def test_a_service_mounts_the_bundles_where_the_server_looks_for_them(service: dict[str, Any]) -> None:
+@each_server
+def test_a_server_mounts_the_bundles_where_it_looks_for_them(service: dict[str, Any]) -> None:
     (mount,) = service["volumes"]
     source, target, access = mount.split(":")
     assert (ROOT / source) == ROOT / DEFAULTS.bundles
@@ -127,12 +135,18 @@ def test_a_service_mounts_the_bundles_where_the_server_looks_for_them(service: d
     assert access == "ro"
 
 
-@each_service
-def test_a_service_is_given_the_time_that_draining_takes(service: dict[str, Any]) -> None:
+@each_server
+def test_a_server_is_given_the_time_that_draining_takes(service: dict[str, Any]) -> None:
+    settings = as_settings(service["environment"])
     seconds = int(service["stop_grace_period"].removesuffix("s"))
-    assert seconds * 1000 > DEFAULTS.drain_timeout_ms + CLOSE_S * 1000
+    assert seconds * 1000 > settings.drain_notice_ms + settings.drain_timeout_ms + CLOSE_S * 1000
+
+
+@each_service
+def test_what_a_service_publishes_is_for_this_machine_alone(service: dict[str, Any]) -> None:
+    assert all(entry.startswith("127.0.0.1:") for entry in published(service))
 
 
 def test_published_ports_differ() -> None:
-    hosts = [published.rsplit(":", 1)[0] for _, service in services() for published in service["ports"]]
-    assert len(hosts) == len(set(hosts))
+    hosts = [entry.rsplit(":", 1)[0] for _, service in services() for entry in published(service)]
+    assert len(hosts) == len(set(hosts)) > 0

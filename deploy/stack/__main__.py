@@ -1,0 +1,63 @@
+"""`scripts/stack`: the services of docker-compose.yml as processes of this machine, until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from deploy.stack.local import ROOT
+from deploy.stack.process import ProcessFailed
+from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
+
+LOOK_EVERY_S = 0.5
+
+
+class Stopped(Exception):
+    """It was asked to stop."""
+
+
+def stop(_: int, __: FrameType | None) -> None:
+    """Ends it once: what else is sent while everything stops changes nothing."""
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_IGN)
+    raise Stopped
+
+
+def main() -> int:
+    """Returns the exit code: 2 with a message where a service did not start."""
+    parser = argparse.ArgumentParser("scripts/stack", description=__doc__)
+    parser.add_argument("--port", type=int, default=8000, help="of HAProxy, where clients come; default: %(default)s")
+    parser.add_argument(
+        "--operations-port", type=int, default=8404, help="of HAProxy's own page and metrics; default: %(default)s"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build" / "stack", help="for logs and volumes; default: build/stack"
+    )
+    options = parser.parse_args()
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, stop)
+    try:
+        stack = Stack(options.folder.resolve(), {8000: options.port, 8404: options.operations_port})
+        print(f"starting the services of {COMPOSE.name} ...", flush=True)
+        with stack:
+            for process in stack.processes.values():
+                print(f"  {process.name:10} 127.0.0.1:{process.port}  pid {process.pid}")
+            print(f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops it", flush=True)
+            while True:
+                time.sleep(LOOK_EVERY_S)
+                for name in stack.tend():
+                    print(f"  {name} ended and was started again", flush=True)
+    except Stopped:
+        print("stopped")
+        return 0
+    except ProcessFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""A service as a process: started, asked until it is ready, stopped or killed, and started again as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from deploy.stack.compose import Service
+from deploy.stack.local import Command, probe
+
+READY_WITHIN_S = 120.0
+ASK_EVERY_S = 0.05
+KILLED_WITHIN_S = 10.0
+SHOWN_CHARACTERS = 2000
+
+
+class ProcessFailed(Exception):
+    """A process ended, or was not ready in time; the message has the end of its log."""
+
+
+class Process:
+    """One service; `port` is where it is asked whether it is ready. What it says is appended to `log`."""
+
+    def __init__(self, service: Service, command: Command, port: int, log: Path) -> None:
+        self.service = service
+        self.command = command
+        self.port = port
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        """The service's."""
+        return self.service.name
+
+    @property
+    def url(self) -> str:
+        """Where it listens, for a service that speaks HTTP."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process is not None, "the process was not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts it. It is in a session of its own: what the terminal sends is for whoever looks after it.
+
+        Raises ProcessFailed where the program is not there.
+        """
+        assert not self.running, "the process runs already"
+        self.command.folder.mkdir(parents=True, exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
+        with self.log.open("ab") as log:
+            try:
+                self._process = subprocess.Popen(
+                    self.command.arguments,
+                    cwd=self.command.folder,
+                    env={**inherited, **self.command.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                program = self.command.arguments[0]
+                raise ProcessFailed(f"{program} is not installed; scripts/install-stack does that") from error
+
+    def wait_ready(self) -> None:
+        """Waits until it answers. Raises ProcessFailed where it ended, or takes too long."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        while not self.ready():
+            if not self.running:
+                raise ProcessFailed(
+                    f"{self.name} ended before it was ready; its log, {self.log}, ends in\n{self._tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{self.name} was not ready within {READY_WITHIN_S:.0f} s\n{self._tail()}")
+            time.sleep(ASK_EVERY_S)
+
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        path = probe(self.service)
+        try:
+            if path is None:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                    connection.sendall(b"PING\r\n")
+                    return connection.recv(64).startswith(b"+PONG")
+            with urllib.request.urlopen(self.url + path, timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def terminate(self) -> None:
+        """Asks it to end, if it runs."""
+        if self.running:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Waits for it to end, as long as its service says, and returns its exit code; then kills it."""
+        assert self._process is not None, "the process was not started"
+        try:
+            return self._process.wait(self.service.grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, to all that it started too."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(KILLED_WITHIN_S)
+
+    def _tail(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")[-SHOWN_CHARACTERS:]

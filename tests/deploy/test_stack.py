@@ -1,0 +1,149 @@
+"""What scripts/stack runs is what docker-compose.yml says: the same services, programs, configuration and variables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.stack.compose import Service, read
+from deploy.stack.local import ROOT, SERVER
+from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
+from service.settings import Settings
+
+DOCUMENT: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
+CONFIGURATION = {"redis": "deploy/redis/redis.conf", "haproxy": "deploy/haproxy/haproxy.cfg"}
+RUN = {name: body for name, body in DOCUMENT["services"].items() if "profiles" not in body}
+each = pytest.mark.parametrize("name", RUN)
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Stack:
+    """Nothing of it is started."""
+    return Stack(tmp_path)
+
+
+def test_every_service_without_a_profile_is_run_and_no_other(stack: Stack) -> None:
+    assert set(stack.processes) == set(RUN)
+    assert len(stack.replicas) == 3
+    assert stack.url == f"http://127.0.0.1:{stack.addresses[ENTRANCE, 8000]}"
+
+
+@each
+def test_a_process_runs_what_its_container_runs(stack: Stack, name: str) -> None:
+    service, command = stack.processes[name].service, stack.processes[name].command
+    if service.image == SERVER:
+        entry_point = re.search(r"^ENTRYPOINT (.*)$", (ROOT / "service" / "Dockerfile").read_text(), re.MULTILINE)
+        assert entry_point is not None
+        assert list(command.arguments[1:]) == yaml.safe_load(entry_point[1])[1:]
+    else:
+        assert command.arguments[0] == RUN[name]["command"][0]
+
+
+@each
+def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name: str) -> None:
+    process = stack.processes[name]
+    mounts = [mount for mount in process.service.mounts if not mount.is_volume]
+    if process.service.image == SERVER:
+        (bundles,) = mounts
+        settings = Settings.read(dict(process.command.environment))
+        assert (process.command.folder / settings.bundles).samefile(ROOT / bundles.source)
+    else:
+        (configuration,) = mounts
+        assert (ROOT / configuration.source).samefile(ROOT / CONFIGURATION[name])
+        assert RUN[name]["command"].count(configuration.target) == 1
+        at = RUN[name]["command"].index(configuration.target)
+        assert Path(process.command.arguments[at]).samefile(ROOT / configuration.source)
+
+
+@each
+def test_a_process_has_its_container_s_variables_with_addresses_of_this_machine(stack: Stack, name: str) -> None:
+    own = {"WANE_HOST", "WANE_PORT"} if stack.processes[name].service.image == SERVER else set()
+    given = {name: str(value) for name, value in RUN[name].get("environment", {}).items() if value is not None}
+    found = dict(stack.processes[name].command.environment)
+    assert set(found) == set(given) | own
+    names = "|".join(map(re.escape, RUN))
+    for variable, value in given.items():
+        address = re.search(rf"({names}|\*):(\d+)", value)
+        if address is None:
+            assert found[variable] == value
+        else:
+            port = stack.addresses[name if address[1] == "*" else address[1], int(address[2])]
+            assert found[variable] == value.replace(address[0], f"127.0.0.1:{port}")
+
+
+@each
+def test_a_volume_is_a_folder_that_the_process_runs_in(stack: Stack, tmp_path: Path, name: str) -> None:
+    process = stack.processes[name]
+    volumes = [mount for mount in process.service.mounts if mount.is_volume]
+    assert {mount.source for mount in volumes} <= set(DOCUMENT["volumes"])
+    assert process.command.folder == (tmp_path / "volumes" / volumes[0].source if volumes else ROOT)
+
+
+def test_services_come_behind_those_that_they_wait_for() -> None:
+    services = read(COMPOSE)
+    for number, service in enumerate(services):
+        assert service.after <= {earlier.name for earlier in services[:number]}
+    assert services[-1].name == ENTRANCE
+
+
+def test_haproxy_knows_every_replica_of_the_compose_file() -> None:
+    environment = RUN[ENTRANCE]["environment"]
+    replicas = {name for name, body in RUN.items() if body["image"] == SERVER}
+    assert {value.split(":")[0] for name, value in environment.items() if name.startswith("REPLICA_")} == replicas
+    servers = re.findall(r'^ +server (\S+) "\$\{(\w+)\}"', (ROOT / CONFIGURATION[ENTRANCE]).read_text(), re.MULTILINE)
+    assert {name: environment[variable].split(":")[0] for name, variable in servers} == dict(
+        zip(*[sorted(replicas)] * 2)
+    )
+
+
+def test_haproxy_waits_longer_than_the_server_may_take() -> None:
+    text = (ROOT / CONFIGURATION[ENTRANCE]).read_text()
+    limits = {name: int(value) * {"s": 1, "m": 60}[unit] for name, value, unit in _timeouts(text)}
+    defaults = Settings()
+    assert limits["server"] * 1000 > defaults.request_timeout_ms
+    assert limits["tunnel"] > defaults.stream_idle_s
+
+
+def _timeouts(text: str) -> list[tuple[str, str, str]]:
+    return re.findall(r"^ +timeout (\S+) (\d+)([sm])\b", text, re.MULTILINE)
+
+
+def test_published_ports_may_be_chosen_and_all_others_are_free_ones(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, {8000: 1234})
+    ports = list(stack.addresses.values())
+    assert stack.addresses[ENTRANCE, 8000] == 1234
+    assert len(set(ports)) == len(ports) == sum(len(service.ports) for service in read(COMPOSE))
+
+
+def test_variables_can_be_added_for_a_service(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, variables={"wane-2": {"WANE_LOG_LEVEL": "error"}})
+    assert [process.command.environment["WANE_LOG_LEVEL"] for process in stack.replicas] == ["info", "error", "info"]
+
+
+def test_what_a_service_needs_is_read_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "compose.yml"
+    file.write_text("""
+services:
+  b:
+    image: b
+    depends_on: {a: {condition: service_healthy}}
+    ports: ["127.0.0.1:9000:80"]
+    stop_grace_period: 3s
+  a:
+    image: a
+    command: [run, "*:70"]
+    expose: ["70"]
+    environment: {X: 1, Y: }
+    volumes: ["./a.conf:/etc/a.conf:ro", "data:/data"]
+    stop_grace_period: 2s
+  c: {image: c, profiles: [other]}
+""")
+    a, b = read(file)
+    assert (a.name, a.command, a.ports, a.environment, a.grace_s) == ("a", ("run", "*:70"), (70,), {"X": "1"}, 2)
+    assert [(mount.source, mount.is_volume) for mount in a.mounts] == [("./a.conf", False), ("data", True)]
+    assert (b.name, b.command, b.ports, b.published, b.after) == ("b", (), (80,), {80: 9000}, {"a"})
+    assert isinstance(b, Service)
