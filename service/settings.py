@@ -14,6 +14,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PREFIX = "WANE_"
+IN_MEMORY = "memory"
 # Variables of the same prefix that belong to others: where the tests find their corpora, and what they may not skip.
 FOREIGN = frozenset({"WANE_DATA", "WANE_REQUIRE_STACK"})
 
@@ -85,6 +86,20 @@ class Settings(BaseModel):
         ge=1,
         description="memory for sessions beside their states: about 300 each, and 2 for each token of a tail (4 where "
         "a vocabulary has over 65536); where it is used up new sessions are answered 429",
+    )
+    store: str = Field(
+        default=IN_MEMORY,
+        pattern=rf"^({IN_MEMORY}|(redis|rediss)(\+cluster)?://.+|unix://.+)$",
+        description="where sessions are kept: memory, or a Redis that replicas share, as redis://host:6379/0, "
+        "rediss:// with TLS, unix:// for a socket; redis+cluster:// and rediss+cluster:// for a node of a cluster",
+    )
+    store_namespace: str = Field(
+        default="default",
+        pattern=r"^[A-Za-z0-9._~-]{1,64}$",
+        description="part of every key in Redis: servers of other namespaces have other sessions",
+    )
+    store_timeout_ms: int = Field(
+        default=1000, ge=1, description="time that Redis has to answer; then it is taken to be away"
     )
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"

@@ -42,6 +42,7 @@ ONLY_IN = {
     "starlette": HTTP,
     "uvicorn": ("service/server",),
     "httpx": ("service/client",),
+    "redis": ("service/stores/redis",),
     "rich": ("service/__main__", "service/console", "training/"),
     "matplotlib": ("service/plot", "training/"),
     "prometheus_client": ("service/metrics",),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from service.errors import Overloaded
 from service.stores.packed import Packing, entry_bytes, revision, tail_bytes, touched, touched_s
 from service.stores.shard import Shard
-from service.stores.store import LastStep, Record, appended, rewound
+from service.stores.store import LastStep, Record, Snapshot, Standing, appended, rewound
 from service.stores.tail import Tail
 
 SHARDS = 64
@@ -70,13 +70,24 @@ class MemoryStore:
         packed = self._find(session)
         return None if packed is None else self._packing.unpack(session, packed, self._clock())
 
+    def recall(self, session: str, *, to_step: bool = False) -> Record | None:  # noqa: ARG002  (it is always so)
+        """See `Store`."""
+        return self.look(session)
+
     async def touch(self, session: str) -> None:
         """See `Store`."""
         packed = self._find(session)
         if packed is not None:
             self._shard(session).put(session, touched(packed, self._clock()))
 
-    async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
+    async def append(
+        self,
+        session: str,
+        revision: int,
+        tokens: Sequence[int],
+        step: LastStep,
+        snapshot: Snapshot | None = None,  # noqa: ARG002  (states are not kept)
+    ) -> Record | None:
         """See `Store`."""
         record = self._at(session, revision)
         return None if record is None else self.extend(record, tokens, step)
@@ -107,6 +118,17 @@ class MemoryStore:
         """See `Store`."""
         self._expire(self._shards)
         return self._counts[model]
+
+    @property
+    def standing(self) -> Standing:
+        """See `Store`."""
+        return Standing("memory")
+
+    async def open(self) -> None:
+        """See `Store`."""
+
+    async def close(self) -> None:
+        """See `Store`."""
 
     def _shard(self, session: str) -> Shard:
         return self._shards[hash(session) % SHARDS]

@@ -4,8 +4,8 @@
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
 `start` is that of the last step, -1 where there is none; a key's digest is empty where it had no key. What many
-sessions have in common, model, version, mode, the width of an id and the vocabulary, is their identity, kept once. Bytes
-hold no references, so the garbage collector does not walk through them, however many there are.
+sessions have in common, model, version, mode, the width of an id and the vocabulary, is their identity, kept once.
+Bytes hold no references, so the garbage collector does not walk through them, however many there are.
 """
 
 from __future__ import annotations

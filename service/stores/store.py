@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from service.engine.types import Mode
@@ -44,6 +45,16 @@ class LastStep(NamedTuple):
     key: bytes | None
 
 
+class Snapshot(NamedTuple):
+    """A state that is kept beside a tail: that at `position`, which knows all but the first `cut` tokens. `maker` tells
+    which weights and graphs made it, and no others may go on from it."""
+
+    position: int
+    cut: int
+    maker: bytes
+    state: bytes
+
+
 class Record(NamedTuple):
     """A session as it is kept.
 
@@ -51,6 +62,8 @@ class Record(NamedTuple):
     position it never comes back, so a session that was rewound and stepped again elsewhere cannot be taken for its old
     self. `idle_s` is the time since it was last touched, as of reading. `model_version` is the one that it was started
     under, for information; `vocabulary` tells whose token ids its tail holds, and no version of another may run them.
+    `durable`: of a store that others share, whether it has the session so; no other promises anything. `snapshot`: the
+    latest state that was kept beside the tail, if there is one and it was asked for.
     """
 
     session: str
@@ -63,6 +76,8 @@ class Record(NamedTuple):
     last: LastStep | None = None
     idle_s: float = 0.0
     vocabulary: str = ""
+    durable: bool | None = None
+    snapshot: Snapshot | None = None
 
     @property
     def cut(self) -> int:
@@ -76,12 +91,31 @@ class Record(NamedTuple):
         return self.position - len(self.tail) + 1
 
 
+class StoreError(Exception):
+    """The sessions that are to be served cannot be; the message is for the operator, and the process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a store is: `memory` or `redis`, whether it can be reached, and whether requests to sessions can be answered.
+    `not_durable`: how many sessions have tokens that only this process has, though others share the store."""
+
+    kind: str
+    reachable: bool = True
+    ready: bool = True
+    not_durable: int = 0
+
+
 class Store(Protocol):
     """Keeps sessions. Every method is atomic, and touches the session's idle time unless it says otherwise.
 
     A session idle for longer than the store's time to live does not exist any more.
     Implementations that can lose their backing raise Unavailable.
+
+    `tail_tokens`: how many of its latest tokens a session keeps. It may be raised: then tails grow as tokens come.
     """
+
+    tail_tokens: int
 
     async def create(self, record: Record) -> bool:
         """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many."""
@@ -91,12 +125,24 @@ class Store(Protocol):
         """The session as it is now, its idle time left alone."""
         ...
 
+    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+        """The session as it was last seen here, without asking: the next comparison tells whether it is still so.
+
+        `to_step`: None too where that is likely to be lost.
+        """
+        ...
+
     async def touch(self, session: str) -> None:
         """The session was used."""
         ...
 
-    async def append(self, session: str, revision: int, tokens: Sequence[int], step: LastStep) -> Record | None:
-        """Compare-and-append: None, and nothing done, unless the session is at `revision`."""
+    async def append(
+        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+    ) -> Record | None:
+        """Compare-and-append: None, and nothing done, unless the session is at `revision`.
+
+        `snapshot`: the state after `tokens`, where the store is to keep it: one that does not keep states forgets it.
+        """
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> Record | None:
@@ -111,7 +157,21 @@ class Store(Protocol):
         ...
 
     async def count(self, model: str) -> int:
-        """How many sessions a model has; those that ended by themselves a moment ago may be among them."""
+        """How many sessions a model has; those that ended by themselves a moment ago may be among them. Of a store that
+        others share: those that were used here."""
+        ...
+
+    @property
+    def standing(self) -> Standing:
+        """How the store is, for whoever wants to know whether this process can be used."""
+        ...
+
+    async def open(self) -> None:
+        """To be called before anything else. Raises StoreError where sessions are kept that cannot be read."""
+        ...
+
+    async def close(self) -> None:
+        """To be called when nothing else will be."""
         ...
 
 

@@ -1,0 +1,38 @@
+-- Compare-and-append: see `RedisStore.append`, and written.py for how a session is laid out.
+-- KEYS: the session, its state. ARGV: the revision that it must be at, the next one, the one to take instead where
+-- Redis was started anew since the last change; the session's head from now on, the tokens, the bytes of a tail that
+-- are kept (0: all), milliseconds to live, the state ("": as it is).
+-- 1 or 2: at the next revision, or at the other; now, or by this very call before. false: there is no such session.
+-- Else the session as it is.
+local held = redis.call('GET', KEYS[1])
+if not held then
+    return false
+end
+local at = string.sub(held, 1, 8)
+local head = 14 + struct.unpack('>I2', held, 13)
+if at == ARGV[2] or at == ARGV[3] then
+    if string.sub(held, 15, head) ~= ARGV[4] then
+        return held
+    end
+    return at == ARGV[2] and 1 or 2
+end
+if at ~= ARGV[1] then
+    return held
+end
+-- When Redis last wrote all to the disk, or else was started. It may have lost what it had said was done, so that the
+-- next revision is another one than it was before: what comes now must not be taken for that.
+local run = struct.pack('>I4', redis.call('LASTSAVE'))
+local done = string.sub(held, 9, 12) == run and 1 or 2
+local tail = string.sub(held, head + 1) .. ARGV[5]
+local keep = tonumber(ARGV[6])
+if keep > 0 then
+    tail = string.sub(tail, -keep)
+end
+local front = ARGV[1 + done] .. run .. struct.pack('>I2', #ARGV[4])
+redis.call('SET', KEYS[1], front .. ARGV[4] .. tail, 'PX', ARGV[7])
+if ARGV[8] ~= '' then
+    redis.call('SET', KEYS[2], ARGV[8], 'PX', ARGV[7])
+else
+    redis.call('PEXPIRE', KEYS[2], ARGV[7])
+end
+return done

@@ -1,0 +1,198 @@
+"""Sessions in Redis, where replicas share them: the truth, of which what a process remembers is a cache.
+
+A session is one key, `wane:<namespace>:{<session>}`, laid out as in `written.py`; where states are kept, its latest one
+is another, with `:state` behind it. The braces put both on one node of a cluster. Both end when the session has been
+idle for its time to live.
+
+Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. Whoever
+gets no answer may run it again: what it did it will not do twice, for it finds the revision that it would have set.
+Hence revisions are never used twice: the upper half of one is random, drawn anew for a session that is created or
+rewound, and by the first change after Redis was started anew, which may have lost what it had acknowledged.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from service.errors import Unavailable
+from service.metrics import Metrics
+from service.stores import written
+from service.stores.redis_trips import KIND, Script, Trips
+from service.stores.remembered import Remembered
+from service.stores.snapshots import read_snapshot, write_snapshot
+from service.stores.store import LastStep, Record, Snapshot, Standing, appended
+
+APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
+BRANCH_BITS = 32
+NOBODY = b""
+"""The revision of a session that there is not."""
+
+
+class RedisStore:
+    """A `Store` that replicas share, which remembers what it saw."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        tail_tokens: int,
+        ttl_s: float,
+        budget_bytes: int,
+        timeout_s: float,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`namespace` is part of every key: other namespaces have other sessions. `budget_bytes` is for what is
+        remembered. `timeout_s`: how long Redis may take. Raises ValueError for what is no address."""
+        self.trips = Trips(url, timeout_s, metrics)
+        self._prefix = f"wane:{namespace}:"
+        self.tail_tokens = tail_tokens
+        self._ttl_ms = max(1, round(1000 * ttl_s))
+        self._remembered = Remembered(budget_bytes, ttl_s, clock)
+
+    async def create(self, record: Record) -> bool:
+        """See `Store`."""
+        return await self.replace(record._replace(revision=branch()), [NOBODY]) is not None
+
+    async def get(self, session: str) -> Record | None:
+        """See `Store`."""
+        data, left_ms, state = await self.trips.run(READ, self._keys(session))
+        remembered = self._remembered.get(session)
+        record = self._read(session, data, max(0.0, (self._ttl_ms - left_ms) / 1000))
+        if remembered is not None:
+            self._remembered.saw(moved=record is None or record.revision != remembered.revision)
+        if record is None:
+            self._remembered.forget(session)
+            return None
+        record = record._replace(snapshot=None if state is None else read_snapshot(state))
+        self._remembered.put(record)
+        return record
+
+    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+        """See `Store`."""
+        return None if to_step and self._remembered.mostly_moved else self._remembered.get(session)
+
+    async def touch(self, session: str) -> None:
+        """See `Store`. Nobody waits for it: what it is worth is gone if it fails."""
+        for key in self._keys(session):
+            self.trips.tell("PEXPIRE", key, self._ttl_ms)
+
+    async def append(
+        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+    ) -> Record | None:
+        """See `Store`. Of a comparison that was lost the session as it is now is remembered."""
+        before = self._remembered.get(session)
+        if before is None or before.revision != revision:
+            before = await self.get(session)
+            if before is None or before.revision != revision:
+                return None
+        position = before.position + len(tokens)
+        tail = before.tail.append(tokens, position, self.tail_tokens)
+        after = before._replace(
+            position=position, tail=tail, revision=appended(revision), last=step, idle_s=0.0, snapshot=None
+        )
+        other = branch()
+        width = tail.width
+        done = await self.trips.run(
+            APPEND,
+            self._keys(session),
+            written.REVISION.pack(revision),
+            written.REVISION.pack(after.revision),
+            written.REVISION.pack(other),
+            written.head(after),
+            b"".join([token.to_bytes(width, "little") for token in tokens]),
+            0 if position <= self.tail_tokens else self.tail_tokens * width,
+            self._ttl_ms,
+            b"" if snapshot is None else write_snapshot(snapshot),
+        )
+        if done not in (1, 2):
+            self._lost(session, done)
+            return None
+        self._remembered.saw(moved=False)
+        if done == 2:
+            after = after._replace(revision=other)
+        self._remembered.put(after)
+        return after
+
+    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+        """See `Store`."""
+        before = await self.get(session)
+        if before is None or before.revision != revision:
+            return None
+        tail = before.tail.without_last(before.position - position)
+        after = before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
+        return await self.replace(after, [written.REVISION.pack(revision)])
+
+    async def replace(self, record: Record, revisions: Sequence[bytes]) -> Record | None:
+        """Puts `record`, whose revision is new, in the place of a session that is at one of `revisions`, packed; None,
+        and nothing done, if it is at none. `NOBODY` is the revision of no session."""
+        data = written.write(record)
+        done = await self.trips.run(
+            REPLACE,
+            self._keys(record.session),
+            data[: written.REVISION.size],
+            written.after_run(data),
+            self._ttl_ms,
+            record.position,
+            *revisions,
+        )
+        if done != 1:
+            self._lost(record.session, done)
+            return None
+        kept = record._replace(durable=True)
+        self._remembered.put(kept)
+        return kept
+
+    async def delete(self, session: str) -> bool:
+        """See `Store`."""
+        self._remembered.forget(session)
+        key, state = self._keys(session)
+        deleted = await self.trips.do("DEL", key, state)
+        return bool(deleted)
+
+    async def count(self, model: str) -> int:
+        """See `Store`: those that were used here."""
+        return self._remembered.count(model)
+
+    @property
+    def standing(self) -> Standing:
+        """See `Store`."""
+        return Standing(KIND, reachable=self.trips.reachable, ready=self.trips.reachable)
+
+    async def open(self) -> None:
+        """See `Store`."""
+        await self.trips.open()
+
+    async def close(self) -> None:
+        """See `Store`."""
+        await self.trips.close()
+
+    def _keys(self, session: str) -> tuple[str, str]:
+        key = f"{self._prefix}{{{session}}}"
+        return key, f"{key}:state"
+
+    def _read(self, session: str, data: bytes | None, idle_s: float = 0.0) -> Record | None:
+        if data is None:
+            return None
+        try:
+            return written.read(session, data, self.tail_tokens, idle_s)._replace(durable=True)
+        except written.Unreadable as error:
+            raise Unavailable(f"{error}: is there a replica of a later version?") from error
+
+    def _lost(self, session: str, found: Any) -> None:
+        """A comparison was lost: what was found is remembered."""
+        self._remembered.saw(moved=True)
+        record = self._read(session, found)
+        if record is None:
+            self._remembered.forget(session)
+        else:
+            self._remembered.put(record)
+
+
+def branch() -> int:
+    """A revision that no session was ever at, with room for its successors."""
+    return secrets.randbits(BRANCH_BITS) << BRANCH_BITS
