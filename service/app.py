@@ -24,8 +24,8 @@ from service.engine.catalog import Catalog
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
-from service.routes import generate, models, ops, predict, score, sessions, steps, stream
-from service.routes.errors import problem
+from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
+from service.routes.errors import envelope
 from service.settings import Settings
 
 VERSION = "0.1.0"
@@ -43,6 +43,7 @@ ROUTERS = (
     steps.router,
     stream.router,
     models.router,
+    repository.router,
     ops.router,
 )
 
@@ -112,8 +113,9 @@ def create_app(
             Door,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_ms=settings.request_timeout_ms,
-            envelope=problem,
+            envelope=envelope,
             metrics=metrics,
+            presence=catalog.presence,
         ),
         direct=Direct(ROUTES, DIRECT),
         title="Wane",
@@ -136,7 +138,7 @@ async def answer_problem(request: Request, error: Exception) -> Response:
     """What the framework refuses by itself has the same shape as what we refuse."""
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
-    return problem(request.scope, error)
+    return envelope(request.scope, error)
 
 
 def methods_at(request: Request) -> set[str]:

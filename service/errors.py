@@ -9,7 +9,9 @@
     ├── Conflict
     │   ├── SessionExists         session_exists        409     no
     │   ├── PositionConflict      position_conflict     409     no   (carries `position`)
-    │   └── EarlierStepFailed     earlier_step_failed   409     no   (in a call of many steps)
+    │   ├── EarlierStepFailed     earlier_step_failed   409     no   (in a call of many steps)
+    │   └── TokenizerChanged      tokenizer_changed     409     no
+    ├── LoadFailed                load_failed           422     no
     ├── TooLarge                  too_large             413     no
     ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
     ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
@@ -108,6 +110,29 @@ class EarlierStepFailed(Conflict):
 
     def __init__(self, session: str) -> None:
         super().__init__(f"an earlier step of session {shown(session)} in this call failed, so this one was not taken")
+
+
+class TokenizerChanged(Conflict):
+    """The session's tokens are another tokenizer's: no version of its model that is served here may run them."""
+
+    code = "tokenizer_changed"
+
+    def __init__(self, session: str, model: str, version: str) -> None:
+        super().__init__(
+            f"session {shown(session)} was started on another tokenizer than that of version {version} of model "
+            f"{model}, which is served now: start a new session"
+        )
+
+
+class LoadFailed(WaneError):
+    """A model was not loaded; whatever was served before still is."""
+
+    code = "load_failed"
+    http_status = 422
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"model {shown(model)} was not loaded: {reason}")
+        self.reason = reason
 
 
 class TooLarge(WaneError):

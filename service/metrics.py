@@ -54,6 +54,9 @@ class Metrics:
         self._message_children: dict[int, Counter] = {}
         self._http_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")
+        self.loads = counter(
+            "wane_model_loads", "Models asked to be loaded while serving: outcome loaded, same or failed.", "outcome"
+        )
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
         # Answers, by operation (predict, step, score, generate, compare) and the mode that was used.
@@ -101,6 +104,9 @@ class Metrics:
         self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
         self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
+        self.caught_up = counter(
+            "wane_sessions_caught_up", "States brought up to tokens that other replicas had appended.", "model"
+        )
         self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
         self.squeezed = counter("wane_sessions_squeezed", "Sessions ended early for lack of memory.", "model")
         self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")

@@ -21,6 +21,7 @@ from random import getrandbits
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.engine.presence import Presence
 from service.errors import InvalidRequest, TooLarge, Unavailable, shown
 from service.logs import log_access
 from service.metrics import Metrics
@@ -84,17 +85,26 @@ class Door:
     `max_body_bytes` is the longest body; `request_timeout_ms` the deadline of requests that name none: a client may
     shorten it, not lengthen it. After the first byte of an answer no other is possible: then what was raised goes on,
     and the server cuts the connection. A request that the server cancels, because it waits for nobody any more, is
-    answered too, with 503.
+    answered too, with 503. Whoever is to wait until requests are over asks the `presence`; of WebSockets, which last,
+    their messages count.
     """
 
     def __init__(
-        self, app: ASGIApp, *, max_body_bytes: int, request_timeout_ms: float, envelope: Envelope, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        request_timeout_ms: float,
+        envelope: Envelope,
+        metrics: Metrics,
+        presence: Presence,
     ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.request_timeout_ms = request_timeout_ms
         self.envelope = envelope
         self.metrics = metrics
+        self.presence = presence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -104,6 +114,7 @@ class Door:
             await self.app(scope, receive, send)
             return
         started_s = time.perf_counter()
+        wave = self.presence.enter()
         here = scope["wane.context"] = Context.of(scope)
         status: int | None = None
         sent_bytes = 0
@@ -128,6 +139,7 @@ class Door:
                 error = Unavailable("the server is stopping")
             await self.envelope(scope, error)(scope, receive, send_out)
         finally:
+            wave.leave()
             self.record(scope, here, status or HUNG_UP, sent_bytes, time.perf_counter() - started_s)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -237,3 +237,33 @@ class RewindBody(Body):
     examples = ({"position": 1},)
 
     position: Integer = Field(description="how many tokens to keep; those after it must still be in the tail")
+
+
+class IndexBody(Body):
+    """Which models to list. All of it may be left out, as of the other bodies of the model repository."""
+
+    examples = ({}, {"ready": True})
+
+    ready: bool = Field(default=False, description="only those that take requests")
+
+
+class LoadBody(Body):
+    """A load takes no parameters: what a model is, its bundle says."""
+
+    examples = ({},)
+
+    parameters: Annotated[dict[str, object], Field(max_length=0)] = Field(default={}, description="there are none")
+
+
+class UnloadParameters(Body):
+    """What the protocol's own clients send."""
+
+    unload_dependents: bool = Field(default=False, description="changes nothing: no model depends on another")
+
+
+class UnloadBody(Body):
+    """Which model is in the path."""
+
+    examples = ({}, {"parameters": {"unload_dependents": False}})
+
+    parameters: UnloadParameters = Field(default=UnloadParameters())

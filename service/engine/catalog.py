@@ -1,34 +1,63 @@
-"""The models that this process serves, by name."""
+"""The models that this process serves, by name: loaded at start, and replaced and ended while they are served.
+
+A model's new version is loaded beside the old one, verified and warmed up as at start. Then it takes the old one's
+place between two turns of the event loop: requests that come later are given the new one, those that are there already
+are answered by the old one, which goes once the last of them is over. If the load fails, nothing has changed.
+
+Sessions go on under the new version, from their tails, if its tokenizer is the same. Else they end where they are, on
+the old one, which is kept for as long as sessions live.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Literal
 
-from models.bundle import Bundle, CertificateError, verify_graphs
-from models.manifest import Certificate
+from models.bundle import Bundle, BundleError
+from service.engine import loading
+from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.engine.margin import Margin
+from service.engine.loading import Opened
+from service.engine.presence import Presence
+from service.engine.repository import Found, Repository, RepositoryError, look, tell
+from service.engine.retirement import Retirement
 from service.engine.types import check_session_id
-from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, shown
+from service.errors import (
+    InvalidRequest,
+    LoadFailed,
+    TokenizerChanged,
+    Unavailable,
+    UnknownModel,
+    UnknownSession,
+    WaneError,
+    shown,
+)
 from service.metrics import Metrics
-from service.runners.aside import AsideRunner
-from service.runners.onnx import OnnxRunner
-from service.runners.runner import Runner
+from service.runners.runner import DeviceError
 from service.settings import Settings
-from service.stores.memory import MemoryStore
-from service.stores.store import Store
+from service.stores.opening import make_store
+from service.stores.store import Standing, Store
 
 logger = logging.getLogger("wane.engine")
 
-MANIFEST = "manifest.json"
+Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
 class CatalogError(Exception):
     """The bundles asked for cannot be served; the message is for the operator, and the process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One version of a model, and what is with it; `reason` says why it is not ready, or is still there."""
+
+    name: str
+    version: str
+    condition: Condition
+    reason: str = ""
 
 
 class Catalog:
@@ -39,10 +68,18 @@ class Catalog:
         self._settings = settings
         self._metrics = metrics
         self._engines: dict[str, Engine] = {}
+        self._digests: dict[str, str] = {}
         self._default = settings.default_model
         self._status = "loading"
         self._leaving = False
         self._store: Store | None = None
+        self.presence = Presence()
+        self._repository = Repository(settings.bundles)
+        self._retirement = Retirement(self.presence, settings.session_ttl_s)
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Engine]] = set()
+        self._loading: Found | None = None
+        self._failures: dict[str, LoadFailed] = {}
 
     @property
     def ready(self) -> bool:
@@ -60,6 +97,11 @@ class Catalog:
         return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
+    def store(self) -> Standing | None:
+        """How the store of the sessions is; None before there is one."""
+        return None if self._store is None else self._store.standing
+
+    @property
     def default(self) -> str:
         """The name of the model that answers where none is named."""
         return self._default
@@ -69,80 +111,206 @@ class Catalog:
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
-        bundles = await asyncio.to_thread(lambda: [read(path) for path in self._paths()])
-        bundles.sort(key=lambda bundle: bundle.manifest.name)
+        found, bundles = await asyncio.to_thread(self._read_all)
         names = [bundle.manifest.name for bundle in bundles]
-        if len(set(names)) < len(names):
-            raise CatalogError(f"two bundles hold models of the same name: {', '.join(names)}")
         self._default = self._choose_default(names)
-        opened = await asyncio.gather(*(asyncio.to_thread(self._open, bundle) for bundle in bundles))
+        opened = await asyncio.gather(
+            *(asyncio.to_thread(loading.open_graphs, bundle, self._settings) for bundle in bundles)
+        )
         # Every session can then be asked for every window that its model takes.
         longest = max(bundle.manifest.max_window for bundle in bundles)
-        store = MemoryStore(
-            tail_tokens=max(self._settings.tail_tokens, longest),
-            ttl_s=self._settings.session_ttl_s,
-            budget_bytes=self._settings.session_budget_bytes,
-            on_squeeze=lambda model: self._metrics.squeezed.labels(model).inc(),
-        )
+        store = self._store = self._make_store(max(self._settings.tail_tokens, longest))
+        await store.open()
         engines: dict[str, Engine] = {}
-        for bundle, margin, runner, shadow in opened:
-            manifest = bundle.manifest
+        for one in opened:
             try:
-                engine = Engine(
-                    manifest,
-                    bundle.vocabulary,
-                    margin,
-                    runner,
-                    store,
-                    self._settings,
-                    self._metrics,
-                    shadow_runner=shadow,
-                )
+                engine = await loading.start(one, store, self._settings, self._metrics)
             except ValueError as error:
-                raise CatalogError(f"model {manifest.name}: {error}") from error
-            await asyncio.to_thread(engine.warm_up, await asyncio.to_thread(bundle.propagation, runner.run))
+                raise CatalogError(f"model {one.bundle.manifest.name}: {error}") from error
+            engine.publish()
             engine.keep()
-            engines[manifest.name] = engine
-            logger.info("loaded %s version %s on %s", manifest.name, manifest.version, runner.device)
-            if not manifest.certificate.certified:
-                logger.info("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
-        self._store = store
+            engines[engine.name] = engine
         self._engines = engines
+        self._digests = {one.name: one.digest for one in found}
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable unless ready."""
-        self._check_ready()
+        self.check_ready()
         engine = self._engines.get(self._default if name is None else name)
         if engine is None:
-            raise UnknownModel(f"there is no model {shown(name)}; there are {', '.join(sorted(self._engines))}")
+            there = ", ".join(sorted(self._engines)) or "none"
+            raise UnknownModel(f"there is no model {shown(self._default if name is None else name)}; there are {there}")
         return engine
 
     async def engine_for(self, session: str, model: str | None = None) -> Engine:
         """The engine that a session lives on.
 
-        Raises UnknownSession; InvalidRequest for what is no session id, and if `model` is another.
+        Raises UnknownSession; InvalidRequest for what is no session id, and if `model` is another; TokenizerChanged
+        where its tokens are none of this version's.
         """
-        self._check_ready()
+        self.check_ready()
         check_session_id(session)
         assert self._store is not None, "ready without a store: this is a bug"
-        record = await self._store.get(session)
-        if record is None or record.model not in self._engines:
+        record = self._store.recall(session) or await self._store.get(session)
+        engine = None if record is None else self._engines.get(record.model)
+        if record is None or engine is None:
             raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
         if model is not None and model != record.model:
             raise InvalidRequest(f"session {session!r} is of model {record.model!r}, not of {shown(model)}", "model")
-        return self._engines[record.model]
+        if record.vocabulary != engine.tokenizer:
+            older = self._retirement.of(record.model, record.vocabulary)
+            if older is None:
+                raise TokenizerChanged(session, engine.name, engine.version)
+            return older
+        return engine
 
     def list(self) -> list[Engine]:
         """Every engine: the default first, the others by name. Raises Unavailable unless ready."""
-        self._check_ready()
+        self.check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
 
     async def report(self) -> dict[str, object]:
-        """The body of /v1/report: `{"device", "models": [engine reports]}`. Raises Unavailable unless ready."""
-        return {"device": self.device, "models": [await engine.report() for engine in self.list()]}
+        """The body of /v1/report: `{"device", "models": [engine reports]}`, of versions that only have sessions left
+        too. Raises Unavailable unless ready."""
+        engines = [*self.list(), *self._retirement.lingering]
+        return {"device": self.device, "models": [await engine.report() for engine in engines]}
+
+    # Changes
+
+    async def load_model(self, name: str, deadline: float | None = None) -> Engine:
+        """The model as its bundle is now: loaded if it was not, replaced if it was another version, or left as it is.
+
+        A caller that leaves, or whose deadline passes, leaves the load to go on. One model is loaded at a time.
+        Raises UnknownModel where there is no such bundle; LoadFailed, with the reason, and then what was served before
+        still is; DeadlineExceeded, Unavailable.
+        """
+        self.check_ready()
+        task = asyncio.create_task(self._load(name))
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        async with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
+            return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Engine]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left
+
+    async def _load(self, name: str) -> Engine:
+        async with self._changing:
+            self.check_ready()
+            current = self._engines.get(name)
+            try:
+                found = await asyncio.to_thread(self._repository.find, name)
+                if current is not None and found.digest == self._digests[name]:
+                    self._failures.pop(name, None)
+                    self._metrics.loads.labels("same").inc()
+                    return current
+                if current is not None and found.version == current.version:
+                    raise LoadFailed(
+                        name, f"its bundle has changed, but not its version, which is {found.version} as before"
+                    )
+                engine = await self._open(found)
+            except LoadFailed as error:
+                self._failures[name] = error
+                self._metrics.loads.labels("failed").inc()
+                logger.warning("%s", error.message)
+                raise
+            if self._status != "ready":
+                await engine.close()
+                self.check_ready()
+            self._failures.pop(name, None)
+            self._metrics.loads.labels("loaded").inc()
+            self._replace(engine, found.digest)
+            return engine
+
+    async def _open(self, found: Found) -> Engine:
+        """The engine of a bundle. Raises LoadFailed."""
+        assert self._store is not None, "ready without a store: this is a bug"
+        self._loading = found
+        try:
+            opened = await asyncio.to_thread(self._read, found)
+            self._store.tail_tokens = max(self._store.tail_tokens, opened.bundle.manifest.max_window)
+            return await loading.start(opened, self._store, self._settings, self._metrics)
+        except (BundleError, DeviceError, ValueError) as error:
+            raise LoadFailed(found.name, tell(error, found.path)) from error
+        except Exception as error:
+            if isinstance(error, WaneError):
+                raise
+            logger.exception("model %s was not loaded", found.name)
+            raise LoadFailed(found.name, "nobody expected why; the log has it") from error
+        finally:
+            self._loading = None
+
+    def _read(self, found: Found) -> Opened:
+        opened = loading.open_graphs(loading.read(found.path), self._settings)
+        if look(found.path).digest != found.digest:
+            opened.close()
+            raise LoadFailed(found.name, "its bundle was changed while it was read: ask again")
+        return opened
+
+    def _replace(self, engine: Engine, digest: str) -> None:
+        """The engine takes its place, between two turns of the event loop."""
+        before, older = self._engines.get(engine.name), self._retirement.of(engine.name, engine.tokenizer)
+        self._engines[engine.name] = engine
+        self._digests[engine.name] = digest
+        if older is not None:  # of this tokenizer: its sessions go on here
+            self._retirement.retire(older)
+        if before is not None:
+            self._metrics.model_info.remove(before.name, before.version, before.device)
+            if before.tokenizer == engine.tokenizer:
+                self._retirement.retire(before)
+            else:
+                logger.info("version %s of %s is kept for the sessions that it has", before.version, before.name)
+                self._retirement.linger(before)
+        engine.publish()
+        engine.keep()
+
+    async def unload_model(self, name: str) -> None:
+        """The model is served no more; its sessions are there again if it is loaded again before they expire.
+
+        Raises UnknownModel, Unavailable.
+        """
+        self.check_ready()
+        async with self._changing:
+            engine = self.get(name)
+            del self._engines[name], self._digests[name]
+            self._metrics.model_info.remove(name, engine.version, engine.device)
+            for one in (engine, *(other for other in self._retirement.lingering if other.name == name)):
+                self._retirement.retire(one)
+            logger.info("unloaded %s", name)
+
+    async def index(self) -> Sequence[Entry]:
+        """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
+        self.check_ready()
+        bundles = await asyncio.to_thread(self._repository.list)
+        entries = [Entry(engine.name, engine.version, "READY") for engine in self.list()]
+        entries += [
+            Entry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
+            for one in self._retirement.lingering
+        ]
+        entries += [
+            Entry(one.name, one.version, "UNLOADING", "until its last requests are answered")
+            for one in self._retirement.leaving
+        ]
+        if self._loading is not None:
+            entries.append(Entry(self._loading.name, self._loading.version, "LOADING"))
+        told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
+        for found in bundles:
+            if (found.name, found.version) not in told:
+                failure = self._failures.get(found.name)
+                reason = found.reason or ("not loaded" if failure is None else failure.reason)
+                entries.append(Entry(found.name, found.version, "UNAVAILABLE", reason))
+        return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
+
+    async def settled(self) -> None:
+        """Waits until what was replaced or unloaded is gone."""
+        await self._retirement.settled()
+
+    # The end
 
     def leave(self) -> None:
         """Not ready from now on, though requests are still taken: others will stop sending them."""
@@ -153,15 +321,19 @@ class Catalog:
         """Not ready from now on; refuses new requests, waits for what was admitted, then ends every engine."""
         self._status = "draining"
         self._metrics.ready.set(0)
-        engines = self._engines.values()
+        engines = [*self._engines.values(), *self._retirement.stop()]
         try:
             async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):
                 await asyncio.gather(*(engine.drain() for engine in engines))
         except TimeoutError:
             logger.warning("requests were still running after %d ms", self._settings.drain_timeout_ms)
         await asyncio.gather(*(engine.close() for engine in engines))
+        await asyncio.gather(*self._changes, return_exceptions=True)
+        if self._store is not None:
+            await self._store.close()
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raises Unavailable while nothing is served."""
         if self._status != "ready":
             raise Unavailable(
                 "the server is loading its models" if self._status == "loading" else "the server is stopping"
@@ -175,45 +347,18 @@ class Catalog:
             raise CatalogError(f"default_model is {wanted!r}, but the bundles hold {', '.join(names)}")
         return names[0]
 
-    def _paths(self) -> Sequence[Path]:
-        """The bundle, or every bundle of the folder, that the settings name."""
-        root = self._settings.bundles
-        if (root / MANIFEST).is_file():
-            return [root]
-        if not root.is_dir():
-            raise CatalogError(f"bundles is {root}, which is no folder")
-        paths = sorted(path.parent for path in root.glob(f"*/{MANIFEST}"))
-        if not paths:
-            raise CatalogError(f"bundles is {root}, which holds no bundle (a folder with a {MANIFEST})")
-        return paths
+    def _make_store(self, tail_tokens: int) -> Store:
+        return make_store(self._settings, tail_tokens, self._metrics)
 
-    def _open(self, bundle: Bundle) -> tuple[Bundle, Margin, Runner, AsideRunner | None]:
-        """The bundle, with a certificate that holds or with none; a runner whose every graph computes what the
-        bundle's weights say; and another for shadows, if there are to be any."""
-        runner = OnnxRunner(bundle, self._settings.device, self._settings.threads)
+    def _read_all(self) -> tuple[Sequence[Found], Sequence[Bundle]]:
+        """Every model's bundle, by name. Raises CatalogError, BundleError."""
         try:
-            verify_graphs(bundle, runner.run)
-        except CertificateError as error:
-            bundle = uncertified(bundle, error)
-        shadow = AsideRunner(bundle.path) if self._settings.shadow_rate else None
-        return bundle, Margin(bundle.weights()), runner, shadow
-
-
-def read(path: Path) -> Bundle:
-    """A bundle that is verified but for its graphs, with a certificate that holds for its weights or with none."""
-    bundle = Bundle.open(path)
-    try:
-        bundle.verify_certificate()
-    except CertificateError as error:
-        bundle = uncertified(bundle, error)
-    return bundle
-
-
-def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
-    """The bundle without its certificate, and with the reason for that, which names no place on this machine."""
-    logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
-    reason = str(error)
-    for place in (bundle.path / MANIFEST, bundle.path):
-        reason = reason.removeprefix(f"{place}: ")
-    certificate = Certificate(contractive=False, reason=f"the certificate does not hold: {reason}", layers=())
-    return replace(bundle, manifest=bundle.manifest.model_copy(update={"certificate": certificate}))
+            paths = self._repository.paths()
+        except RepositoryError as error:
+            raise CatalogError(str(error)) from error
+        bundles = sorted(map(loading.read, paths), key=lambda one: (one.manifest.name, int(one.manifest.version)))
+        latest = {bundle.manifest.name: bundle for bundle in bundles}
+        versions = [(bundle.manifest.name, bundle.manifest.version) for bundle in bundles]
+        if len(set(versions)) < len(versions):
+            raise CatalogError(f"two bundles hold models of the same name and version: {', '.join(latest)}")
+        return [look(bundle.path) for bundle in latest.values()], [*latest.values()]

@@ -71,6 +71,8 @@ A = TypeVar("A", Answer, Answer | None)
 
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
 
+TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the versions of one model they are unlike
+
 
 class Engine:
     """Answers for one version of one model. Every method belongs to the event loop's thread.
@@ -102,6 +104,9 @@ class Engine:
         self.vocabulary = vocabulary
         self.name = name = manifest.name
         self.version = manifest.version
+        self.tokenizer = manifest.vocabulary.sha256[:TOKENIZER_DIGITS]
+        self.asked = 0  # requests, ever
+        self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch
         self._limits = Limits(manifest, settings)
@@ -132,6 +137,7 @@ class Engine:
             metrics,
             model=name,
             version=self.version,
+            vocabulary=self.tokenizer,
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
             empty=Tail.start(vocabulary.eos_id, vocabulary.size),
             clock=clock,
@@ -193,9 +199,7 @@ class Engine:
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
         self._keeper = Keeper(slab, self._sessions, metrics, name, lambda: not self._active and self._batcher.idle)
         self._keeping: asyncio.Task[None] | None = None
-        metrics.model_info.labels(name, self.version, runner.device).set(1)
-        metrics.sessions_resident.labels(name).set_function(lambda: len(slab))
-        metrics.state_bytes.labels(name).set_function(lambda: slab.used_bytes)
+        self._metrics = metrics
 
     @property
     def device(self) -> str:
@@ -443,6 +447,7 @@ class Engine:
             raise Unavailable("the server is stopping")
 
     def _admit(self) -> None:
+        self.asked += 1
         self._active += 1
         self._idle.clear()
 
@@ -451,9 +456,22 @@ class Engine:
         if not self._active:
             self._idle.set()
 
+    def publish(self) -> None:
+        """It is served from now on: what is measured of its model is measured of it."""
+        metrics, slab = self._metrics, self._slab
+        metrics.model_info.labels(self.name, self.version, self.device).set(1)
+        metrics.sessions_resident.labels(self.name).set_function(lambda: len(slab))
+        metrics.state_bytes.labels(self.name).set_function(lambda: slab.used_bytes)
+
     def keep(self) -> None:
         """From now on, looks after what is kept, now and then."""
         self._keeping = asyncio.create_task(self._keeper.run())
+
+    def retire(self) -> None:
+        """Another one has taken its place, or none: whoever holds on to it is to ask for that."""
+        self.retired = True
+        if self._shadow is not None:
+            self._shadow.close()
 
     async def drain(self) -> None:
         """Takes no new requests (Unavailable), and waits for those that were admitted."""
@@ -472,3 +490,8 @@ class Engine:
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
         await self._batcher.close()
+
+    def discard(self) -> None:
+        """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""
+        self._runner.close()
+        self._slab.close()

@@ -16,7 +16,7 @@ from service.engine.residents import Resident, Residents
 from service.engine.slab import START
 from service.engine.turns import Turn, Turns
 from service.engine.types import Mode, StepRequest, check_session_id
-from service.errors import InvalidRequest, PositionConflict, SessionExists, UnknownSession
+from service.errors import InvalidRequest, PositionConflict, SessionExists, TokenizerChanged, UnknownSession
 from service.metrics import Metrics
 from service.stores.store import LastStep, Ready, Record, Store, digest
 from service.stores.tail import Tail
@@ -85,6 +85,7 @@ class Sessions:
         *,
         model: str,
         version: str,
+        vocabulary: str,
         state_ttl_s: float,
         empty: Tail,
         clock: Callable[[], float] = time.monotonic,
@@ -96,6 +97,7 @@ class Sessions:
         self._residents = residents
         self._model = model
         self._version = version
+        self._vocabulary = vocabulary
         self._state_ttl_s = state_ttl_s
         self._empty = empty
         self._clock = clock
@@ -110,7 +112,9 @@ class Sessions:
             session = secrets.token_urlsafe(16)
         else:
             check_session_id(session)
-        record = Record(session, self._model, self._version, mode or Mode.AUTO, 0, self._empty)
+        record = Record(
+            session, self._model, self._version, mode or Mode.AUTO, 0, self._empty, vocabulary=self._vocabulary
+        )
         if not await self._store.create(record):
             raise SessionExists(f"session {session!r} exists already")
         return record
@@ -127,6 +131,8 @@ class Sessions:
         if record is None or record.model != self._model:
             self._residents.drop(session)
             raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
+        if record.vocabulary != self._vocabulary:
+            raise TokenizerChanged(session, self._model, self._version)
         return record
 
     # Of a store that answers at once

@@ -171,6 +171,10 @@ class Slab:
             value = zlib.crc32(values[slot], value)
         return value
 
+    def close(self) -> None:
+        """Gives the memory back: there are no values any more."""
+        self._arrays.clear()
+
     # Integrity
 
     def miscounts(self) -> list[str]:

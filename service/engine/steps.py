@@ -100,7 +100,7 @@ class Steps:
         return SessionView(
             session=record.session,
             model=record.model,
-            model_version=record.model_version,
+            model_version=self._manifest.version,
             mode=record.mode,
             position=record.position,
             state=course.state,

@@ -18,11 +18,14 @@ from service.schemas import Body
 B = TypeVar("B", bound=Body)
 
 
-async def decode(request: Request, model: type[B]) -> B:
-    """The body as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded, Abandoned."""
+async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
+    """The body as `model`; one of no bytes is `empty`.
+
+    Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded, Abandoned.
+    """
     async with until(context(request.scope).deadline, "the deadline passed while the body was still coming in"):
         raw = await _body(request)
-    return parse(raw, model)
+    return parse(raw or empty, model)
 
 
 async def _body(request: Request) -> bytes:
@@ -81,8 +84,8 @@ def headers(described: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def json_body(model: type[Body]) -> dict[str, Any]:
+def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
     """The OpenAPI description of a route that decodes `model`, with the model's examples."""
     examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
     content = {"application/json": {"schema": model.model_json_schema(), "examples": examples}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}

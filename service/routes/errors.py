@@ -1,11 +1,15 @@
-"""Failures as answers: `problem` is the native protocol's envelope (RFC 9457, application/problem+json).
+"""Failures as answers, in the envelope of the protocol that the path speaks.
+
+`problem` is the native protocol's (RFC 9457, application/problem+json).
 
     {"type": "urn:wane:error:position_conflict", "title": "Position conflict", "status": 409,
      "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
      "request_id": "...", "position": 12}
 
 Every failure of every native route has this shape: ours, a path or method that does not exist, and what nobody
-expected.
+expected. `error_object` is that of the Open Inference Protocol, under /v2: its clients look for `error`, a text.
+
+    {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from service.logs import SERVICE
 from service.middleware import context
 
 INTERNAL = "internal"
+INFERENCE_PROTOCOL = "/v2/"
 UNEXPECTED = "something went wrong here, and it is not your request; the log has it under this request id"
 
 
@@ -101,6 +106,26 @@ def problem(scope: Scope, error: Exception) -> Response:
         media_type="application/problem+json",
         headers=failure.headers,
     )
+
+
+def error_object(scope: Scope, error: Exception) -> Response:
+    """The Open Inference Protocol's answer to a failure, which is noted for the access log."""
+    here = context(scope)
+    failure = described(scope, error)
+    here.fields["error"] = failure.code
+    document = {
+        "error": failure.detail,
+        "code": failure.code,
+        "retryable": failure.retryable,
+        "request_id": here.request_id,
+        **failure.extra,
+    }
+    return Response(json.dumps(document), failure.status, failure.headers, media_type="application/json")
+
+
+def envelope(scope: Scope, error: Exception) -> Response:
+    """The answer to a failure, in the words of the path's protocol."""
+    return (error_object if scope["path"].startswith(INFERENCE_PROTOCOL) else problem)(scope, error)
 
 
 def described(scope: Scope, error: Exception) -> Failure:

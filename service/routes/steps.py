@@ -44,7 +44,7 @@ async def append_many(request: Request) -> Response:
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
     """Every step at its session's engine. Raises Unavailable where nothing is served."""
-    catalog(request).get()
+    catalog(request).check_ready()
     outcomes: list[Outcome | None] = [None] * len(bodies)
     by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
     failed: set[str] = set()

@@ -87,6 +87,7 @@ class Stream:
         try:
             while (message := await self.receive()) is not None:
                 started_s = time.perf_counter()
+                wave = catalog(self.socket).presence.enter()
                 try:
                     await self.send(await self.answer(message))
                 except Abandoned:
@@ -99,6 +100,8 @@ class Stream:
                         return
                 else:
                     self.count(HTTPStatus.OK, started_s)
+                finally:
+                    wave.leave()
         except WebSocketDisconnect as left:  # while its answer was sent
             self.log["code"] = left.code
         finally:
@@ -124,7 +127,10 @@ class Stream:
     async def answer(self, message: str | bytes) -> AnswerDocument:
         """The prediction after one message."""
         body = parse(message, StreamBody)
-        engine, session = self.engine, self.session
+        session = self.session
+        if self.engine.retired:
+            self.engine = await catalog(self.socket).engine_for(session)
+        engine = self.engine
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         async with until_hangup(self.socket, self.early):
             if body.rewind is not None:

@@ -62,6 +62,10 @@ class OnnxRunner:
         """The names of a graph's outputs."""
         return self._outputs[role]
 
+    def close(self) -> None:
+        """Gives back what the graphs take: there are no runs any more."""
+        self._sessions.clear()
+
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs of one graph, by name; see `Runner` for shapes."""
         names = self._outputs[role]

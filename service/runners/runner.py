@@ -56,3 +56,7 @@ class Runner(Protocol):
     def outputs(self, role: Role) -> Sequence[str]:
         """The names of a graph's outputs."""
         ...
+
+    def close(self) -> None:
+        """Gives back what the graphs take: there are no runs any more."""
+        ...

@@ -111,6 +111,9 @@ class FakeRunner:
         assert role == "window"
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS]
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def margin(self) -> Margin:
         """Of the output layer."""
         return Margin({"head.weight": self._head, "head.bias": np.zeros(len(self._head), np.float32)})
@@ -287,6 +290,7 @@ class Bench:
             pacing or InOrder(),
             shadow_runner=self.shadow_runner if self.settings.shadow_rate else None,
         )
+        self.engine.publish()
         self.engine.warm_up()
         self.runner.calls.clear()
         self.runner.busy.clear()

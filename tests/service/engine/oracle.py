@@ -46,6 +46,9 @@ class OracleRunner:
             names += [RADIUS, STREAM] if self._gated else [RADIUS]
         return names
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         if role == "head":
             return {"logits": _float32(self._reference.logits(feeds["hidden"].astype(np.float64)))}

@@ -31,7 +31,7 @@ def make(path: Path, **settings: object) -> Catalog:
 @pytest.fixture
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are not held against the oracle: for tests of something else."""
-    monkeypatch.setattr("service.engine.catalog.verify_graphs", lambda bundle, run: 0.0)
+    monkeypatch.setattr("service.engine.loading.verify_graphs", lambda bundle, run: 0.0)
 
 
 @pytest.fixture
@@ -127,10 +127,10 @@ async def test_a_default_model_that_was_named_must_be_there() -> None:
         await make(PATHS[0], default_model="nobody").load()
 
 
-async def test_two_bundles_of_one_name_are_refused(tmp_path: Path) -> None:
+async def test_two_bundles_of_one_name_and_version_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
-    with pytest.raises(CatalogError, match="same name"):
+    with pytest.raises(CatalogError, match="same name and version"):
         await make(tmp_path).load()
 
 

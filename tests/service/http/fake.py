@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from models.manifest import Manifest
 from service.engine.abreast import abreast
+from service.engine.catalog import Entry
+from service.engine.presence import Presence
 from service.engine.types import (
     Agreement,
     Answer,
@@ -91,6 +93,7 @@ class FakeEngine:
     name = "fake"
     version = "3"
     device = "cpu"
+    retired = False
     manifest = MANIFEST
 
     def __init__(self) -> None:
@@ -241,6 +244,7 @@ class FakeCatalog:
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
+        self.presence = Presence()
         self.failure: Exception | None = None
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
@@ -252,11 +256,14 @@ class FakeCatalog:
     async def load(self) -> None:
         pass
 
-    def get(self, name: str | None = None) -> FakeEngine:
+    def check_ready(self) -> None:
         if self.failure is not None:
             raise self.failure
         if self.status != "ready":
             raise Unavailable(f"the server is {self.status}")
+
+    def get(self, name: str | None = None) -> FakeEngine:
+        self.check_ready()
         if name not in (None, self.engine.name):
             raise UnknownModel(f"there is no model {name!r}")
         return self.engine
@@ -275,6 +282,20 @@ class FakeCatalog:
 
     def leave(self) -> None:
         self.leaving.set()
+
+    async def load_model(self, name: str, deadline: float | None = None) -> FakeEngine:
+        return self.get(name)
+
+    async def unload_model(self, name: str) -> None:
+        self.get(name)
+
+    async def index(self) -> Sequence[Entry]:
+        self.check_ready()
+        return [
+            Entry("fake", "3", "READY"),
+            Entry("fake", "4", "LOADING"),
+            Entry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
+        ]
 
     async def close(self) -> None:
         """Waits for what the engine waits for: as the real one, for what was admitted."""

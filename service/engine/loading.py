@@ -1,0 +1,112 @@
+"""From a bundle to an engine: read it, verify all of it, open its graphs, warm up. Nothing of it is on the event loop.
+
+A model that is loaded beside others takes its time from them as any other thread would, a few milliseconds at once:
+arithmetic and graphs run without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from models.bundle import Bundle, CertificateError, verify_graphs
+from models.bundle_checks import MANIFEST
+from models.manifest import Certificate
+from service.engine.engine import Engine
+from service.engine.margin import Margin
+from service.metrics import Metrics
+from service.runners.aside import AsideRunner
+from service.runners.onnx import OnnxRunner
+from service.settings import Settings
+from service.stores.store import Store
+
+logger = logging.getLogger("wane.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A bundle whose certificate holds, or that has none; a runner whose every graph computes what the bundle's weights
+    say; and another for shadows, if there are to be any."""
+
+    bundle: Bundle
+    margin: Margin
+    runner: OnnxRunner
+    shadow: AsideRunner | None
+
+    def close(self) -> None:
+        """Ends what no engine has taken over."""
+        self.runner.close()
+        if self.shadow is not None:
+            self.shadow.kill()
+            self.shadow.wait()
+
+
+def read(path: Path) -> Bundle:
+    """A bundle that is verified but for its graphs, with a certificate that holds for its weights or with none. Blocks.
+
+    Raises BundleError.
+    """
+    bundle = Bundle.open(path)
+    try:
+        bundle.verify_certificate()
+    except CertificateError as error:
+        bundle = uncertified(bundle, error)
+    return bundle
+
+
+def open_graphs(bundle: Bundle, settings: Settings) -> Opened:
+    """A bundle's graphs, held against the oracle. Blocks. Raises BundleError, DeviceError."""
+    runner = OnnxRunner(bundle, settings.device, settings.threads)
+    try:
+        try:
+            verify_graphs(bundle, runner.run)
+        except CertificateError as error:
+            bundle = uncertified(bundle, error)
+        margin = Margin(bundle.weights())
+        shadow = AsideRunner(bundle.path) if settings.shadow_rate else None
+    except BaseException:
+        runner.close()
+        raise
+    return Opened(bundle, margin, runner, shadow)
+
+
+async def start(opened: Opened, store: Store, settings: Settings, metrics: Metrics) -> Engine:
+    """An engine, ready for its first request; `opened` is its own, or is ended. Raises ValueError where the settings do
+    not fit the model, and whatever its graphs raise."""
+    bundle, manifest = opened.bundle, opened.bundle.manifest
+    try:
+        engine = Engine(
+            manifest,
+            bundle.vocabulary,
+            opened.margin,
+            opened.runner,
+            store,
+            settings,
+            metrics,
+            shadow_runner=opened.shadow,
+        )
+    except BaseException:
+        await asyncio.to_thread(opened.close)
+        raise
+    try:
+        propagation = await asyncio.to_thread(bundle.propagation, opened.runner.run)
+        await asyncio.to_thread(engine.warm_up, propagation)
+    except BaseException:
+        await engine.close()
+        raise
+    logger.info("loaded %s version %s on %s", manifest.name, manifest.version, opened.runner.device)
+    if not manifest.certificate.certified:
+        logger.info("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
+    return engine
+
+
+def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
+    """The bundle without its certificate, and with the reason for that, which names no place on this machine."""
+    logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
+    reason = str(error)
+    for place in (bundle.path / MANIFEST, bundle.path):
+        reason = reason.removeprefix(f"{place}: ")
+    certificate = Certificate(contractive=False, reason=f"the certificate does not hold: {reason}", layers=())
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"certificate": certificate}))

@@ -1,0 +1,104 @@
+"""The folder that bundles are in: which models it holds, at which version, and what of it has changed.
+
+Of several bundles of one model the one of the highest version counts. A bundle is known by the digest of its manifest,
+which holds the digests of all its other files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.bundle_checks import MANIFEST, BundleError, read_manifest
+from service.errors import LoadFailed, UnknownModel, shown
+
+Signature = tuple[int, int, int]
+"""Of a manifest: its inode, its size in bytes, and when it was written, in nanoseconds."""
+
+
+class RepositoryError(Exception):
+    """The folder holds nothing that can be served; the message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A bundle as its manifest has it. One that cannot be read goes by its folder's name, has no version, and a
+    `reason`."""
+
+    path: Path
+    name: str
+    version: str
+    digest: str
+    reason: str | None = None
+
+
+class Repository:
+    """The folder, or one bundle, that the settings name. Every method reads the disk, and blocks."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def paths(self) -> Sequence[Path]:
+        """Every bundle's folder. Raises RepositoryError where there is none."""
+        if (self._root / MANIFEST).is_file():
+            return [self._root]
+        if not self._root.is_dir():
+            raise RepositoryError(f"bundles is {self._root}, which is no folder")
+        paths = sorted(path.parent for path in self._root.glob(f"*/{MANIFEST}"))
+        if not paths:
+            raise RepositoryError(f"bundles is {self._root}, which holds no bundle (a folder with a {MANIFEST})")
+        return paths
+
+    def signatures(self) -> dict[Path, Signature]:
+        """What tells, without reading them, whether manifests are still the same."""
+        found: dict[Path, Signature] = {}
+        for path in self._present():
+            try:
+                status = (path / MANIFEST).stat()
+            except OSError:  # gone again
+                continue
+            found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+        return found
+
+    def list(self) -> list[Found]:
+        """Every bundle, by name and version."""
+        found = [look(path) for path in self._present()]
+        return sorted(found, key=lambda one: (one.name, int(one.version or 0)))
+
+    def find(self, name: str) -> Found:
+        """The bundle of a model. Raises UnknownModel where there is none, and LoadFailed where it cannot be told."""
+        found = self.list()
+        of_model = [one for one in found if one.name == name and one.reason is None]
+        if not of_model:
+            unreadable = next((one.reason for one in found if one.name == name), None)
+            if unreadable is not None:
+                raise LoadFailed(name, unreadable)
+            names = ", ".join(sorted({one.name for one in found if one.reason is None})) or "none"
+            raise UnknownModel(f"there is no bundle of model {shown(name)}; the bundles hold {names}")
+        last = of_model[-1]
+        if len({one.digest for one in of_model if one.version == last.version}) > 1:
+            raise LoadFailed(name, f"two bundles that differ hold version {last.version} of it")
+        return last
+
+    def _present(self) -> Sequence[Path]:
+        try:
+            return self.paths()
+        except RepositoryError:
+            return []
+
+
+def look(path: Path) -> Found:
+    """A bundle, as far as its manifest tells."""
+    try:
+        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        manifest = read_manifest(path)
+    except (BundleError, OSError) as error:
+        return Found(path, path.name, "", "", tell(error, path))
+    return Found(path, manifest.name, manifest.version, digest)
+
+
+def tell(error: Exception, path: Path) -> str:
+    """What may be said of a bundle's failure: it names no place on this machine but the bundle's own folder."""
+    return str(error).replace(str(path), path.name)

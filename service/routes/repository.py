@@ -1,0 +1,67 @@
+"""The Open Inference Protocol's model repository extension: which versions there are, loading and unloading.
+
+A load replaces the model's version under its live sessions: see `service/engine/catalog.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.documents import LoadedDocument, ProtocolFailureDocument, RepositoryEntryDocument, UnloadedDocument
+from service.engine.catalog import Entry
+from service.routes import answers
+from service.routes.context import catalog, deadline, note_model
+from service.routes.decode import decode, json_body
+from service.routes.hangup import until_hangup
+from service.schemas import IndexBody, LoadBody, UnloadBody
+
+FAILURE: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "any failure, as the Open Inference Protocol has it",
+        "content": {"application/json": {"schema": TypeAdapter(ProtocolFailureDocument).json_schema()}},
+    }
+}
+
+router = APIRouter(prefix="/v2/repository", tags=["repository"], responses=FAILURE)
+
+
+@router.post("/index", response_model=list[RepositoryEntryDocument], openapi_extra=json_body(IndexBody, required=False))
+async def index(request: Request) -> Response:
+    """Every version of every model that is served, is on its way in or out, or lies in the bundles' folder."""
+    body = await decode(request, IndexBody, empty=b"{}")
+    entries = await catalog(request).index()
+    found = [document(one) for one in entries if one.condition == "READY" or not body.ready]
+    return Response(to_json(found), media_type="application/json")
+
+
+def document(entry: Entry) -> RepositoryEntryDocument:
+    return {"name": entry.name, "version": entry.version, "state": entry.condition, "reason": entry.reason}
+
+
+@router.post(
+    "/models/{name}/unload", response_model=UnloadedDocument, openapi_extra=json_body(UnloadBody, required=False)
+)
+async def unload(request: Request, name: str) -> Response:
+    """Serves a model no more. Its sessions are there again if it is loaded again before they expire."""
+    await decode(request, UnloadBody, empty=b"{}")
+    await catalog(request).unload_model(name)
+    unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
+    return answers.reply(unloaded)
+
+
+@router.post("/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False))
+async def load(request: Request, name: str) -> Response:
+    """Loads a model, or the version of it that its bundle now holds, beside the one that is served; then takes that
+    one's place. Answered when that is done. If it fails, what was served before still is, and `error` says why."""
+    await decode(request, LoadBody, empty=b"{}")
+    async with until_hangup(request):
+        engine = await catalog(request).load_model(name, deadline(request))
+    note_model(request, engine)
+    loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}
+    return answers.reply(loaded)

@@ -1,0 +1,40 @@
+"""Bundles of several versions of one model, made of those that ship."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from tests.models.bundles import edit_manifest
+from tests.service.shipped import FOLDER
+
+MODEL = "small"
+
+
+def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODEL) -> Path:
+    """Version `version` of the model: what ships as `source`. It takes the place of the one that was there, at once."""
+    building, path = folder.parent / f".{name}-{version}", folder / name
+    shutil.copytree(FOLDER / source, building)
+    edit_manifest(building, "name", value=name)
+    edit_manifest(building, "version", value=version)
+    if path.exists():
+        path.rename(folder.parent / f".{name}-before-{version}")
+    building.rename(path)
+    return path
+
+
+def retokenize(path: Path) -> None:
+    """Gives the bundle another tokenizer: the same one, as far as text is concerned, of another digest."""
+    file = path / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    edit_manifest(path, "files", "tokenizer.json", value=digest)
+    edit_manifest(path, "vocabulary", "sha256", value=digest)
+
+
+def version_of(path: Path) -> str:
+    """What the bundle says that it is."""
+    version: str = json.loads((path / "manifest.json").read_text())["version"]
+    return version
