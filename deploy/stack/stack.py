@@ -15,6 +15,7 @@ from deploy.stack.process import Process
 
 COMPOSE = ROOT / "docker-compose.yml"
 ENTRANCE = "haproxy"
+STORE = "redis"
 
 
 class Stack:
@@ -49,6 +50,16 @@ class Stack:
     def url(self) -> str:
         """Where clients come."""
         return self.processes[ENTRANCE].url
+
+    @property
+    def port(self) -> int:
+        """The port of `url`."""
+        return self.processes[ENTRANCE].port
+
+    @property
+    def store(self) -> str:
+        """The address of the sessions' store."""
+        return f"redis://127.0.0.1:{self.processes[STORE].port}/0"
 
     @property
     def replicas(self) -> list[Process]:

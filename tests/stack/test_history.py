@@ -69,9 +69,7 @@ def test_an_append_of_unknown_fate_that_claims_a_position_is_there_or_nowhere() 
     assert kinds(history, 7, 9, 8) == ["reordered"]
 
 
-def test_an_append_of_unknown_fate_may_be_applied_long_after_it_was_given_up_but_never_before_it_was_asked_for() -> (
-    None
-):
+def test_an_append_of_unknown_fate_may_be_applied_late_but_never_before_it_was_asked_for() -> None:
     early = [append(8, None, UNKNOWN), append(7, 0, invoked_s=2), append(9, 1, invoked_s=4)]
     assert not faults(early, [7, 9, 8])
     late = [append(7, 1, invoked_s=0), append(8, None, UNKNOWN, 2)]
@@ -114,7 +112,7 @@ def test_the_right_one_of_several_explanations_is_found() -> None:
     assert not faults(unknown, [1, 2, 1])
     assert not faults(unknown, [1, 2, 1, 1, 2])
     assert not faults(unknown, [1, 2, 2, 1, 1])
-    assert kinds(unknown, 1, 1, 1) == ["duplicated"]
+    assert kinds(unknown, 1, 1, 1, 1) == ["duplicated"]
 
 
 @pytest.mark.parametrize("seed", range(20))

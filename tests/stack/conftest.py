@@ -1,0 +1,63 @@
+"""The whole topology, from the files that docker-compose.yml mounts, with one certified model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from deploy.stack.local import ROOT
+from deploy.stack.stack import ENTRANCE, Stack
+from models.bundle import Bundle
+from service.settings import Settings
+from tests.service.stores.redis_server import program
+
+MODEL = "gated-stable"
+BUNDLE = ROOT / "models" / "bundles" / MODEL
+TAIL_TOKENS = max(Settings().tail_tokens, Bundle.open(BUNDLE).manifest.max_window)
+"""What a replica keeps of a session."""
+
+REPLICAS = ("wane-1", "wane-2", "wane-3")
+Variables = Mapping[str, str]
+StartStack = Callable[..., Stack]
+Figures = Callable[..., None]
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartStack]:
+    """Starts a stack on free ports, which is gone with the test. `settings` are for every replica, `own` for some, by
+    name; `balance` is HAProxy's."""
+    program("redis-server")
+    program("haproxy")
+    with ExitStack() as stacks:
+
+        def start(
+            settings: Variables | None = None, own: Mapping[str, Variables] | None = None, balance: str | None = None
+        ) -> Stack:
+            every = {"WANE_BUNDLES": str(BUNDLE), **(settings or {})}
+            variables = {name: {**every, **(own or {}).get(name, {})} for name in REPLICAS}
+            if balance is not None:
+                variables[ENTRANCE] = {"BALANCE": balance}
+            return stacks.enter_context(Stack(tmp_path / "stack", variables=variables))
+
+        yield start
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Figures:
+    """Takes what a test has measured; it is told at the end of all tests, whether they passed or not."""
+
+    def figures(**measured: object) -> None:
+        shown = [f"{name} {round(value, 4) if isinstance(value, float) else value}" for name, value in measured.items()]
+        request.config.stash.setdefault(FIGURES, []).append(f"{request.node.name}: {', '.join(shown)}")
+
+    return figures
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tells the figures."""
+    for line in config.stash.get(FIGURES, []):
+        terminalreporter.write_line(line)

@@ -1,0 +1,89 @@
+"""Many sessions at once: played, and judged in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import numpy as np
+
+from service.metrics import Metrics
+from service.settings import Settings
+from service.stores.redis import RedisStore
+from tests.stack.history import faults
+from tests.stack.player import Player
+
+VOCABULARY = 2048
+AT_ONCE = 16
+Span = tuple[float, float]
+
+
+def crowd(port: int, count: int, *, retries: bool = True) -> list[Player]:
+    """Players of as many sessions."""
+    return [Player(port, f"session-{number}", Random(number), VOCABULARY, retries) for number in range(count)]
+
+
+async def begin(players: Sequence[Player], first: Sequence[int]) -> None:
+    """Starts all sessions, each with its number of tokens."""
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def one(player: Player, tokens: int) -> None:
+        async with turns:
+            await player.begin(tokens)
+
+    await asyncio.gather(*map(one, players, first))
+
+
+def failures(players: Iterable[Player]) -> list[str]:
+    """What clients saw that was no answer."""
+    return [failure for player in players for failure in player.failures]
+
+
+async def histories(players: Sequence[Player], store: str, tail_tokens: int) -> list[str]:
+    """Every session's history, held against what the store holds in the end. What is no longer in its tail, the
+    beginning of one long first step, is taken to be as it was acknowledged."""
+    found: list[str] = []
+    settings = Settings()
+    reader = RedisStore(
+        store,
+        namespace=settings.store_namespace,
+        tail_tokens=tail_tokens,
+        ttl_s=settings.session_ttl_s,
+        budget_bytes=settings.session_budget_bytes,
+        timeout_s=10,
+        metrics=Metrics(),
+    )
+    await reader.open()
+    try:
+        for player in players:
+            record = await reader.get(player.session)
+            if record is None:
+                found.append(f"{player.session} is lost")
+                continue
+            tail = [int(token) for token in record.tail.ids()][-record.position or None :]
+            first = player.history[0].tokens
+            cut = record.position - len(tail)
+            assert cut <= len(first), "more is cut off than the first step: this is a bug of the test"
+            found += [f"{player.session}: {fault}" for fault in faults(player.history, [*first[:cut], *tail])]
+    finally:
+        await reader.close()
+    return found
+
+
+def longest_gap_s(players: Sequence[Player]) -> float:
+    """The longest that a session which wanted an answer went without: from when a step was due until it was answered,
+    with every attempt in between."""
+    return max(timed.latency_s for player in players for timed in player.timed)
+
+
+def p99_ms(players: Iterable[Player], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
+    """Of the latencies of steps that were due within one of the spans, and were not under way in any of `outside`."""
+    latencies = [
+        timed.latency_s * 1e3
+        for player in players
+        for timed in player.timed
+        if any(start <= timed.due_s < end for start, end in spans)
+        and not any(timed.due_s < end and timed.ended_s > start for start, end in outside)
+    ]
+    return float(np.percentile(latencies, 99))

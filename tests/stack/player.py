@@ -1,0 +1,125 @@
+"""A client of one session: sends steps when they are due, and writes down what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from tests.stack.connection import Broken, Connection, Reply
+from tests.stack.history import Append, Outcome
+
+PATIENCE_S = 10.0
+"""How long a client that retries goes on with one step."""
+
+AGAIN_S = 0.02
+"""Time between two attempts."""
+
+RETRYABLE = frozenset({429, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A step that was answered: when it was due, and when the answer came, in seconds of the event loop's clock."""
+
+    due_s: float
+    ended_s: float
+
+    @property
+    def latency_s(self) -> float:
+        """From when it was due."""
+        return self.ended_s - self.due_s
+
+
+class Failed(Exception):
+    """A step was answered as it should not have been."""
+
+
+@dataclass(slots=True)
+class Player:
+    """One session and its only client.
+
+    With `retries` each step carries its position, and is sent again until it is answered; without, it is sent once, and
+    carries nothing that would tell a repetition. `answers` are the documents of the answers, by position.
+    """
+
+    port: int
+    session: str
+    random: Random
+    vocabulary: int
+    retries: bool = True
+    headers: dict[str, str] = field(default_factory=dict)
+    position: int = 0
+    tokens: list[int] = field(default_factory=list)
+    history: list[Append] = field(default_factory=list)
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    timed: list[Timed] = field(default_factory=list)
+    repeated: int = 0
+    failures: list[str] = field(default_factory=list)
+    connection: Connection = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.connection = Connection(self.port)
+
+    async def begin(self, first: int) -> None:
+        """Starts the session with so many tokens."""
+        reply = await self.connection.ask(
+            "POST", "/v1/sessions", {"session": self.session}, {"x-session-id": self.session}
+        )
+        if reply.status != 201:
+            raise Failed(f"creating {self.session} gave {reply.status}: {reply.document}")
+        await self.step(tuple(self.random.randrange(1, self.vocabulary) for _ in range(first)))
+        self.timed.clear()
+
+    async def play(self, rate: float, until_s: float) -> None:
+        """Sends single tokens, `rate` of them a second on average, each due on its own: none waits for a late one
+        before it is due."""
+        clock = asyncio.get_running_loop().time
+        due = clock() + self.random.expovariate(rate)
+        while due < until_s:
+            await asyncio.sleep(due - clock())
+            await self.step((self.random.randrange(1, self.vocabulary),), due)
+            due += self.random.expovariate(rate)
+
+    async def step(self, tokens: tuple[int, ...], due_s: float | None = None) -> None:
+        """One step, which is written down whatever becomes of it."""
+        clock = asyncio.get_running_loop().time
+        invoked = clock()
+        start = self.position if self.retries else None
+        try:
+            reply = await (self._until_answered(tokens, clock) if self.retries else self._once(tokens))
+            if reply.status != 200:
+                raise Failed(f"{reply.status}: {reply.document}")
+        except (Broken, Failed, TimeoutError) as error:
+            self.history.append(Append(tokens, Outcome.UNKNOWN, start, invoked))
+            self.failures.append(f"{self.session} at {self.position}: {type(error).__name__} {error}")
+            return
+        position = reply.document["position"]
+        durable = reply.document["durable"] is not False
+        outcome = Outcome.ACKNOWLEDGED if durable else Outcome.NOT_DURABLE
+        self.history.append(Append(tokens, outcome, position - len(tokens), invoked, clock()))
+        self.timed.append(Timed(invoked if due_s is None else due_s, clock()))
+        self.answers[position] = reply.document
+        self.tokens += tokens
+        self.position = position
+
+    async def _once(self, tokens: tuple[int, ...], headers: dict[str, str] | None = None) -> Reply:
+        async with asyncio.timeout(PATIENCE_S):
+            path = f"/v1/sessions/{self.session}/tokens"
+            return await self.connection.ask("POST", path, {"tokens": tokens}, {**self.headers, **(headers or {})})
+
+    async def _until_answered(self, tokens: tuple[int, ...], clock: Callable[[], float]) -> Reply:
+        """Asks again where nobody knows, or where the answer says that asking again may help."""
+        give_up = clock() + PATIENCE_S
+        while True:
+            try:
+                reply = await self._once(tokens, {"x-wane-position": str(self.position)})
+                if reply.status not in RETRYABLE or clock() > give_up:
+                    return reply
+            except (Broken, TimeoutError):
+                if clock() > give_up:
+                    raise
+            self.repeated += 1
+            await asyncio.sleep(AGAIN_S)

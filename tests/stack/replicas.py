@@ -1,0 +1,63 @@
+"""Stand-ins for replicas: they count what reaches them, and answer as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Replica:
+    """`answers` is `200`, another status, or `nothing`: the connection ends without an answer. `asked` has the path of
+    every request but those for readiness."""
+
+    number: int
+    ready: bool = True
+    answers: str = "200"
+    asked: list[str] = field(default_factory=list)
+    port: int = 0
+    server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens, on the port that it had before."""
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self.server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        """Refuses connections."""
+        assert self.server is not None
+        self.server.close()
+        self.server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                path = head.split()[1]
+                length = head.lower().partition("content-length:")[2].split("\r\n")[0]
+                await reader.readexactly(int(length or 0))
+                status = "200" if self.ready else "503"
+                if path != "/readyz":
+                    self.asked.append(path)
+                    status = self.answers
+                if status == "nothing":
+                    return
+                body = json.dumps({"replica": self.number})
+                writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+
+
+@contextlib.asynccontextmanager
+async def three_replicas() -> AsyncIterator[list[Replica]]:
+    """Three that are ready."""
+    replicas = [Replica(number) for number in range(3)]
+    for replica in replicas:
+        await replica.start()
+    try:
+        yield replicas
+    finally:
+        for replica in replicas:
+            if replica.server is not None:
+                replica.stop()

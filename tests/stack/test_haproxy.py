@@ -1,0 +1,212 @@
+"""The real HAProxy with its real configuration, before stand-ins for replicas: who is asked, who is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+import pytest
+
+from deploy.stack.local import ROOT
+from tests.service.stores.redis_server import free_port, program
+from tests.stack.connection import Connection, Reply
+from tests.stack.replicas import Replica, three_replicas
+
+pytestmark = pytest.mark.stack
+
+CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
+WAIT_S = 10.0
+SESSIONS = [f"session-{number}" for number in range(60)]
+
+
+class Balanced:
+    """HAProxy, and what is behind it."""
+
+    def __init__(self, replicas: list[Replica], port: int, operations: int) -> None:
+        self.replicas = replicas
+        self.port = port
+        self.operations = operations
+
+    async def ask(self, path: str, **headers: str) -> Reply:
+        """Over a connection of its own."""
+        connection = Connection(self.port)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await connection.ask("POST", path, {"tokens": [1]}, named)
+        finally:
+            connection.close()
+
+    async def replica_of(self, path: str, **headers: str) -> int:
+        reply = await self.ask(path, **headers)
+        assert reply.status == 200
+        return int(reply.document["replica"])
+
+    async def homes(self) -> dict[str, int]:
+        """The replica of each session."""
+        return {session: await self.replica_of(f"/v1/sessions/{session}/tokens") for session in SESSIONS}
+
+    def asked(self) -> int:
+        """How many requests have reached replicas."""
+        return sum(len(replica.asked) for replica in self.replicas)
+
+    async def until(self, states: dict[str, str]) -> None:
+        """Waits until HAProxy has these servers in these states."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.operations)
+                writer.write(b"GET /;csv HTTP/1.0\r\n\r\n")
+                rows = [line.split(",") for line in (await reader.read()).decode().splitlines()]
+                writer.close()
+                found = {row[1]: row[17] for row in rows if row[0] == "replicas"}
+                if all(found[name].startswith(state) for name, state in states.items()):
+                    return
+                await asyncio.sleep(0.05)
+
+
+Balance = Callable[..., AsyncIterator[Balanced]]
+
+
+@asynccontextmanager
+async def haproxy(replicas: list[Replica], **variables: str) -> AsyncIterator[Balanced]:
+    balanced = Balanced(replicas, free_port(), free_port())
+    addresses = {f"REPLICA_{replica.number + 1}": f"127.0.0.1:{replica.port}" for replica in replicas}
+    listening = {"LISTEN": f"127.0.0.1:{balanced.port}", "OPERATIONS": f"127.0.0.1:{balanced.operations}"}
+    process = await asyncio.create_subprocess_exec(
+        program("haproxy"), "-db", "-f", str(CONFIGURATION), env={**os.environ, **addresses, **listening, **variables},
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                assert process.returncode is None, (await process.stderr.read()).decode()
+                try:
+                    await balanced.until({"wane-1": "UP", "wane-2": "UP", "wane-3": "UP"})
+                    break
+                except ConnectionRefusedError:
+                    await asyncio.sleep(0.05)
+        yield balanced
+    finally:
+        process.terminate()
+        await process.communicate()
+
+
+@pytest.fixture
+async def balanced() -> AsyncIterator[Balanced]:
+    async with AsyncExitStack() as stack:
+        yield await stack.enter_async_context(haproxy(await stack.enter_async_context(three_replicas())))
+
+
+async def test_a_session_stays_with_one_replica_and_sessions_are_spread(balanced: Balanced) -> None:
+    homes = await balanced.homes()
+    assert await balanced.homes() == homes
+    shares = [list(homes.values()).count(number) for number in range(3)]
+    assert min(shares) >= len(SESSIONS) / 6
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions/{}", "/v1/sessions/{}/stream", "/v1/sessions/{}/rewind?x=1"])
+async def test_a_session_has_one_replica_whatever_is_asked_of_it(balanced: Balanced, path: str) -> None:
+    homes = await balanced.homes()
+    assert {session: await balanced.replica_of(path.format(session)) for session in SESSIONS} == homes
+
+
+async def test_a_session_named_in_a_header_or_written_otherwise_has_the_same_replica(
+    balanced: Balanced,
+) -> None:
+    homes = await balanced.homes()
+    for session, home in homes.items():
+        assert await balanced.replica_of("/v1/completions", x_session_id=session) == home
+        assert await balanced.replica_of(f"/v1/sessions/{session.replace('-', '%2d')}/tokens") == home
+
+
+async def test_the_path_s_session_counts_more_than_the_header_s(balanced: Balanced) -> None:
+    homes = await balanced.homes()
+    other = next(session for session in SESSIONS if homes[session] != homes[SESSIONS[0]])
+    assert await balanced.replica_of(f"/v1/sessions/{SESSIONS[0]}/tokens", x_session_id=other) == homes[SESSIONS[0]]
+
+
+@pytest.mark.parametrize("path", ["/v1/predict", "/v1/sessions", "/v1/sessions/tokens"])
+async def test_what_has_no_session_goes_to_each_in_turn(balanced: Balanced, path: str) -> None:
+    assert {await balanced.replica_of(path) for _ in range(12)} == {0, 1, 2}
+
+
+async def test_round_robin_gives_no_session_a_replica_of_its_own() -> None:
+    async with three_replicas() as replicas, haproxy(replicas, BALANCE="roundrobin") as balanced:
+        assert {await balanced.replica_of("/v1/sessions/one/tokens") for _ in range(12)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("header", ["x_wane_position", "idempotency_key"])
+@pytest.mark.parametrize("answers", ["nothing", "503"])
+async def test_a_step_that_can_be_told_from_its_repetition_is_sent_to_another_replica(
+    balanced: Balanced, header: str, answers: str
+) -> None:
+    session = SESSIONS[0]
+    path = f"/v1/sessions/{session}/tokens"
+    home = balanced.replicas[await balanced.replica_of(path)]
+    home.answers = answers
+    reply = await balanced.ask(path, **{header: "7"})
+    assert reply.status == 200 and reply.document["replica"] != home.number
+    assert balanced.asked() == 3
+
+
+@pytest.mark.parametrize(("answers", "status"), [("nothing", 502), ("503", 503)])
+async def test_a_step_that_cannot_be_told_from_its_repetition_is_sent_once(
+    balanced: Balanced, answers: str, status: int
+) -> None:
+    for replica in balanced.replicas:
+        replica.answers = answers
+    assert (await balanced.ask("/v1/sessions/one/tokens")).status == status
+    assert balanced.asked() == 1
+
+
+async def test_each_replica_is_tried_once_and_the_last_one_s_answer_is_given(balanced: Balanced) -> None:
+    for replica in balanced.replicas:
+        replica.answers = "503"
+    assert (await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")).status == 503
+    assert balanced.asked() == 3
+
+
+@pytest.mark.parametrize("status", ["409", "500", "504", "429"])
+async def test_what_a_replica_has_answered_is_not_asked_again(balanced: Balanced, status: str) -> None:
+    for replica in balanced.replicas:
+        replica.answers = status
+    assert (await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")).status == int(status)
+    assert balanced.asked() == 1
+
+
+async def test_what_reached_no_replica_goes_to_another_whatever_it_is(balanced: Balanced) -> None:
+    homes = await balanced.homes()
+    balanced.replicas[0].stop()
+    after = await balanced.homes()
+    assert all(after[session] == home for session, home in homes.items() if home != 0)
+    assert 0 not in after.values()
+
+
+async def test_a_replica_that_is_not_ready_is_asked_nothing_and_only_its_sessions_move(balanced: Balanced) -> None:
+    homes = await balanced.homes()
+    balanced.replicas[1].ready = False
+    await balanced.until({"wane-2": "DOWN"})
+    after = await balanced.homes()
+    assert all(after[session] == home for session, home in homes.items() if home != 1)
+    assert 1 not in after.values()
+    balanced.replicas[1].ready = True
+    await balanced.until({"wane-2": "UP"})
+
+
+async def test_where_none_is_ready_any_is_asked_and_says_so_itself(balanced: Balanced) -> None:
+    for replica in balanced.replicas:
+        replica.ready, replica.answers = False, "503"
+    await balanced.until({"wane-1": "DOWN", "wane-2": "DOWN", "wane-3": "DOWN"})
+    reply = await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")
+    assert reply.status == 503 and "replica" in reply.document
+
+
+async def test_haproxy_has_metrics(balanced: Balanced) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{balanced.operations}") as client:
+        assert (
+            'haproxy_server_status{proxy="replicas",server="wane-1",state="UP"} 1'
+            in (await client.get("/metrics")).text
+        )

@@ -1,0 +1,100 @@
+"""Sessions that were never interrupted: the same tokens through the numpy oracle, in float64, from the first to the
+last; and what answers have claimed, held against them.
+
+An answer lists its most probable tokens alone. Total variation is a half of the sum of all distances, and to take
+tokens together makes it no larger: the listed ones, each by itself, and all others as one, must be within the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.bundle import Bundle
+from models.certificate.answer import total_variation
+from models.reference import Reference
+
+Answers = Mapping[int, Mapping[str, Any]]
+"""The documents of a session's answers, by the position after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What came of comparing answers with the twin. `broken` has a line for every claim that does not hold; `largest`
+    is the largest distance of a rebuilt answer, `of_bounds` how much of its bound any took, at most."""
+
+    answers: int
+    rebuilt: int
+    bounded: int
+    proved: int
+    largest: float
+    of_bounds: float
+    broken: tuple[str, ...]
+
+
+class Twin:
+    """The model of a bundle, by its equations."""
+
+    def __init__(self, path: Path) -> None:
+        bundle = Bundle.open(path)
+        certificate = bundle.manifest.certificate
+        assert certificate.certified and certificate.rounding is not None and certificate.head_diameter is not None
+        self._reference = Reference(bundle.manifest.architecture, bundle.weights())
+        self._eos = bundle.manifest.vocabulary.eos_id
+        measured = np.array(certificate.rounding.measured)
+        self._rounding = float(total_variation(certificate.head_diameter, measured))
+
+    def compare(self, sessions: Sequence[tuple[Sequence[int], Answers]]) -> Compared:
+        """Every answer of every session, given its tokens, with what the twin says there."""
+        count = {"answers": 0, "rebuilt": 0, "bounded": 0, "proved": 0}
+        largest = of_bounds = 0.0
+        broken: list[str] = []
+        for session, position, probabilities in self._distributions(sessions):
+            answer = sessions[session][1][position]
+            distance = _distance(answer["predictions"], probabilities)
+            bound = answer["error_bound"]
+            after = answer["state"] != "resident" or bound > 0
+            count["answers"] += 1
+            count["rebuilt"] += answer["state"] == "rebuilt"
+            count["bounded"] += bound > 0
+            count["proved"] += answer["top1_proved"]
+            if after:
+                largest = max(largest, distance)
+            if bound > 0:
+                of_bounds = max(of_bounds, distance / (bound + self._rounding))
+            where = f"session {session} at {position}, {answer['state']}"
+            if distance > bound + self._rounding:
+                broken.append(f"{where}: {distance:g} from the twin, and claims {bound:g}")
+            if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
+                broken.append(f"{where}: its first token is claimed to be proved, and is not the twin's")
+        return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
+
+    def _distributions(
+        self, sessions: Sequence[tuple[Sequence[int], Answers]]
+    ) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
+        """Session, position and probabilities (V), wherever there is an answer."""
+        order = sorted(range(len(sessions)), key=lambda number: -len(sessions[number][0]))
+        state = self._reference.zero_state(len(order))
+        for position in range(len(sessions[order[0]][0]) + 1):
+            left = [number for number in order if len(sessions[number][0]) >= position]
+            fed = [sessions[number][0][position - 1] if position else self._eos for number in left]
+            state = {name: tensor[: len(left)] for name, tensor in state.items()}
+            hidden, state = self._reference.advance(np.array(fed), state)
+            rows = [row for row, number in enumerate(left) if position in sessions[number][1]]
+            if rows:
+                logits = self._reference.logits(hidden[rows])
+                exp = np.exp(logits - logits.max(axis=1, keepdims=True))
+                for row, probabilities in zip(rows, exp / exp.sum(axis=1, keepdims=True), strict=True):
+                    yield left[row], position, probabilities
+
+
+def _distance(predictions: Sequence[Mapping[str, Any]], probabilities: NDArray[np.float64]) -> float:
+    """Total variation at least: of the listed tokens and all others together."""
+    ours = np.array([prediction["probability"] for prediction in predictions])
+    theirs = probabilities[[prediction["token_id"] for prediction in predictions]]
+    return float(np.abs(ours - theirs).sum() + abs(ours.sum() - theirs.sum())) / 2
