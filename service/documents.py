@@ -33,6 +33,15 @@ StateErrorBound = Annotated[
 ]
 
 
+Durable = Annotated[
+    bool,
+    Field(
+        description="of a session in a store that replicas share: whether the store has acknowledged it as it is here; "
+        "if not, its latest tokens may be lost"
+    ),
+]
+
+
 class PredictionDocument(TypedDict):
     """One possible next token; `bytes` only where `token` is not whole text."""
 
@@ -96,6 +105,7 @@ class AnswerDocument(ModelDocument):
     session: NotRequired[str]
     position: NotRequired[int]
     replayed: NotRequired[bool]
+    durable: NotRequired[Durable]
 
 
 class FailureDocument(TypedDict):
@@ -237,6 +247,7 @@ class SessionDocument(ModelDocument):
     state: Origin
     error_bound: ErrorBound
     idle_s: float
+    durable: NotRequired[Durable]
 
 
 class ModelFactsDocument(TypedDict):
@@ -425,13 +436,24 @@ class ModelStandingDocument(ModelDocument):
     reason: str | None
 
 
+class StoreDocument(TypedDict):
+    """Where sessions are kept (memory or redis), whether it can be reached, and how many sessions have tokens that only
+    this process has."""
+
+    kind: str
+    reachable: bool
+    not_durable: int
+
+
 class ReadinessDocument(TypedDict):
-    """Whether requests are taken; the device is null until models run on one, and models are listed once ready."""
+    """Whether requests are taken; the device is null until models run on one, and models are listed once ready. The
+    store is null until models are loaded."""
 
     ready: bool
-    status: Literal["loading", "ready", "draining"]
+    status: Literal["loading", "ready", "draining", "store_away"]
     device: str | None
     models: list[ModelStandingDocument]
+    store: StoreDocument | None
 
 
 class ProblemDocument(TypedDict):

@@ -115,6 +115,17 @@ class Metrics:
 
         # Agreement of window and recurrent answers.
         self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
+        # The store that replicas share.
+        self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
+        self.store_trip_seconds = histogram(
+            "wane_store_trip_seconds", "Round trips to the session store.", REQUEST_SECONDS, "store"
+        )
+        self.store_trip_commands = histogram(
+            "wane_store_trip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
+        )
+        self.not_durable = gauge("wane_sessions_not_durable", "Sessions with tokens that only this process has.")
+        self.overruled = counter("wane_sessions_overruled", "Sessions whose tokens that were not durable were lost.")
+
         self.top1_matches = counter("wane_agreement_top1_matches", "Pairs with the same first token.", "model")
         self.agreement_top1_proved = counter(
             "wane_agreement_top1_proved", "Pairs whose first tokens the window alone proves to be the same.", "model"

@@ -7,14 +7,18 @@ no setting is fatal: a misspelt limit must not silently be the default. Units ar
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
+SNAPSHOT_TOKENS = 32
+SECRET = re.compile("//[^/]*@")  # of an address, who may use it and by which password
+POLICIES = ("auto", "tail", "state")
 # Variables of the same prefix that belong to others: where the tests find their corpora, and what they may not skip.
 FOREIGN = frozenset({"WANE_DATA", "WANE_REQUIRE_STACK"})
 
@@ -101,6 +105,16 @@ class Settings(BaseModel):
     store_timeout_ms: int = Field(
         default=1000, ge=1, description="time that Redis has to answer; then it is taken to be away"
     )
+    store_policy: str = Field(
+        default="auto",
+        description="what Redis keeps of a session beside its tail: nothing (tail) or its state now and then (state); "
+        "auto keeps states of models that are not certified. For single models: auto,NAME=state,NAME=tail",
+    )
+    snapshot_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="where states are kept, one is every so many tokens, at most tail_tokens; none: 32, or those",
+    )
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
     )
@@ -169,7 +183,38 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            raise SettingsError(f"{sources[name]} is {first['input']!r}: {first['msg']}") from error
+            value = SECRET.sub("//...@", repr(first["input"]))
+            raise SettingsError(f"{sources[name]} is {value}: {first['msg']}") from None
+
+    @field_validator("store_policy")
+    @classmethod
+    def _names_policies(cls, value: str) -> str:
+        general, *single = value.split(",")
+        if general not in POLICIES:
+            raise ValueError(f"it must begin with one of {', '.join(POLICIES)}")
+        for one in single:
+            model, _, policy = one.partition("=")
+            if not model or policy not in POLICIES:
+                raise ValueError(f"{one!r} is no NAME=POLICY; policies are {', '.join(POLICIES)}")
+        return value
+
+    @field_validator("snapshot_tokens")
+    @classmethod
+    def _is_within_a_tail(cls, value: int | None, info: ValidationInfo) -> int | None:
+        tail = int(info.data.get("tail_tokens", value or 1))
+        if value is not None and value > tail:
+            raise ValueError(f"it must be at most tail_tokens, which is {tail}: a tail reaches back to the last state")
+        return value
+
+    def states_every(self, model: str, *, certified: bool) -> int | None:
+        """In how many tokens the shared store is given a state of a session of `model`; None: never."""
+        general, *single = self.store_policy.split(",")
+        policy = dict(one.split("=") for one in single).get(model, general)
+        if policy == "auto":
+            policy = "tail" if certified else "state"
+        if policy != "state" or self.store == IN_MEMORY:
+            return None
+        return self.snapshot_tokens or min(SNAPSHOT_TOKENS, self.tail_tokens)
 
     @property
     def default_model_is_chosen(self) -> bool:

@@ -24,7 +24,7 @@ from service.engine.loading import Opened
 from service.engine.presence import Presence
 from service.engine.repository import Found, Repository, RepositoryError, look, tell
 from service.engine.retirement import Retirement
-from service.engine.types import check_session_id
+from service.engine.types import Standing, check_session_id
 from service.errors import (
     InvalidRequest,
     LoadFailed,
@@ -39,7 +39,7 @@ from service.metrics import Metrics
 from service.runners.runner import DeviceError
 from service.settings import Settings
 from service.stores.opening import make_store
-from service.stores.store import Standing, Store
+from service.stores.store import Store
 
 logger = logging.getLogger("wane.engine")
 

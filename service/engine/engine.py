@@ -64,6 +64,7 @@ from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from service.metrics import Metrics
 from service.runners.runner import RADIUS, STREAM, Runner
 from service.settings import Settings
+from service.stores.snapshots import maker
 from service.stores.store import Store
 from service.stores.tail import Tail
 
@@ -140,6 +141,8 @@ class Engine:
             vocabulary=self.tokenizer,
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
             empty=Tail.start(vocabulary.eos_id, vocabulary.size),
+            maker=maker(manifest),
+            snapshot_tokens=settings.states_every(name, certified=manifest.certificate.certified),
             clock=clock,
         )
         self._report = Report(metrics, name)

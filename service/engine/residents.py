@@ -22,11 +22,13 @@ NEXT_TO_GO = 64  # residents at the front of the order whose order is checked at
 
 
 class Resident(NamedTuple):
-    """A session's state in the slab: it belongs to `revision`, and knows nothing of the first `cut` tokens."""
+    """A session's state in the slab: it belongs to `revision`, is that at `position`, and knows nothing of the first
+    `cut` tokens."""
 
     slot: int
     revision: int
     cut: int
+    position: int
 
 
 class Fault(NamedTuple):
@@ -54,6 +56,7 @@ class Residents(Slab):
         self._sessions: list[str | None] = [None] * self.capacity
         self._revisions = array("Q", bytes(8 * self.capacity))
         self._cuts = array("Q", bytes(8 * self.capacity))
+        self._positions = array("Q", bytes(8 * self.capacity))
         self._touched_s = array("d", bytes(8 * self.capacity))
         self._written = array("Q", bytes(8 * self.capacity))  # `written` of the slot when it became resident
         self._seen_written = array("q", [-1]) * self.capacity  # `written` and `checksum`, as they were last looked at
@@ -81,6 +84,7 @@ class Residents(Slab):
         self._sessions[slot] = session
         self._revisions[slot] = resident.revision
         self._cuts[slot] = resident.cut
+        self._positions[slot] = resident.position
         self._touched_s[slot] = now_s
         self._written[slot] = self.written(slot)
 
@@ -91,12 +95,15 @@ class Residents(Slab):
             return None
         self._touched_s[slot] = now_s
         self._order.move_to_end(session)
-        return Resident(slot, self._revisions[slot], self._cuts[slot])
+        return self._resident(slot)
 
     def peek(self, session: str) -> Resident | None:
         """The session's resident state; its place in the order stays as it is."""
         slot = self._order.get(session)
-        return None if slot is None else Resident(slot, self._revisions[slot], self._cuts[slot])
+        return None if slot is None else self._resident(slot)
+
+    def _resident(self, slot: int) -> Resident:
+        return Resident(slot, self._revisions[slot], self._cuts[slot], self._positions[slot])
 
     def drop(self, session: str) -> None:
         """Forgets a session's state, if there is one."""

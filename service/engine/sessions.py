@@ -1,7 +1,8 @@
 """Sessions: one request at a time each, what a step is in the light of the last one, resident states, commit.
 
-The store is the truth and the slab a cache: a resident state counts only while its revision is the store's. What
-is not resident is rebuilt from the tail by whoever needs it.
+The store is the truth and the slab a cache: a resident state counts only while the session still begins as it did when
+the state was made. One that is behind is brought up by the tokens since; one that the store keeps may stand in for it.
+Without either, the state is rebuilt from the tail by whoever needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from service.engine.turns import Turn, Turns
 from service.engine.types import Mode, StepRequest, check_session_id
 from service.errors import InvalidRequest, PositionConflict, SessionExists, TokenizerChanged, UnknownSession
 from service.metrics import Metrics
-from service.stores.store import LastStep, Ready, Record, Store, digest
+from service.stores.snapshots import due
+from service.stores.store import LastStep, Ready, Record, Snapshot, Store, digest, follows
 from service.stores.tail import Tail
 
 
@@ -88,10 +90,13 @@ class Sessions:
         vocabulary: str,
         state_ttl_s: float,
         empty: Tail,
+        maker: bytes = b"",
+        snapshot_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`state_ttl_s`: idle time after which a state is no longer kept. `empty`: the tail of a sequence without
-        tokens. `clock` in seconds, as the store's."""
+        """`vocabulary` tells whose token ids these are. `state_ttl_s`: idle time after which a state is no longer kept.
+        `empty`: the tail of a sequence without tokens. `snapshot_tokens`: the store is given the state once in so many
+        tokens; `maker` tells the weights and graphs that it is of. `clock` in seconds, as the store's."""
         self._store = store
         self._ready = store if isinstance(store, Ready) else None
         self._residents = residents
@@ -100,10 +105,13 @@ class Sessions:
         self._vocabulary = vocabulary
         self._state_ttl_s = state_ttl_s
         self._empty = empty
+        self._maker = maker
+        self._snapshot_tokens = snapshot_tokens
         self._clock = clock
         self._turns = Turns()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.rebuilt.labels(model)
+        self._caught_up = metrics.caught_up.labels(model)
         self._conflicts = metrics.conflicts.labels(model)
 
     async def create(self, session: str | None, mode: Mode | None) -> Record:
@@ -117,7 +125,7 @@ class Sessions:
         )
         if not await self._store.create(record):
             raise SessionExists(f"session {session!r} exists already")
-        return record
+        return self._store.recall(session) or record
 
     def turn(self, session: str) -> Turn:
         """The session's turn, as an asynchronous context manager. Raises Overloaded."""
@@ -158,11 +166,7 @@ class Sessions:
     def commit_at_once(self, record: Record, request: StepRequest, slot: int, cut: int) -> Record | None:
         """As `commit`."""
         assert self._ready is not None, "a store that has to be waited for: this is a bug"
-        try:
-            committed = self._ready.extend(record, request.tokens, last_step(record, request))
-        except BaseException:
-            self._residents.drop(record.session)
-            raise
+        committed = self._ready.extend(record, request.tokens, last_step(record, request))
         return self._committed(record, committed, slot, cut)
 
     # Of any store
@@ -171,53 +175,107 @@ class Sessions:
         """The session was used."""
         await self._store.touch(session)
 
-    def resident(self, record: Record, *, use: bool = True) -> Resident | None:
-        """The state of the session as it is in `record`; a state of any other revision is dropped.
+    async def check_out(self, request: StepRequest) -> tuple[Record, Place]:
+        """The session, and what the step is to it. Raises UnknownSession, PositionConflict.
+
+        The store is not asked where the step comes next in what was last seen of the session, and the state is here:
+        then the comparison will tell. For all else it is.
+        """
+        record = self._store.recall(request.session, to_step=True)
+        if record is None or record.model != self._model or not self._comes_next(record, request):
+            record = await self.read(request.session)
+        return record, place(record, request)
+
+    def _comes_next(self, record: Record, request: StepRequest) -> bool:
+        if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
+            return False
+        if request.expected_position is None and request.idempotency_key is not None:
+            return False
+        if self._snapshot_tokens is None or record.snapshot is not None:
+            return True
+        return self.resident(record, behind=True, use=False) is not None  # else the store has one to start from
+
+    def resident(self, record: Record, *, behind: bool = False, use: bool = True) -> Resident | None:
+        """The state of the session as it is in `record`, or, with `behind`, one of an earlier position, which lacks
+        tokens that the tail holds. A state that the session does not go on from is dropped.
 
         `use` makes it the most recently used. A sequence without tokens is always resident: its state is
         the same for all.
         """
         if record.position == 0:
-            return Resident(START, record.revision, 0)
+            return Resident(START, record.revision, 0, 0)
         session = record.session
         resident = self._residents.find(session, self._clock()) if use else self._residents.peek(session)
-        if resident is not None and resident.revision != record.revision:
+        if resident is None or (resident.revision == record.revision and resident.position == record.position):
+            return resident
+        if not (follows(record.revision, resident.revision) and _reaches(record, resident.position)):
             self._residents.drop(session)
             return None
+        return resident if behind else None
+
+    def kept(self, record: Record) -> Snapshot | None:
+        """The state that the store keeps beside the tail, if it is this model's and the tail goes on from it."""
+        snapshot = record.snapshot
+        if snapshot is None or snapshot.maker != self._maker or not _reaches(record, snapshot.position):
+            return None
+        return snapshot if len(snapshot.state) == self._residents.slot_bytes else None
+
+    def restore(self, record: Record) -> Resident | None:
+        """Makes the state that the store keeps of a session the resident one, if there is one that is of use.
+
+        Raises Overloaded where every slot is in use by requests.
+        """
+        snapshot = self.kept(record)
+        if snapshot is None:
+            return None
+        with self._residents.lease() as slot:
+            self._residents.unpack(slot, snapshot.state)
+            resident = Resident(slot, record.revision, snapshot.cut, snapshot.position)
+            self._residents.put(record.session, resident, self._clock())
         return resident
 
     def keep(self, record: Record, slot: int, cut: int) -> None:
         """Makes a state resident that knows nothing of the first `cut` tokens of the session in `record`."""
-        self._residents.put(record.session, Resident(slot, record.revision, cut), self._clock())
+        self._residents.put(record.session, Resident(slot, record.revision, cut, record.position), self._clock())
+
+    def count_caught_up(self) -> None:
+        """A state was brought up to tokens that were appended elsewhere."""
+        self._caught_up.inc()
 
     def count_rebuilt(self) -> None:
-        """A state was rebuilt from a tail."""
+        """A state was rebuilt, from a tail or from one that the store keeps."""
         self.rebuilt += 1
         self._rebuilt_metric.inc()
 
     async def commit(self, record: Record, request: StepRequest, slot: int | None, cut: int) -> Record | None:
         """Compare-and-append; the state in `slot` becomes the resident one.
 
-        None if the comparison was lost: then nothing was appended, and no state is resident any more.
+        None if the comparison was lost: then nothing was appended. A state that was resident before stays, here and
+        where nobody knows whether it was appended: what the store has next will tell what the state is good for.
         """
         step = last_step(record, request)
-        try:
+        snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, cut)
+        if snapshot is None:
             committed = await self._store.append(record.session, record.revision, request.tokens, step)
-        except BaseException:
-            # Whether it was appended is not known: only the store can say, next time.
-            self._residents.drop(record.session)
-            raise
+        else:
+            committed = await self._store.append(record.session, record.revision, request.tokens, step, snapshot)
         return self._committed(record, committed, slot, cut)
 
     def _committed(self, record: Record, committed: Record | None, slot: int | None, cut: int) -> Record | None:
         if committed is None:
             self._conflicts.inc()
-            self._residents.drop(record.session)
         elif slot is None:
             self._residents.drop(record.session)
         else:
             self.keep(committed, slot, cut)
         return committed
+
+    def _snapshot(self, before: int, appended: int, slot: int, cut: int) -> Snapshot | None:
+        """The state in `slot`, if it is one that the store is to keep."""
+        position = before + appended
+        if self._snapshot_tokens is None or not due(before, position, self._snapshot_tokens):
+            return None
+        return Snapshot(position, cut, self._maker, self._residents.pack(slot))
 
     async def rewind(self, session: str, position: int) -> Record:
         """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.
@@ -257,3 +315,8 @@ class Sessions:
         count = await self.expire()
         resident = len(self._residents)
         return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
+
+
+def _reaches(record: Record, position: int) -> bool:
+    """Whether the tail holds all tokens after `position`."""
+    return 0 < position <= record.position and record.position - position <= len(record.tail)

@@ -160,6 +160,22 @@ class Slab:
         self._arrays[HIDDEN][targets] = hidden if all_rows else hidden[kept]
         self._writes[targets] += 1
 
+    def pack(self, slot: int) -> bytes:
+        """What a slot holds, as bytes."""
+        return b"".join([values[slot].tobytes() for values in self._arrays.values()])
+
+    def unpack(self, slot: int, packed: bytes) -> None:
+        """Writes to a slot what `pack` gave of another. Raises ValueError for what is no state of this model."""
+        if len(packed) != self.slot_bytes:
+            raise ValueError(f"a state of {len(packed)} bytes, where this model's has {self.slot_bytes}")
+        assert slot not in (ZERO, START), "the reserved states are not to be written: this is a bug"
+        offset = 0
+        for values in self._arrays.values():
+            row = values[slot]
+            row.reshape(-1)[:] = np.frombuffer(packed, np.float32, row.size, offset)
+            offset += row.nbytes
+        self._writes[slot] += 1
+
     def written(self, slot: int) -> int:
         """How often a slot was written to, modulo 2^32."""
         return int(self._writes[slot])

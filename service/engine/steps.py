@@ -6,6 +6,8 @@ is made in a slot of its own, so whatever fails on the way has changed nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +20,7 @@ from service.engine.costs import Costs
 from service.engine.forward import Forward, last
 from service.engine.limits import Limits
 from service.engine.residents import Resident
-from service.engine.sessions import Place, Sessions, conflict, place
+from service.engine.sessions import Place, Sessions, conflict
 from service.engine.slab import ZERO, Slab
 from service.engine.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
 from service.errors import InvalidRequest
@@ -26,6 +28,7 @@ from service.metrics import Metrics
 from service.stores.store import Record
 
 RETRIES = 3  # of a step without a position, after comparisons lost to another writer
+NO_TOKENS = np.empty(0, np.int64)
 NEWEST = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
 MOST_USED = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
 
@@ -76,9 +79,9 @@ class Steps:
         one left; `lost` of them were lost before. Raises UnknownSession, PositionConflict."""
         async with self._sessions.turn(request.session):
             for _ in range(lost, 1 + RETRIES):
-                record = await self._sessions.read(request.session)
+                record, place = await self._sessions.check_out(request)
                 mode = routing.of_session(request.mode, record.mode)
-                if place(record, request) is Place.REPLAY:
+                if place is Place.REPLAY:
                     self._replayed.inc()
                     await self._sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
@@ -90,10 +93,11 @@ class Steps:
 
     def view(self, record: Record) -> SessionView:
         """A session as its owner may see it."""
-        resident = self._sessions.resident(record, use=False)
+        resident = self._sessions.resident(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
-        cut = record.cut if resident is None else resident.cut
-        if resident is None and routing.is_free(None, record.mode):
+        kept = resident or self._sessions.kept(record)
+        cut = record.cut if kept is None else kept.cut
+        if kept is None and routing.is_free(None, record.mode):
             _, cut = self._rebuilding(record.position, record.tail.ids(), cut)
         course = self._course(mode, record.position, None, len(record.tail), resident is None, cut)
         found = course.bound(self._manifest.certificate)
@@ -106,6 +110,7 @@ class Steps:
             state=course.state,
             error_bound=None if found is None else found.variation,
             idle_s=record.idle_s,
+            durable=record.durable,
         )
 
     async def _append(self, record: Record, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
@@ -113,28 +118,32 @@ class Steps:
         tokens = np.array(request.tokens, np.int64)
         position = record.position + len(tokens)
         held = len(record.tail) + len(tokens)
-        resident = self._sessions.resident(record)
-        cut = record.cut if resident is None else resident.cut
-        # One run from a resident state needs no more than the new tokens, unless a shadow may follow.
-        needs_all = resident is None or mode is not Mode.RECURRENT or self._answering.offer is not None
+        own = routing.of_session(None, record.mode)
+        base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
+        cut = record.cut if base is None else base.cut
+        # One run from a state that is there needs no more than the new tokens, unless a shadow may follow.
+        needs_all = base is None or mode is not Mode.RECURRENT or self._answering.offer is not None
         fed = seen = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
-        if resident is None and routing.is_free(request.mode, record.mode):
+        if base is None and routing.is_free(request.mode, record.mode):
             seen, cut = self._rebuilding(position, fed, cut)
-        course = self._course(mode, position, None, held, resident is None, cut)
+        course = self._course(mode, position, None, held, rebuilt, cut)
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
-        keeps = resident is not None and routing.of_session(None, record.mode) is not Mode.WINDOW
+        keeps = base is not None and own is not Mode.WINDOW
         recurrent: Part | None = None
-        read = ZERO if resident is None else resident.slot
+        read = ZERO if base is None else base.slot
         write: int | None = None
         self._slab.retain(read)
         try:
             if mode is not Mode.WINDOW or keeps:
                 write = self._slab.acquire()
-                self._used(record, resident)
-                if resident is not None:
-                    outcome = await self._forward.append(tokens, ticket, read=read, write=write, binding=True)
+                self._used(record, found=not rebuilt)
+                if base is not None:
+                    missed = self._missed(record, base)
+                    new = np.concatenate([missed, tokens]) if len(missed) else tokens
+                    outcome = await self._forward.append(new, ticket, read=read, write=write, binding=True)
                 else:
                     outcome = await self._forward.full(seen, ticket, write=write, binding=True)
+                if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
                     recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
@@ -146,9 +155,10 @@ class Steps:
                 self._slab.release(write)
         if committed is None:
             return None
-        return await self._answering.answer(
+        answer = await self._answering.answer(
             course, fed, recurrent, window, request.top_k, ticket, session=record.session, replayed=False
         )
+        return _vouched(answer, committed)
 
     async def _recall(
         self,
@@ -169,36 +179,42 @@ class Steps:
         can be known.
         """
         fed = seen = record.tail.ids()
-        resident = self._sessions.resident(record)
-        if resident is not None and free and tolerance is not None and record.cut < resident.cut:
-            known = record.position - resident.cut
+        base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
+        if base is not None and free and tolerance is not None and record.cut < base.cut:
+            known = record.position - base.cut
             if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
-                resident = None  # the tail tells more than the state, and may be enough
-        cut = record.cut if resident is None else resident.cut
-        if resident is None and free:
+                base, rebuilt = None, True  # the tail tells more than the state, and may be enough
+        cut = record.cut if base is None else base.cut
+        if base is None and free:
             seen, cut = self._rebuilding(record.position, fed, cut, tolerance)
-        course = self._course(mode, record.position, window, len(fed), resident is None, cut)
+        course = self._course(mode, record.position, window, len(fed), rebuilt, cut)
         if not self._beside or course.state is Origin.RESIDENT:  # else the run itself may bring a better one
             _check(course.bound(self._manifest.certificate), tolerance)
         recurrent: Part | None = None
         if mode is not Mode.WINDOW:
-            self._used(record, resident)
-            if resident is not None:
-                with self._slab.hold(resident.slot):
-                    outcome = await self._forward.again(resident.slot, ticket)
+            self._used(record, found=not rebuilt)
+            if base is not None and base.position == record.position:
+                with self._slab.hold(base.slot):
+                    outcome = await self._forward.again(base.slot, ticket)
             else:
-                with self._slab.lease() as slot:
-                    outcome = await self._forward.full(seen, ticket, write=slot)
-                    self._sessions.count_rebuilt()
+                with self._slab.hold(ZERO if base is None else base.slot), self._slab.lease() as slot:
+                    if base is None:
+                        outcome = await self._forward.full(seen, ticket, write=slot)
+                    else:
+                        missed = self._missed(record, base)
+                        outcome = await self._forward.append(missed, ticket, read=base.slot, write=slot)
                     self._sessions.keep(record, slot, cut)
+            if rebuilt:
+                self._sessions.count_rebuilt()
             recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
         part = await self._answering.window(course, fed, ticket)
         answering = recurrent or part
         assert answering is not None, "a course without a run: this is a bug"
         _check(answering.bound, tolerance)
-        return await self._answering.answer(
+        answer = await self._answering.answer(
             course, fed, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
         )
+        return _vouched(answer, record)
 
     def _rebuilding(
         self, position: int, fed: NDArray[np.int64], cut: int, tolerance: float | None = None
@@ -217,10 +233,26 @@ class Steps:
         )
         return (fed, cut) if k is None else (last(fed, position, k), position - k)
 
-    def _used(self, record: Record, resident: Resident | None) -> None:
-        """A state was needed, and found resident or not. That of no tokens always is."""
+    def _base(self, record: Record, *, needed: bool) -> tuple[Resident | None, bool]:
+        """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
+        is `needed`, that which the store keeps; and whether what comes of it, or of the tail alone, is rebuilt."""
+        resident = self._sessions.resident(record, behind=True)
+        if resident is not None or not needed:
+            return resident, resident is None
+        return self._sessions.restore(record), True
+
+    def _missed(self, record: Record, base: Resident) -> NDArray[np.int64]:
+        """The tokens that a state which is behind has not seen."""
+        missed = record.position - base.position
+        if not missed:
+            return NO_TOKENS
+        self._sessions.count_caught_up()
+        return record.tail.ids()[-missed:]
+
+    def _used(self, record: Record, *, found: bool) -> None:
+        """A state was needed, and found or not. That of no tokens always is."""
         if record.position:
-            self.used(resident is not None)
+            self.used(found)
 
     def used(self, found: bool) -> None:
         """A state was needed; whether it was found resident."""
@@ -242,6 +274,11 @@ class Steps:
                 k = held
         origin = Origin.REBUILT if rebuilt else Origin.RESIDENT
         return Course(mode, position, k, origin, known=position - cut)
+
+
+def _vouched(answer: Answer, record: Record) -> Answer:
+    """The answer, with what the session's store vouches for."""
+    return answer if record.durable is None else replace(answer, durable=record.durable)
 
 
 def _check(found: Bound | None, tolerance: float | None) -> None:

@@ -280,7 +280,7 @@ class Answer:
 
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
     to be the never-interrupted model's. `position` and `replayed` are given for sessions only (`replayed` for steps
-    only).
+    only), and `durable` where replicas share the store: whether it has the session's tokens.
     """
 
     mode: Mode
@@ -295,6 +295,7 @@ class Answer:
     top1_proved: bool = False
     session: str | None = None
     position: int | None = None
+    durable: bool | None = None
     replayed: bool | None = None
 
 
@@ -421,4 +422,16 @@ class SessionView:
     position: int
     state: Origin
     error_bound: float | None
+    durable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a store is: `memory` or `redis`, whether it can be reached, and whether requests to sessions can be answered.
+    `not_durable`: how many sessions have tokens that only this process has, though others share the store."""
+
+    kind: str
+    reachable: bool = True
+    ready: bool = True
+    not_durable: int = 0
     idle_s: float

@@ -28,6 +28,7 @@ from service.documents import (
     ScoreDocument,
     ScoredTokensDocument,
     ScoreProgressDocument,
+    StoreDocument,
     ScoreSummaryDocument,
     SessionDocument,
 )
@@ -46,6 +47,7 @@ from service.engine.types import (
     Score,
     ScoredTokens,
     ScoreProgress,
+    Standing,
     ScoreSummary,
     SessionView,
 )
@@ -121,6 +123,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         }
     if given.agreement is not None:
         document["agreement"] = agreement(given.agreement)
+    if given.durable is not None:
+        document["durable"] = given.durable
     if given.session is not None:
         document["session"] = given.session
     if given.position is not None:
@@ -218,11 +222,14 @@ def finish(engine: Engine, given: Finish) -> FinishDocument:
 
 
 def session(engine: Engine, given: SessionView) -> SessionDocument:
-    return {
+    document: SessionDocument = {
         "model": given.model,
         "model_version": given.model_version,
         "device": engine.device,
         "session": given.session,
+    if given.durable is not None:
+        document["durable"] = given.durable
+    return document
         "mode": given.mode,
         "position": given.position,
         "state": given.state,
@@ -270,6 +277,11 @@ def _model_facts(engine: Engine) -> ModelFactsDocument:
         "quality": manifest.quality,
         "attribution": manifest.provenance.attribution,
     }
+
+
+def store(given: Standing) -> StoreDocument:
+    """How the store of the sessions is."""
+    return {"kind": given.kind, "reachable": given.reachable, "not_durable": given.not_durable}
 
 
 def standing(engine: Engine) -> ModelStandingDocument:

@@ -35,19 +35,23 @@ async def healthz() -> Response:
 @router.get(
     "/readyz",
     response_model=ReadinessDocument,
-    responses={503: {"model": ReadinessDocument, "description": "loading or draining"}},
+    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is away"}},
 )
 async def readyz(request: Request) -> Response:
-    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains."""
+    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains, nor while
+    the sessions' store is away and no step can be answered without it."""
     models = catalog(request)
+    store = models.store
+    ready = models.ready and store is not None and store.ready
     device = None if models.status == "loading" or models.device == "auto" else models.device
     document = {
-        "ready": models.ready,
-        "status": models.status,
+        "ready": ready,
+        "status": "store_away" if models.ready and not ready else models.status,
         "device": device,
         "models": [answers.standing(engine) for engine in models.list()] if models.ready else [],
+        "store": None if store is None else answers.store(store),
     }
-    return answers.reply(document, 200 if models.ready else 503)
+    return answers.reply(document, 200 if ready else 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -6,10 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from service.engine.types import Standing
 from service.errors import Overloaded
 from service.stores.packed import Packing, entry_bytes, revision, tail_bytes, touched, touched_s
 from service.stores.shard import Shard
-from service.stores.store import LastStep, Record, Snapshot, Standing, appended, rewound
+from service.stores.store import LastStep, Record, Snapshot, appended, rewound
 from service.stores.tail import Tail
 
 SHARDS = 64

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from service.engine.types import Standing
 from service.errors import Unavailable
 from service.metrics import Metrics
 from service.stores import written
 from service.stores.redis_trips import KIND, Script, Trips
 from service.stores.remembered import Remembered
 from service.stores.snapshots import read_snapshot, write_snapshot
-from service.stores.store import LastStep, Record, Snapshot, Standing, appended
+from service.stores.store import LastStep, Record, Snapshot, appended
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 BRANCH_BITS = 32

@@ -8,9 +8,11 @@ Numbers are big-endian, states as this machine has them: replicas that share a s
 
 from __future__ import annotations
 
+import json
 import struct
 
-from service.stores.store import Snapshot
+from models.manifest import Manifest
+from service.stores.store import Snapshot, digest
 
 _HEAD = struct.Struct(">QQH")
 
@@ -28,6 +30,12 @@ def read_snapshot(data: bytes) -> Snapshot | None:
     position, cut, length = _HEAD.unpack_from(data)
     state = data[_HEAD.size :]
     return Snapshot(position, cut, state[:length], state[length:])
+
+
+def maker(manifest: Manifest) -> bytes:
+    """What tells states of this model from those of all others: a digest of its version and of every file."""
+    told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items())])
+    return digest(told.encode())
 
 
 def due(before: int, after: int, every: int) -> bool:

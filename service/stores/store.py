@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from service.engine.types import Mode
+from service.engine.types import Mode, Standing
 from service.stores.tail import Tail
 
 DIGEST_BYTES = 16
@@ -93,17 +92,6 @@ class Record(NamedTuple):
 
 class StoreError(Exception):
     """The sessions that are to be served cannot be; the message is for the operator, and the process ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How a store is: `memory` or `redis`, whether it can be reached, and whether requests to sessions can be answered.
-    `not_durable`: how many sessions have tokens that only this process has, though others share the store."""
-
-    kind: str
-    reachable: bool = True
-    ready: bool = True
-    not_durable: int = 0
 
 
 class Store(Protocol):

@@ -1,16 +1,18 @@
 """A session as other processes read it: what its key in a shared store holds, and its line of a file.
 
-    revision  run     length   format  position  start  tokens' digest  key's digest   identity  tail
-    uint64    uint32  uint16   uint8   uint64    int64  16 bytes at most, after their length   JSON     token ids
+    revision  run     length  format  stamp   position  start  tokens' digest  key's digest  identity  tail
+    uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes each at most         JSON      token ids
 
 Numbers are big-endian, token ids little-endian. `run` is what the store's scripts tell one start of Redis from another
-by, 0 elsewhere. `length` counts the head, which is what is between it and the tail; `start` is that of the last step,
--1 where there is none. The identity is what does not change: model, version, mode, the width of an id, vocabulary.
+by, 0 elsewhere. `length` counts the head, which is what is between it and the tail. `stamp` is drawn for every change:
+nobody else writes the same. `start` is that of the last step, -1 where there is none. The identity is what does not
+change: model, version, mode, the width of an id, vocabulary. Digests stand after their lengths.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import struct
 from functools import lru_cache
 
@@ -20,10 +22,11 @@ from service.stores.tail import Tail
 
 FORMAT = 1
 NO_STEP = -1
+STAMP_BITS = 64
 REVISION = struct.Struct(">Q")
 _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
-_HEAD = struct.Struct(f">BQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
+_HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 IDENTITIES = 4096  # as many as the models loaded have versions and modes, and then some
 
 
@@ -32,10 +35,11 @@ class Unreadable(ValueError):
 
 
 def head(record: Record) -> bytes:
-    """What a session is beside its revision and its tail."""
+    """What a session is beside its revision and its tail; every call's is another one."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
-    return _HEAD.pack(FORMAT, record.position, start, tokens, key or b"") + identity
+    stamp = secrets.randbits(STAMP_BITS)
+    return _HEAD.pack(FORMAT, stamp, record.position, start, tokens, key or b"") + identity
 
 
 def write(record: Record) -> bytes:
@@ -54,7 +58,7 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> Record:
     try:
         revision, _, length = _FRONT.unpack_from(data)
         about = data[_FRONT.size : _FRONT.size + length]
-        form, position, start, tokens, key = _HEAD.unpack_from(about)
+        form, _, position, start, tokens, key = _HEAD.unpack_from(about)
         if form != FORMAT:
             raise Unreadable(f"session {session!r} is written in format {form}, and this version reads {FORMAT}")
         model, version, mode, width, vocabulary = _read_identity(about[_HEAD.size :])

@@ -36,6 +36,8 @@ def test_every_field_can_be_given_both_ways() -> None:
         "session_ttl_s": "1.5",
         "shadow_rate": "0.5",
         "max_body_bytes": "4096",
+        "store": "redis://h",
+        "store_policy": "tail",
     }
     values = {name: given.get(name, "7") for name in Settings.model_fields}
     variables = {f"WANE_{name.upper()}": value for name, value in values.items()}
@@ -98,3 +100,44 @@ def test_settings_cannot_be_changed() -> None:
 def test_a_default_model_that_somebody_named_is_told_from_the_default() -> None:
     assert not read().default_model_is_chosen
     assert read(WANE_DEFAULT_MODEL="gated-stable").default_model_is_chosen
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "memory",
+        "redis://h:1/0",
+        "rediss://:p@h",
+        "redis+cluster://h",
+        "rediss+cluster://h:7000",
+        "unix:///tmp/redis.sock",
+    ],
+)
+def test_sessions_are_kept_in_memory_or_in_redis(store: str) -> None:
+    assert read(WANE_STORE=store).store == store
+
+
+@pytest.mark.parametrize("store", ["", "disk", "redis://", "http://u:secret@h/0", "xredis://h"])
+def test_an_address_that_is_none_is_refused_and_its_password_not_repeated(store: str) -> None:
+    with pytest.raises(SettingsError, match=r"^WANE_STORE is ") as caught:
+        read(WANE_STORE=store)
+    assert "secret" not in str(caught.value)
+
+
+def test_states_are_kept_for_models_without_a_certificate_unless_a_policy_says_otherwise() -> None:
+    auto = Settings(store="redis://h", snapshot_tokens=8)
+    assert (auto.states_every("m", certified=False), auto.states_every("m", certified=True)) == (8, None)
+    mixed = Settings(store="redis://h", store_policy="state,m=tail,n=auto")
+    assert [mixed.states_every(name, certified=True) for name in "lmn"] == [32, None, None]
+    assert Settings(store_policy="state").states_every("m", certified=False) is None  # memory keeps tails
+
+
+@pytest.mark.parametrize("policy", ["", "none", "tail,m", "tail,m=none", "m=tail", "tail,=state"])
+def test_a_policy_that_is_none_is_refused(policy: str) -> None:
+    with pytest.raises(SettingsError, match=r"^WANE_STORE_POLICY is "):
+        read(WANE_STORE_POLICY=policy)
+
+
+def test_a_state_is_kept_at_least_once_in_a_tail() -> None:
+    with pytest.raises(SettingsError, match=r"^WANE_SNAPSHOT_TOKENS is .9.:.* at most tail_tokens, which is 8"):
+        read(WANE_SNAPSHOT_TOKENS="9", WANE_TAIL_TOKENS="8")

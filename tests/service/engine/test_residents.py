@@ -20,15 +20,15 @@ def keep(residents: Residents, session: str, touched_s: float = 0.0, value: floa
     with residents.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         residents.scatter([slot], outputs)
-        residents.put(session, Resident(slot, revision=1, cut=0), touched_s)
+        residents.put(session, Resident(slot, revision=1, cut=0, position=1), touched_s)
     return slot
 
 
 def test_what_is_known_of_a_resident_comes_back_with_its_state() -> None:
     residents = make_residents()
     with residents.lease() as slot:
-        residents.put("s", Resident(slot, revision=2**40, cut=7), 1.0)
-    assert residents.peek("s") == residents.find("s", 2.0) == Resident(slot, 2**40, 7)
+        residents.put("s", Resident(slot, revision=2**40, cut=7, position=2**41), 1.0)
+    assert residents.peek("s") == residents.find("s", 2.0) == Resident(slot, 2**40, 7, 2**41)
     assert residents.used_bytes == SLOT_BYTES
     residents.drop("s")
     assert residents.peek("s") is None

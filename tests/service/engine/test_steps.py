@@ -188,8 +188,10 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     answer = await bench.engine.step(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, *[99] * losses, 6])
-    assert answer.state is Origin.REBUILT
+    assert (answer.state, answer.error_bound) == (Origin.RESIDENT, 0.0)  # brought up, not rebuilt
     assert bench.sample("wane_step_conflicts_total") == losses
+    assert bench.sample("wane_sessions_caught_up_total") == losses
+    assert bench.sample("wane_sessions_rebuilt_total") == 0
 
 
 async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is(
@@ -203,7 +205,9 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
         await bench.engine.step(StepRequest(session, (6,)))
     assert store.attempts == 4
     assert caught.value.position == 5
-    assert bench.engine._slab.peek(session) is None
+    store.losses = 0
+    answer = await bench.engine.step(StepRequest(session, (7,)))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, *[99] * 4, 7])
 
 
 async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_again(
@@ -216,7 +220,6 @@ async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_aga
     with pytest.raises(PositionConflict) as caught:
         await bench.engine.step(StepRequest(session, (6,), expected_position=1))
     assert (store.attempts, caught.value.position) == (1, 2)
-    assert bench.engine._slab.peek(session) is None
 
 
 async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_bench: MakeBench) -> None:
@@ -228,7 +231,9 @@ async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_bench: MakeBe
     assert (answer.replayed, answer.position) == (True, 2)
 
 
-async def test_a_store_that_is_lost_on_commit_leaves_no_state_that_nobody_vouches_for(
+@pytest.mark.parametrize("appended", [False, True])
+async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_session_is(
+    appended: bool,
     make_bench: MakeBench,
 ) -> None:
     store = ContendedStore()
@@ -237,10 +242,35 @@ async def test_a_store_that_is_lost_on_commit_leaves_no_state_that_nobody_vouche
     store.lost = True
     with pytest.raises(Unavailable):
         await bench.engine.step(StepRequest(session, (6,)))
-    assert bench.engine._slab.peek(session) is None
     store.lost = False
+    if appended:
+        await store.append(session, 1, (6,), LastStep(1, of_tokens((6,)), None))
     answer = await bench.engine.step(StepRequest(session, (7,)))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7])
+    fed = [5, 6, 7] if appended else [5, 7]
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, fed)
+
+
+async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(bench: Bench) -> None:
+    session = await start(bench, 5)
+    resident = bench.engine._slab.peek(session)
+    assert resident is not None
+    for revision in range(1, 20):  # elsewhere; 16 tokens are kept
+        await bench.store.append(session, revision, (6,), LastStep(revision, b"", None))
+    answer = await bench.engine.step(StepRequest(session, (8,), expected_position=20))
+    assert (answer.state, answer.position) == (Origin.REBUILT, 21)
+
+
+async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_brought_up(bench: Bench) -> None:
+    session = await start(bench, 5)
+    await bench.store.append(session, 1, (6, 7), LastStep(1, b"", None))
+    bench.runner.calls.clear()
+    answer = await bench.engine.predict(PredictRequest(session=session))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7])
+    assert (answer.state, answer.position) == (Origin.RESIDENT, 3)
+    assert bench.runner.calls[0] == ("advance", [[6, 7]])
+    bench.runner.calls.clear()
+    await bench.engine.predict(PredictRequest(session=session))
+    assert bench.runner.roles() == ["head"]
 
 
 async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(bench: Bench) -> None:

@@ -9,6 +9,7 @@ from models.manifest import Manifest
 from service.engine.abreast import abreast
 from service.engine.catalog import Entry
 from service.engine.presence import Presence
+from service.engine.quick import QuickStep
 from service.engine.types import (
     Agreement,
     Answer,
@@ -32,6 +33,7 @@ from service.engine.types import (
     ScoreRequest,
     ScoreSummary,
     SessionView,
+    Standing,
     StepRequest,
 )
 from service.errors import Unavailable, UnknownModel, UnknownSession
@@ -155,7 +157,10 @@ class FakeEngine:
         )
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        return await abreast(self.step, requests)
+        return await abreast(lambda _: None, self._end, self.step, requests)
+
+    async def _end(self, quick: QuickStep) -> Answer:
+        raise AssertionError(f"{quick} was never begun")
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)
@@ -248,6 +253,11 @@ class FakeCatalog:
         self.failure: Exception | None = None
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
+        self.standing = Standing("memory")
+
+    @property
+    def store(self) -> Standing:
+        return self.standing
 
     @property
     def ready(self) -> bool:
