@@ -37,7 +37,8 @@ class Work:
     tokens, targets: int64 (n); one token for step, none for head, n >= 1 otherwise; targets for scan only.
     The state is read from slot `read` (window starts from zero whatever it says) and the next one written to
     slot `write`; None keeps nothing. `binding` work cannot be taken back once it is in a batch: its request is
-    then carried through, whether or not anybody waits for it.
+    then carried through, whether or not anybody waits for it. A `chunk` is one of those that a sequence was cut into
+    to be run side by side: whoever did that knows how many make a batch.
     """
 
     role: Role
@@ -46,6 +47,7 @@ class Work:
     read: int = ZERO
     write: int | None = None
     binding: bool = False
+    chunk: bool = False
 
     @property
     def length(self) -> int:

@@ -1,8 +1,8 @@
 """From requests to batches: what queued up while the runner was busy is the next batch.
 
-There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves. The queue is
-bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left, or whose
-deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
+There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves, as `queue.py` has
+it. The queue is bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left,
+or whose deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from models.manifest import Role
 from service.engine import batch
 from service.engine.batch import Row, Work
 from service.engine.costs import Costs
+from service.engine.queue import ONE_TOKEN, FairQueue, Queue
 from service.engine.slab import Slab
 from service.engine.types import Latency
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
@@ -29,9 +29,6 @@ from service.metrics import Metrics
 from service.runners.runner import Runner
 
 logger = logging.getLogger("wane.engine")
-
-ONE_TOKEN: tuple[Role, ...] = ("step", "head")
-"""Roles whose items all take the same time."""
 
 NEWEST = 1 / 8
 """Weight of the latest run in an average of what one item takes."""
@@ -90,7 +87,9 @@ class Waiter(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class Item:
+    """Work that waits, for whom, and since when."""
+
     work: Work
     ticket: Ticket
     future: Waiter
@@ -127,17 +126,18 @@ class Batcher:
         costs: Costs | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`costs`: told of every run. `inline_s`: a step that is alone, and takes no more when it is, is run on the
-        event loop's thread: the way to the other thread and back takes longer than it holds up the loop."""
+        """`max_queue`: items that may wait in each of the queue's lines. `costs`: told of every run. `inline_s`: a step
+        that is alone, and takes no more when it is, is run on the event loop's thread: the way to the other thread and
+        back takes longer than it holds up the loop."""
         self._runner = runner
         self._slab = slab
-        self._max_batch = max_batch
         self._max_queue = max_queue
         self._costs = costs
         self._inline_s = inline_s
         self._alone_s: dict[Role, float] = {}  # what one item of a role took, of late
-        self._queue: deque[_Item] = deque()
+        self._queue: Queue[Item] = FairQueue(max_batch, costs)
         self._running = False
+        self._now = 0.0  # on the event loop's clock, when the latest batch was taken
         self._closed = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
@@ -176,15 +176,15 @@ class Batcher:
         """As `submit`, for a waiter that is told. Raises Overloaded, Unavailable."""
         if self._closed:
             raise Unavailable("the server is stopping")
-        if not ticket.admitted and len(self._queue) >= self._max_queue:
+        if not ticket.admitted and self._queue.before(work.role) >= self._max_queue:
             self._refused.inc()
-            raise Overloaded(f"{len(self._queue)} requests are waiting, the most that may")
+            raise Overloaded(f"{self._queue.before(work.role)} requests are waiting, the most that may")
         ticket.admitted = True
-        item = _Item(work, ticket, waiter, time.perf_counter())
+        item = Item(work, ticket, waiter, time.perf_counter())
         self._slab.retain(work.read)
         if work.write is not None:
             self._slab.retain(work.write)
-        self._queue.append(item)
+        self._queue.put(item)
         if not self._running:
             # Not at once: whatever else arrives in this turn of the event loop shares the batch.
             self._running = True
@@ -193,8 +193,7 @@ class Batcher:
     async def close(self) -> None:
         """Refuses new work, fails what is queued and ends the thread once its batch is done."""
         self._closed = True
-        while self._queue:
-            item = self._queue.popleft()
+        for item in self._queue.clear():
             self._settle(item, Unavailable("the server is stopping"))
         await asyncio.to_thread(self._executor.shutdown)
 
@@ -218,49 +217,42 @@ class Batcher:
         else:
             self._executor.submit(self._run, items, started_s, loop.call_soon_threadsafe)
 
-    def _run(self, items: list[_Item], started_s: float, call_soon: Callable[..., object]) -> None:
+    def _run(self, items: list[Item], started_s: float, call_soon: Callable[..., object]) -> None:
         """Runs a batch, mostly on the runner's thread; its results are handed back all at once."""
         rows = batch.run([item.work for item in items], self._slab, self._runner, self._room)
         call_soon(self._finish, items, rows, time.perf_counter() - started_s)
 
-    def _take(self) -> list[_Item]:
-        """The next batch: the oldest item, and those of its role that were queued behind it, as far as they fit."""
-        now = asyncio.get_running_loop().time()
-        queue, taken, left = self._queue, list[_Item](), list[_Item]()
-        role: Role = "step"
-        longest = total = 0
-        while queue and len(taken) < self._max_batch:
-            item = queue.popleft()
-            deadline = item.ticket.deadline
-            late = deadline is not None and deadline <= now
-            if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
-                (self._late if late else self._abandoned).inc()
-                self._settle(item, None)
-                continue
-            if late and not item.ticket.entered:
-                self._late.inc()
-                self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
-                continue
-            work = item.work
-            length = work.length
-            if not taken:
-                role = work.role
-            elif work.role != role or not batch.fits(role, max(longest, length), total + length, len(taken) + 1):
-                left.append(item)
-                continue
-            taken.append(item)
-            longest, total = max(longest, length), total + length
-        queue.extendleft(reversed(left))
+    def _take(self) -> list[Item]:
+        """The next batch."""
+        self._now = asyncio.get_running_loop().time()
+        taken = self._queue.take(self._runs)
         if taken:
+            role = taken[0].work.role
+            lengths = [1] if role in ONE_TOKEN else [item.work.length for item in taken]
             observer = self._observers[role]
             observer.items(len(taken))
-            observer.padding(1 - total / (longest * len(taken)))
+            observer.padding(1 - sum(lengths) / (max(lengths) * len(lengths)))
         return taken
 
-    def _finish(self, items: Sequence[_Item], rows: Sequence[Row | Exception], compute_s: float) -> None:
+    def _runs(self, item: Item) -> bool:
+        """Whether somebody still waits for it; if not, it is settled."""
+        deadline = item.ticket.deadline
+        late = deadline is not None and deadline <= self._now
+        if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
+            (self._late if late else self._abandoned).inc()
+            self._settle(item, None)
+            return False
+        if late and not item.ticket.entered:
+            self._late.inc()
+            self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
+            return False
+        return True
+
+    def _finish(self, items: Sequence[Item], rows: Sequence[Row | Exception], compute_s: float) -> None:
         """Hands out a batch's results, after the next one was started."""
-        self._start()
         role = items[0].work.role
+        self._queue.ran(role, compute_s)
+        self._start()
         self._observers[role].seconds(compute_s)
         if len(items) == 1 and role in ONE_TOKEN:
             known_s = self._alone_s.get(role, compute_s)
@@ -278,7 +270,7 @@ class Batcher:
             else:
                 self._settle(item, row)
 
-    def _settle(self, item: _Item, result: Row | WaneError | None) -> None:
+    def _settle(self, item: Item, result: Row | WaneError | None) -> None:
         """Releases an item's slots and resolves its future, if anybody still waits for it."""
         self._slab.release(item.work.read)
         if item.work.write is not None:

@@ -212,7 +212,7 @@ class Parallel:
             first = back == layout.warm_up
             await self._together(
                 [
-                    Work("advance", tokens[at - back : at - end], read=ZERO if first else slot, write=slot)
+                    Work("advance", tokens[at - back : at - end], read=ZERO if first else slot, write=slot, chunk=True)
                     for at, slot in zip(starts, slots[1:], strict=True)
                 ],
                 ticket,

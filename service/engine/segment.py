@@ -47,7 +47,7 @@ class Segment:
         """The run of a cell, from the state in a slot."""
         at = self._extent(cell)
         targets = None if self.targets is None else self.targets[at]
-        return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding)
+        return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding, chunk=True)
 
     def length(self, cell: int) -> int:
         """Tokens of a cell."""

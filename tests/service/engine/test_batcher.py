@@ -126,6 +126,18 @@ async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
     assert all([99] not in rows for _, rows in rig.runner.calls)
 
 
+async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:
+    first = await rig.hold()
+    waiting = [rig.ask(token) for token in range(2, 18)]
+    await turn()
+    step = rig.step(2)
+    await turn()
+    assert not step.done()
+    rig.runner.gate.set()
+    await asyncio.gather(first, step, *waiting)
+    assert rig.runner.roles()[:3] == ["window", "step", "window"]
+
+
 async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
@@ -200,7 +212,7 @@ async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None
     await turn()
     rig.runner.gate.set()
     await asyncio.gather(first, *others)
-    assert rig.runner.calls[1:] == [("window", [[2], [4]]), ("step", [[3], [5]])]
+    assert rig.runner.calls[1:] == [("step", [[3], [5]]), ("window", [[2], [4]])]
 
 
 async def test_a_long_and_a_short_sequence_are_not_padded_to_one_another(rig: Rig) -> None:
