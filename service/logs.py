@@ -104,8 +104,13 @@ def flush() -> None:
         handler.flush()
 
 
+def logs_access() -> bool:
+    """Whether anybody wants to know of what is over."""
+    return ACCESS.isEnabledFor(logging.INFO)
+
+
 def log_access(message: str, fields: dict[str, object]) -> None:
     """The line of what is over: `ACCESS.info`, without a search for where in the code it was called."""
-    if ACCESS.isEnabledFor(logging.INFO):
+    if logs_access():
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

@@ -6,8 +6,10 @@ tests may have as many servers as they like.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from service.histogram import Histogram, Observed
 
 # From 50 microseconds (a wait in an idle queue; one small step takes two hundred) to 52 s (beyond the longest
 # deadline by default), doubling: 21 buckets.
@@ -39,7 +41,7 @@ class Metrics:
             return Gauge(name, text, labels, registry=registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+            return Histogram(name, text, labels, buckets, registry)
 
         # The door.
         self.http_requests = counter("wane_http_requests", "HTTP requests answered.", "route", "method", "status")
@@ -52,7 +54,7 @@ class Metrics:
             "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
         )
         self._message_children: dict[int, Counter] = {}
-        self._http_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")
         self.loads = counter(
             "wane_model_loads", "Models asked to be loaded while serving: outcome loaded, same or failed.", "outcome"
@@ -113,8 +115,6 @@ class Metrics:
         self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
         self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
 
-        # Agreement of window and recurrent answers.
-        self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
         # The store that replicas share.
         self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
         self.store_trip_seconds = histogram(
@@ -126,6 +126,8 @@ class Metrics:
         self.not_durable = gauge("wane_sessions_not_durable", "Sessions with tokens that only this process has.")
         self.overruled = counter("wane_sessions_overruled", "Sessions whose tokens that were not durable were lost.")
 
+        # Agreement of window and recurrent answers.
+        self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
         self.top1_matches = counter("wane_agreement_top1_matches", "Pairs with the same first token.", "model")
         self.agreement_top1_proved = counter(
             "wane_agreement_top1_proved", "Pairs whose first tokens the window alone proves to be the same.", "model"

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.presence import Presence
 from service.errors import InvalidRequest, TooLarge, Unavailable, shown
-from service.logs import log_access
+from service.logs import log_access, logs_access
 from service.metrics import Metrics
 
 Envelope = Callable[[Scope, Exception], Response]
@@ -193,6 +193,8 @@ class Door:
         method = scope["method"]
         route = getattr(scope.get("route"), "path", "unmatched")
         self.metrics.count_request(route, method if method in METHODS else "other", status, seconds)
+        if not logs_access():
+            return
         line = self.line(scope, here, seconds)
         line["method"] = method[:LOGGED_CHARACTERS]
         line["status"] = status

@@ -14,6 +14,7 @@ import uvicorn
 
 from service import logs
 from service.app import create_app
+from service.corked import CorkedProtocol
 from service.engine.catalog import Catalog
 from service.logs import SERVICE
 from service.metrics import Metrics
@@ -109,6 +110,7 @@ def run(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         workers=1,
+        http=CorkedProtocol,
         **WEBSOCKETS,
         ws_max_size=settings.max_body_bytes,
         lifespan="on",

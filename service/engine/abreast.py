@@ -3,34 +3,87 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 
+from service.engine.quick import QuickStep
 from service.engine.types import Answer, StepRequest
 from service.errors import EarlierStepFailed
 
 Outcome = Answer | Exception
 
 
-async def abreast(step: Callable[[StepRequest], Awaitable[Answer]], requests: Sequence[StepRequest]) -> list[Outcome]:
-    """What `step` answers to each request, or what it raised, in their order.
+async def abreast(
+    begin: Callable[[StepRequest], QuickStep | None],
+    end: Callable[[QuickStep], Awaitable[Answer]],
+    step: Callable[[StepRequest], Awaitable[Answer]],
+    requests: Sequence[StepRequest],
+) -> list[Outcome]:
+    """What is answered to each request, or was raised, in their order.
+
+    A step that is its session's only one is begun, if it can be, and all that are begun are then waited for: that is a
+    good deal less work than a task for each of them. The others are answered by `step`.
+    """
+    outcomes: list[Outcome | None] = [None] * len(requests)
+    times = Counter(request.session for request in requests)
+    begun: deque[tuple[int, QuickStep]] = deque()
+    others: list[int] = []
+    for index, request in enumerate(requests):
+        quick: QuickStep | None = None
+        if times[request.session] == 1:
+            try:
+                quick = begin(request)
+            except Exception as error:
+                outcomes[index] = error
+                continue
+        if quick is None:
+            others.append(index)
+        else:
+            begun.append((index, quick))
+
+    async def end_all() -> None:
+        try:
+            while begun:
+                index, quick = begun[0]
+                try:
+                    outcomes[index] = await end(quick)
+                except Exception as error:  # one that nobody expected is no reason to fail the others either
+                    outcomes[index] = error
+                begun.popleft()
+        finally:
+            for _, quick in begun:  # whoever called has left
+                quick.leave()
+
+    if others:
+        tasks = end_all(), _one_after_the_other(step, [(index, requests[index]) for index in others], outcomes)
+        await asyncio.gather(*tasks)
+    else:
+        await end_all()
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+async def _one_after_the_other(
+    step: Callable[[StepRequest], Awaitable[Answer]],
+    requests: Sequence[tuple[int, StepRequest]],
+    outcomes: list[Outcome | None],
+) -> None:
+    """Puts the answers where the requests' numbers say; sessions are side by side.
 
     Behind a step that failed its session's others are not run, and fail with EarlierStepFailed: they were meant to
     follow it.
     """
-    outcomes: list[Outcome | None] = [None] * len(requests)
-    by_session: dict[str, list[int]] = {}
-    for index, request in enumerate(requests):
-        by_session.setdefault(request.session, []).append(index)
+    by_session: dict[str, list[tuple[int, StepRequest]]] = {}
+    for index, request in requests:
+        by_session.setdefault(request.session, []).append((index, request))
 
-    async def one_after_the_other(indices: Sequence[int]) -> None:
+    async def of_one(steps: Sequence[tuple[int, StepRequest]]) -> None:
         failed = False
-        for index in indices:
+        for index, request in steps:
             try:
                 if failed:
-                    raise EarlierStepFailed(requests[index].session)
-                outcomes[index] = await step(requests[index])
-            except Exception as error:  # one that nobody expected is no reason to fail the others either
+                    raise EarlierStepFailed(request.session)
+                outcomes[index] = await step(request)
+            except Exception as error:
                 outcomes[index], failed = error, True
 
-    await asyncio.gather(*map(one_after_the_other, by_session.values()))
-    return [outcome for outcome in outcomes if outcome is not None]
+    await asyncio.gather(*map(of_one, by_session.values()))

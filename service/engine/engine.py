@@ -374,17 +374,32 @@ class Engine:
         after that the step commits, and asking again replays it.
         Raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
         """
+        quick = self._begin(request)
+        if quick is not None:
+            return await self._end(quick)
+        return await self._in_a_task(request, Ticket(request.deadline))
+
+    def _begin(self, request: StepRequest) -> QuickStep | None:
+        """The step on its way, if it needs one run and no more. Raises as `step`."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         self._check_admission()
-        ticket = Ticket(request.deadline)
-        quick = self._quick.begin(request, ticket)
-        answer = None if quick is None else await self._outlived(quick.answer, quick, ticket)
+        return self._quick.begin(request, Ticket(request.deadline))
+
+    async def _end(self, quick: QuickStep) -> Answer:
+        """The answer of a step that is on its way. Raises as `step`."""
+        answer = await self._outlived(quick.answer, quick, quick.ticket)
         if answer is None:
-            task = asyncio.create_task(self._step(request, ticket, lost=int(quick is not None)))
-            self._running.add(task)
-            task.add_done_callback(self._ended)
-            answer = await self._outlived(asyncio.shield(task), task, ticket)
+            return await self._in_a_task(quick.request, quick.ticket, lost=1)
+        self._report.answered("step", answer.mode)
+        return answer
+
+    async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
+        """The answer of a step that may need more: in a task, which outlives its caller where it has to."""
+        task = asyncio.create_task(self._step(request, ticket, lost))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        answer = await self._outlived(asyncio.shield(task), task, ticket)
         self._report.answered("step", answer.mode)
         return answer
 
@@ -414,7 +429,7 @@ class Engine:
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
         """Many steps side by side, those of one session in order; each has its own answer or its own error."""
-        return await abreast(self.step, requests)
+        return await abreast(self._begin, self._end, self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
         with self._admitted():

@@ -133,6 +133,11 @@ class QuickStep:
         if not self._over:  # else its deadline has passed in the queue
             self._end()
 
+    def leave(self) -> None:
+        """Nobody waits any more: it is taken back if it has not entered a batch."""
+        if not self.ticket.entered:
+            self.cancel()
+
     def cancelled(self) -> bool:
         """Whether the batcher may skip it."""
         return self._over

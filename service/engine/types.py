@@ -12,6 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from service.errors import InvalidRequest
 
@@ -229,8 +230,7 @@ class CompareRequest:
         _within("repeat", self.repeat, 1, MAX_REPEAT)
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """One possible next token; `token_bytes` only where the token's text is not whole UTF-8."""
 
     token_id: int
@@ -240,8 +240,7 @@ class Prediction:
     token_bytes: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
+class Latency(NamedTuple):
     """Where a request's time went in the engine: waiting for the runner, running, and all of it.
 
     It begins with the tokens in hand: reading a request, and tokenising its text, come before.
@@ -295,8 +294,8 @@ class Answer:
     top1_proved: bool = False
     session: str | None = None
     position: int | None = None
-    durable: bool | None = None
     replayed: bool | None = None
+    durable: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +421,7 @@ class SessionView:
     position: int
     state: Origin
     error_bound: float | None
+    idle_s: float
     durable: bool | None = None
 
 
@@ -434,4 +434,3 @@ class Standing:
     reachable: bool = True
     ready: bool = True
     not_durable: int = 0
-    idle_s: float

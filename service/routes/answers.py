@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 
-import orjson
-from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from service.documents import (
@@ -28,9 +26,9 @@ from service.documents import (
     ScoreDocument,
     ScoredTokensDocument,
     ScoreProgressDocument,
-    StoreDocument,
     ScoreSummaryDocument,
     SessionDocument,
+    StoreDocument,
 )
 from service.engine.engine import Engine
 from service.engine.types import (
@@ -47,10 +45,11 @@ from service.engine.types import (
     Score,
     ScoredTokens,
     ScoreProgress,
-    Standing,
     ScoreSummary,
     SessionView,
+    Standing,
 )
+from service.routes.reply import Reply
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
 """The total variations that a model's card tells k(epsilon) for."""
@@ -58,12 +57,7 @@ EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
 
 def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A document as an answer."""
-    return Response(encode(document), status, headers, media_type="application/json")
-
-
-def encode(document: Mapping[str, object]) -> bytes:
-    """A document as JSON. Every number in it is finite: JSON has no others."""
-    return orjson.dumps(document, default=to_jsonable_python)
+    return Reply(document, status, headers)
 
 
 def model(engine: Engine) -> ModelDocument:
@@ -123,14 +117,14 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         }
     if given.agreement is not None:
         document["agreement"] = agreement(given.agreement)
-    if given.durable is not None:
-        document["durable"] = given.durable
     if given.session is not None:
         document["session"] = given.session
     if given.position is not None:
         document["position"] = given.position
     if given.replayed is not None:
         document["replayed"] = given.replayed
+    if given.durable is not None:
+        document["durable"] = given.durable
     return document
 
 
@@ -227,15 +221,15 @@ def session(engine: Engine, given: SessionView) -> SessionDocument:
         "model_version": given.model_version,
         "device": engine.device,
         "session": given.session,
-    if given.durable is not None:
-        document["durable"] = given.durable
-    return document
         "mode": given.mode,
         "position": given.position,
         "state": given.state,
         "error_bound": given.error_bound,
         "idle_s": given.idle_s,
     }
+    if given.durable is not None:
+        document["durable"] = given.durable
+    return document
 
 
 def model_card(engine: Engine) -> ModelCardDocument:
@@ -279,15 +273,15 @@ def _model_facts(engine: Engine) -> ModelFactsDocument:
     }
 
 
-def store(given: Standing) -> StoreDocument:
-    """How the store of the sessions is."""
-    return {"kind": given.kind, "reachable": given.reachable, "not_durable": given.not_durable}
-
-
 def standing(engine: Engine) -> ModelStandingDocument:
     """Which model is served, and whether it is certified."""
     certificate = engine.manifest.certificate
     return {**model(engine), "certified": certificate.certified, "reason": certificate.reason}
+
+
+def store(given: Standing) -> StoreDocument:
+    """How the store of the sessions is."""
+    return {"kind": given.kind, "reachable": given.reachable, "not_durable": given.not_durable}
 
 
 def _unix_time(iso: str) -> int:

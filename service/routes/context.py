@@ -7,6 +7,7 @@ from starlette.requests import HTTPConnection
 from service.engine.catalog import Catalog
 from service.engine.engine import Engine
 from service.engine.types import Answer, Finish
+from service.logs import logs_access
 from service.middleware import context
 from service.settings import Settings
 
@@ -40,6 +41,8 @@ def note_model(request: HTTPConnection, engine: Engine) -> None:
 
 def note_answer(request: HTTPConnection, given: Answer | Finish) -> None:
     """Adds how the answer came about to the request's line in the access log."""
+    if not logs_access():
+        return
     context(request.scope).fields.update(
         mode=given.mode.value,
         state=given.state.value,

@@ -20,6 +20,7 @@ from service.routes.context import catalog, deadline, note_answer, note_model
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
+from service.routes.reply import encode
 from service.schemas import GenerateBody
 
 router = APIRouter(tags=["generate"])
@@ -96,4 +97,4 @@ class EventStream(StreamingResponse):
 
 def event(name: str, document: Mapping[str, object]) -> bytes:
     """One server-sent event. JSON holds no raw line break, so that one `data:` line is enough."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), answers.encode(document))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode(document))

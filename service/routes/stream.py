@@ -37,6 +37,7 @@ from service.routes.context import catalog, settings
 from service.routes.decode import parse, tokens_of
 from service.routes.errors import described
 from service.routes.hangup import until_hangup
+from service.routes.reply import encode
 from service.schemas import StreamBody
 
 NORMAL = 1000
@@ -158,7 +159,7 @@ class Stream:
         return code is not None
 
     async def send(self, document: AnswerDocument | FailureDocument) -> None:
-        await self.socket.send({"type": "websocket.send", "text": answers.encode(document).decode()})
+        await self.socket.send({"type": "websocket.send", "text": encode(document).decode()})
 
     def count(self, status: int, started_s: float) -> None:
         """One message was answered."""
@@ -174,7 +175,7 @@ async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
     """The first message is the last."""
     failure, here = described(socket.scope, error), context(socket.scope)
     here.fields.update(error=failure.code, code=code)
-    await socket.send_text(answers.encode({"error": failure.body(here.request_id)}).decode())
+    await socket.send_text(encode({"error": failure.body(here.request_id)}).decode())
     await socket.close(code, failure.code)
 
 
