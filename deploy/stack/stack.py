@@ -57,6 +57,11 @@ class Stack:
         return self.processes[ENTRANCE].port
 
     @property
+    def operations(self) -> int:
+        """The port of HAProxy's own page and metrics."""
+        return self.addresses[ENTRANCE, 8404]
+
+    @property
     def store(self) -> str:
         """The address of the sessions' store."""
         return f"redis://127.0.0.1:{self.processes[STORE].port}/0"
@@ -103,7 +108,7 @@ class Stack:
         try:
             self.start()
         except BaseException:
-            self._kill()
+            self.kill()
             raise
         return self
 
@@ -113,9 +118,10 @@ class Stack:
         try:
             self.stop()
         finally:
-            self._kill()
+            self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Ends all at once."""
         for process in self.processes.values():
             process.kill()
 

@@ -21,29 +21,31 @@ TAIL_TOKENS = max(Settings().tail_tokens, Bundle.open(BUNDLE).manifest.max_windo
 
 REPLICAS = ("wane-1", "wane-2", "wane-3")
 Variables = Mapping[str, str]
-StartStack = Callable[..., Stack]
+MakeStack = Callable[..., Stack]
 Figures = Callable[..., None]
 FIGURES = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartStack]:
-    """Starts a stack on free ports, which is gone with the test. `settings` are for every replica, `own` for some, by
-    name; `balance` is HAProxy's."""
+def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
+    """Makes a stack on free ports, which is to be started, and is gone with the test. `settings` are for every
+    replica, `own` for some, by name; `balance` is HAProxy's."""
     program("redis-server")
     program("haproxy")
-    with ExitStack() as stacks:
+    with ExitStack() as made:
 
-        def start(
+        def make(
             settings: Variables | None = None, own: Mapping[str, Variables] | None = None, balance: str | None = None
         ) -> Stack:
             every = {"WANE_BUNDLES": str(BUNDLE), **(settings or {})}
             variables = {name: {**every, **(own or {}).get(name, {})} for name in REPLICAS}
             if balance is not None:
                 variables[ENTRANCE] = {"BALANCE": balance}
-            return stacks.enter_context(Stack(tmp_path / "stack", variables=variables))
+            stack = Stack(tmp_path / "stack", variables=variables)
+            made.callback(stack.kill)
+            return stack
 
-        yield start
+        yield make
 
 
 @pytest.fixture

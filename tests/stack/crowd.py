@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 
 import numpy as np
@@ -19,20 +21,36 @@ AT_ONCE = 16
 Span = tuple[float, float]
 
 
-def crowd(port: int, count: int, *, retries: bool = True) -> list[Player]:
-    """Players of as many sessions."""
-    return [Player(port, f"session-{number}", Random(number), VOCABULARY, retries) for number in range(count)]
-
-
-async def begin(players: Sequence[Player], first: Sequence[int]) -> None:
-    """Starts all sessions, each with its number of tokens."""
+@asynccontextmanager
+async def crowd(port: int, first: Sequence[int], *, retries: bool = True) -> AsyncIterator[list[Player]]:
+    """Players of as many sessions as there are numbers in `first`, each started with so many tokens."""
+    players = [Player(port, f"session-{number}", Random(number), VOCABULARY, retries) for number in range(len(first))]
     turns = asyncio.Semaphore(AT_ONCE)
 
-    async def one(player: Player, tokens: int) -> None:
+    async def begin(player: Player, tokens: int) -> None:
         async with turns:
             await player.begin(tokens)
 
-    await asyncio.gather(*map(one, players, first))
+    try:
+        await asyncio.gather(*map(begin, players, first))
+        yield players
+    finally:
+        for player in players:
+            player.connection.close()
+
+
+@asynccontextmanager
+async def playing(players: Iterable[Player], rate: float) -> AsyncIterator[None]:
+    """All of them send tokens, `rate` a second each on average, until the end of the block and its last answers."""
+    over = asyncio.Event()
+    tasks = [asyncio.create_task(player.play(rate, over)) for player in players]
+    try:
+        yield
+        over.set()
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def failures(players: Iterable[Player]) -> list[str]:
@@ -78,7 +96,8 @@ def longest_gap_s(players: Sequence[Player]) -> float:
 
 
 def p99_ms(players: Iterable[Player], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
-    """Of the latencies of steps that were due within one of the spans, and were not under way in any of `outside`."""
+    """Of the latencies of steps that were due within one of the spans, and were not under way in any of `outside`;
+    without any such step there is nothing to tell, and that is infinite."""
     latencies = [
         timed.latency_s * 1e3
         for player in players
@@ -86,4 +105,4 @@ def p99_ms(players: Iterable[Player], spans: Sequence[Span], outside: Sequence[S
         if any(start <= timed.due_s < end for start, end in spans)
         and not any(timed.due_s < end and timed.ended_s > start for start, end in outside)
     ]
-    return float(np.percentile(latencies, 99))
+    return float(np.percentile(latencies, 99)) if latencies else math.inf

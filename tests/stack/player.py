@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -73,15 +74,17 @@ class Player:
         await self.step(tuple(self.random.randrange(1, self.vocabulary) for _ in range(first)))
         self.timed.clear()
 
-    async def play(self, rate: float, until_s: float) -> None:
-        """Sends single tokens, `rate` of them a second on average, each due on its own: none waits for a late one
-        before it is due."""
-        clock = asyncio.get_running_loop().time
-        due = clock() + self.random.expovariate(rate)
-        while due < until_s:
-            await asyncio.sleep(due - clock())
-            await self.step((self.random.randrange(1, self.vocabulary),), due)
+    async def play(self, rate: float, over: asyncio.Event) -> None:
+        """Sends single tokens until it is over, `rate` of them a second on average, each due on its own: one that has
+        to wait for the one before it was due all the same."""
+        due = asyncio.get_running_loop().time()
+        while True:
             due += self.random.expovariate(rate)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await over.wait()
+                return
+            await self.step((self.random.randrange(1, self.vocabulary),), due)
 
     async def step(self, tokens: tuple[int, ...], due_s: float | None = None) -> None:
         """One step, which is written down whatever becomes of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
@@ -14,11 +14,11 @@ from deploy.stack.local import ROOT
 from tests.service.stores.redis_server import free_port, program
 from tests.stack.connection import Connection, Reply
 from tests.stack.replicas import Replica, three_replicas
+from tests.stack.states import WAIT_S, until
 
 pytestmark = pytest.mark.stack
 
 CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
-WAIT_S = 10.0
 SESSIONS = [f"session-{number}" for number in range(60)]
 
 
@@ -52,22 +52,6 @@ class Balanced:
         """How many requests have reached replicas."""
         return sum(len(replica.asked) for replica in self.replicas)
 
-    async def until(self, states: dict[str, str]) -> None:
-        """Waits until HAProxy has these servers in these states."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.operations)
-                writer.write(b"GET /;csv HTTP/1.0\r\n\r\n")
-                rows = [line.split(",") for line in (await reader.read()).decode().splitlines()]
-                writer.close()
-                found = {row[1]: row[17] for row in rows if row[0] == "replicas"}
-                if all(found[name].startswith(state) for name, state in states.items()):
-                    return
-                await asyncio.sleep(0.05)
-
-
-Balance = Callable[..., AsyncIterator[Balanced]]
-
 
 @asynccontextmanager
 async def haproxy(replicas: list[Replica], **variables: str) -> AsyncIterator[Balanced]:
@@ -84,9 +68,9 @@ async def haproxy(replicas: list[Replica], **variables: str) -> AsyncIterator[Ba
             while True:
                 assert process.returncode is None, (await process.stderr.read()).decode()
                 try:
-                    await balanced.until({"wane-1": "UP", "wane-2": "UP", "wane-3": "UP"})
+                    await until(balanced.operations, wane_1="UP", wane_2="UP", wane_3="UP")
                     break
-                except ConnectionRefusedError:
+                except httpx.ConnectError:
                     await asyncio.sleep(0.05)
         yield balanced
     finally:
@@ -188,18 +172,18 @@ async def test_what_reached_no_replica_goes_to_another_whatever_it_is(balanced: 
 async def test_a_replica_that_is_not_ready_is_asked_nothing_and_only_its_sessions_move(balanced: Balanced) -> None:
     homes = await balanced.homes()
     balanced.replicas[1].ready = False
-    await balanced.until({"wane-2": "DOWN"})
+    await until(balanced.operations, wane_2="DOWN")
     after = await balanced.homes()
     assert all(after[session] == home for session, home in homes.items() if home != 1)
     assert 1 not in after.values()
     balanced.replicas[1].ready = True
-    await balanced.until({"wane-2": "UP"})
+    await until(balanced.operations, wane_2="UP")
 
 
 async def test_where_none_is_ready_any_is_asked_and_says_so_itself(balanced: Balanced) -> None:
     for replica in balanced.replicas:
         replica.ready, replica.answers = False, "503"
-    await balanced.until({"wane-1": "DOWN", "wane-2": "DOWN", "wane-3": "DOWN"})
+    await until(balanced.operations, wane_1="DOWN", wane_2="DOWN", wane_3="DOWN")
     reply = await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")
     assert reply.status == 503 and "replica" in reply.document
 

@@ -1,0 +1,42 @@
+"""One replica that Redis is out of reach of, while the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.states import until
+from tests.stack.wire import wire
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+SESSIONS = 60
+RATE = 1.0
+CALM_S, CUT_S = 2.0, 5.0
+
+
+async def test_a_replica_without_the_store_is_passed_over_until_it_has_it_again(
+    make_stack: MakeStack, figures: Figures
+) -> None:
+    async with wire() as carrying:
+        stack = make_stack(own={"wane-2": {"WANE_STORE": f"redis://127.0.0.1:{carrying.port}/0"}})
+        carrying.behind = stack.processes["redis"].port
+        await asyncio.to_thread(stack.start)
+        async with crowd(stack.port, [40] * SESSIONS) as players:
+            async with playing(players, RATE):
+                await asyncio.sleep(CALM_S)
+                carrying.cut()
+                await asyncio.sleep(CUT_S)
+                carrying.mend()
+                await until(stack.operations, wane_2="UP")
+                await asyncio.sleep(CALM_S)
+            figures(
+                steps=sum(len(player.timed) for player in players),
+                repeated_by_clients=sum(player.repeated for player in players),
+                longest_gap_s=longest_gap_s(players),
+            )
+            assert failures(players) == []
+            assert await histories(players, stack.store, TAIL_TOKENS) == []

@@ -1,0 +1,114 @@
+"""WebSockets through HAProxy: cut off by a killed replica, closed by one that is stopped, gone on with elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from tests.stack.conftest import BUNDLE, TAIL_TOKENS, MakeStack
+from tests.stack.crowd import VOCABULARY, crowd, histories
+from tests.stack.history import Append, Outcome
+from tests.stack.player import Player
+from tests.stack.twin import Twin
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+SESSIONS = 12
+RESTART = 1012
+STEPS = 40
+
+
+class Streaming:
+    """A session's client that goes on over a WebSocket, with each message's position in it, and opens another where
+    one ends."""
+
+    def __init__(self, player: Player) -> None:
+        self.player = player
+        self.random = Random(player.session)
+        self.opened = 0
+        self.socket: ClientConnection | None = None
+
+    async def open(self) -> ClientConnection:
+        """The socket that is open, or a new one."""
+        while self.socket is None:
+            try:
+                self.socket = await connect(
+                    f"ws://127.0.0.1:{self.player.port}/v1/sessions/{self.player.session}/stream"
+                )
+                self.opened += 1
+            except (OSError, InvalidHandshake):
+                await asyncio.sleep(0.05)
+        return self.socket
+
+    async def step(self) -> None:
+        """One token, sent until it is answered."""
+        player = self.player
+        token = self.random.randrange(1, VOCABULARY)
+        invoked = asyncio.get_running_loop().time()
+        while True:
+            socket = await self.open()
+            try:
+                await socket.send(json.dumps({"tokens": [token], "expected_position": player.position}))
+                answer = json.loads(await socket.recv())
+            except ConnectionClosed:
+                self.socket = None
+                continue
+            if answer.get("error", {}).get("status") == 503:
+                continue
+            assert "error" not in answer, answer
+            break
+        ended = asyncio.get_running_loop().time()
+        player.history.append(Append((token,), Outcome.ACKNOWLEDGED, player.position, invoked, ended))
+        player.position = answer["position"]
+        player.tokens.append(token)
+        player.answers[player.position] = answer
+
+    async def closed(self) -> int | None:
+        """The code with which the other side has closed the socket; None where it still answers."""
+        assert self.socket is not None
+        try:
+            await (await self.socket.ping())
+        except ConnectionClosed:
+            return self.socket.close_code
+        return None
+
+    async def close(self) -> None:
+        """Is not gone on with."""
+        if self.socket is not None:
+            await self.socket.close()
+
+
+async def test_streams_are_cut_off_by_a_killed_replica_and_go_on_at_another(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    await asyncio.to_thread(stack.start)
+    async with crowd(stack.port, [40] * SESSIONS) as players:
+        streams = [Streaming(player) for player in players]
+        await play(streams)
+        assert [stream.opened for stream in streams] == [1] * SESSIONS
+
+        await asyncio.to_thread(stack.replicas[0].kill)
+        await play(streams)
+        assert {stream.opened for stream in streams} == {1, 2}
+
+        stack.replicas[1].terminate()
+        assert await asyncio.to_thread(stack.replicas[1].wait) == 0
+        closed = [code for stream in streams if (code := await stream.closed()) is not None]
+        assert closed and set(closed) == {RESTART}
+        await play(streams)
+        for stream in streams:
+            await stream.close()
+        assert await histories(players, stack.store, TAIL_TOKENS) == []
+    compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(player.tokens, player.answers) for player in players])
+    assert compared.broken == () and compared.rebuilt > 0
+
+
+async def play(streams: Sequence[Streaming]) -> None:
+    """Some steps of each."""
+    for _ in range(STEPS):
+        await asyncio.gather(*(stream.step() for stream in streams))
