@@ -25,6 +25,7 @@ from service.console import agreement_table, latency_table, report_tables
 from service.engine.catalog import CatalogError
 from service.runners.runner import DeviceError
 from service.settings import Settings, SettingsError
+from service.stores.store import StoreError
 
 CHARACTERS_OF_A_TOKEN = 32  # at most, on the average of a text: no more of it is sent to be tokenised
 SAMPLE = Path(__file__).with_name("sample.txt")
@@ -91,7 +92,17 @@ def report(arguments: Sequence[str]) -> None:
 HELP = argparse.RawDescriptionHelpFormatter
 COMMANDS = {"serve": serve, "compare": compare, "report": report}
 INTERRUPTED = 130  # as shells have it: 128 and the signal's number
-FAILURES = (SettingsError, CommandError, CatalogError, BundleError, DeviceError, ClientError, OSError, UnicodeError)
+FAILURES = (
+    SettingsError,
+    CommandError,
+    CatalogError,
+    StoreError,
+    BundleError,
+    DeviceError,
+    ClientError,
+    OSError,
+    UnicodeError,
+)
 
 
 def main(arguments: Sequence[str]) -> int:

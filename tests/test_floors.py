@@ -58,7 +58,7 @@ ONLY_IN = {
     "service.documents": ("service/app", "service/routes/"),
     "service.middleware": ("service/app", "service/routes/"),
     "service.runners": ("service/runners/", "service/engine/", "service/__main__"),
-    "service.stores": ("service/stores/", "service/engine/"),
+    "service.stores": ("service/stores/", "service/engine/", "service/__main__"),
 }
 """Where a package or module may be imported, by path prefix."""
 

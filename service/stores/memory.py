@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
 
 from service.engine.types import Standing
 from service.errors import Overloaded
+from service.stores import saved
 from service.stores.packed import Packing, entry_bytes, revision, tail_bytes, touched, touched_s
 from service.stores.shard import Shard
 from service.stores.store import LastStep, Record, Snapshot, appended, rewound
 from service.stores.tail import Tail
 
+logger = logging.getLogger("wane.store")
+
 SHARDS = 64
+ASIDE = ".read"  # behind the name of a file whose sessions were read
 EXPIRED_AT_ONCE = 1000  # sessions that one call forgets at most, so that none takes long
 
 
@@ -31,13 +39,17 @@ class MemoryStore:
         budget_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         on_squeeze: Callable[[str], object] = lambda _: None,
+        file: Path | None = None,
     ) -> None:
-        """`on_squeeze` is told the model of every session that had to end for lack of room."""
+        """`on_squeeze` is told the model of every session that had to end for lack of room. `file`: where sessions are
+        saved when the store is closed, and were when it is opened."""
         self.tail_tokens = tail_tokens
         self.used_bytes = 0
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._on_squeeze = on_squeeze
+        self._file = file
+        self._is_open = False
         self._packing = Packing()
         self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
@@ -126,10 +138,33 @@ class MemoryStore:
         return Standing("memory")
 
     async def open(self) -> None:
-        """See `Store`."""
+        """See `Store`. A file that was read is put aside: from the first step on it is out of date."""
+        if self._file is None or not await asyncio.to_thread(self._file.exists):
+            self._is_open = True
+            return
+        for record in await asyncio.to_thread(saved.load, self._file, self.tail_tokens):
+            self._counts[record.model] += 1
+            self.used_bytes += entry_bytes(record.session, len(record.tail.data))
+            self._put(record)
+        while self.used_bytes > self._budget_bytes:
+            self._squeeze()
+        await asyncio.to_thread(self._file.replace, self._file.with_name(self._file.name + ASIDE))
+        self._is_open = True
+        logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
 
     async def close(self) -> None:
-        """See `Store`."""
+        """See `Store`. A file that could not be read is left as it is."""
+        if self._file is None or not self._is_open:
+            return
+        now_s = self._clock()
+        packed = chain.from_iterable(shard.all(now_s) for shard in self._shards)
+        alive = [self._packing.unpack(session, entry, now_s) for session, entry in packed]
+        try:
+            await asyncio.to_thread(saved.save, self._file, alive)
+        except OSError:
+            logger.exception("the sessions could not be written to %s", self._file)
+        else:
+            logger.info("%d sessions were written to %s", len(alive), self._file)
 
     def _shard(self, session: str) -> Shard:
         return self._shards[hash(session) % SHARDS]
@@ -157,7 +192,7 @@ class MemoryStore:
         return record
 
     def _put(self, record: Record) -> None:
-        self._shard(record.session).put(record.session, self._packing.pack(record, self._clock()))
+        self._shard(record.session).put(record.session, self._packing.pack(record, self._clock() - record.idle_s))
 
     def _forget(self, session: str) -> None:
         packed = self._shard(session).pop(session)

@@ -16,10 +16,13 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
             ttl_s=settings.session_ttl_s,
             budget_bytes=settings.session_budget_bytes,
             on_squeeze=lambda model: metrics.squeezed.labels(model).inc(),
+            file=settings.session_file,
         )
-    from service.stores.redis import RedisStore  # takes a while to import, and most servers keep sessions in memory
+    # They take a while to import, and most servers keep sessions in memory.
+    from service.stores.degrading import DegradingStore
+    from service.stores.redis import RedisStore
 
-    return RedisStore(
+    shared = RedisStore(
         settings.store,
         namespace=settings.store_namespace,
         tail_tokens=tail_tokens,
@@ -28,3 +31,4 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
         timeout_s=settings.store_timeout_ms / 1000,
         metrics=metrics,
     )
+    return shared if settings.store_away == "reject" else DegradingStore(shared, settings.session_ttl_s, metrics)

@@ -29,7 +29,16 @@ from service.stores.store import LastStep, Record, Snapshot, appended
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 BRANCH_BITS = 32
 NOBODY = b""
-"""The revision of a session that there is not."""
+"""The mark of a session that there is not."""
+
+
+class Unanswered(Unavailable):
+    """Redis said nothing of an append: if nobody else changes the session in `before`, it is at one of `marks`."""
+
+    def __init__(self, message: str, before: Record, marks: Sequence[bytes]) -> None:
+        super().__init__(message)
+        self.before = before
+        self.marks = marks
 
 
 class RedisStore:
@@ -98,18 +107,23 @@ class RedisStore:
         )
         other = branch()
         width = tail.width
-        done = await self.trips.run(
-            APPEND,
-            self._keys(session),
-            written.REVISION.pack(revision),
-            written.REVISION.pack(after.revision),
-            written.REVISION.pack(other),
-            written.head(after),
-            b"".join([token.to_bytes(width, "little") for token in tokens]),
-            0 if position <= self.tail_tokens else self.tail_tokens * width,
-            self._ttl_ms,
-            b"" if snapshot is None else write_snapshot(snapshot),
-        )
+        head = written.head(after)
+        try:
+            done = await self.trips.run(
+                APPEND,
+                self._keys(session),
+                written.mark(revision),
+                written.mark(after.revision),
+                written.mark(other),
+                head,
+                b"".join([token.to_bytes(width, "little") for token in tokens]),
+                0 if position <= self.tail_tokens else self.tail_tokens * width,
+                self._ttl_ms,
+                b"" if snapshot is None else write_snapshot(snapshot),
+            )
+        except Unavailable as error:
+            marks = (written.mark(revision), written.mark(after.revision, head), written.mark(other, head))
+            raise Unanswered(error.message, before, marks) from error
         if done not in (1, 2):
             self._lost(session, done)
             return None
@@ -126,11 +140,11 @@ class RedisStore:
             return None
         tail = before.tail.without_last(before.position - position)
         after = before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
-        return await self.replace(after, [written.REVISION.pack(revision)])
+        return await self.replace(after, [written.mark(revision)])
 
-    async def replace(self, record: Record, revisions: Sequence[bytes]) -> Record | None:
-        """Puts `record`, whose revision is new, in the place of a session that is at one of `revisions`, packed; None,
-        and nothing done, if it is at none. `NOBODY` is the revision of no session."""
+    async def replace(self, record: Record, marks: Sequence[bytes]) -> Record | None:
+        """Puts `record`, whose revision nobody else has, in the place of a session that is at one of `marks`; None, and
+        nothing done, if it is at none. `NOBODY` is the mark of no session."""
         data = written.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -139,7 +153,7 @@ class RedisStore:
             written.after_run(data),
             self._ttl_ms,
             record.position,
-            *revisions,
+            *marks,
         )
         if done != 1:
             self._lost(record.session, done)

@@ -8,6 +8,7 @@ A dict is copied when it outgrows its table, which for a million entries would h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from service.stores.packed import touched_s
 
@@ -36,6 +37,11 @@ class Shard:
     def pop(self, session: str) -> bytes | None:
         """Takes the session out, if it is there."""
         return self._entries.pop(session, None)
+
+    def all(self, now_s: float) -> Iterator[tuple[str, bytes]]:
+        """Every session that is not over, the longest idle first."""
+        since_s = now_s - self._ttl_s
+        return ((session, packed) for session, packed in self._entries.items() if touched_s(packed) >= since_s)
 
     def oldest(self) -> tuple[str, bytes] | None:
         """The session that was longest idle."""

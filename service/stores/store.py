@@ -116,7 +116,8 @@ class Store(Protocol):
     def recall(self, session: str, *, to_step: bool = False) -> Record | None:
         """The session as it was last seen here, without asking: the next comparison tells whether it is still so.
 
-        `to_step`: None too where that is likely to be lost.
+        `to_step`: None too where that is likely to be lost. Raises PositionConflict, once, where tokens that were
+        acknowledged as not durable were lost since the last step.
         """
         ...
 

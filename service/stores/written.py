@@ -27,6 +27,7 @@ REVISION = struct.Struct(">Q")
 _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
+_STAMP = slice(1, 9)
 IDENTITIES = 4096  # as many as the models loaded have versions and modes, and then some
 
 
@@ -40,6 +41,11 @@ def head(record: Record) -> bytes:
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)
     return _HEAD.pack(FORMAT, stamp, record.position, start, tokens, key or b"") + identity
+
+
+def mark(revision: int, about: bytes = b"") -> bytes:
+    """What a session at `revision` is told from all others by; given its head, from another's at that revision too."""
+    return REVISION.pack(revision) + about[_STAMP]
 
 
 def write(record: Record) -> bytes:

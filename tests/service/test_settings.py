@@ -36,8 +36,9 @@ def test_every_field_can_be_given_both_ways() -> None:
         "session_ttl_s": "1.5",
         "shadow_rate": "0.5",
         "max_body_bytes": "4096",
-        "store": "redis://h",
+        "store": "memory",
         "store_policy": "tail",
+        "store_away": "degrade",
     }
     values = {name: given.get(name, "7") for name in Settings.model_fields}
     variables = {f"WANE_{name.upper()}": value for name, value in values.items()}

@@ -1,0 +1,235 @@
+"""A shared store that can be done without: while it is away, sessions go on in this process, and say so.
+
+A session goes on from what was last seen of it, as not durable. When the store is back it is given what has become of
+the session, if it still has what the session went on from. Otherwise somebody else has changed it, or it is gone: the
+store wins, what was not durable is lost, and the next step of the session is told so by a conflict. What this process
+has never seen it cannot go on with, nor end: then the store is missed all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from service.engine.types import Standing
+from service.errors import PositionConflict, Unavailable
+from service.metrics import Metrics
+from service.stores import written
+from service.stores.redis import NOBODY, RedisStore, Unanswered, branch
+from service.stores.store import LastStep, Record, Snapshot, appended
+
+logger = logging.getLogger("wane.store")
+
+AT_ONCE = 256  # sessions that the store is given side by side when it is back
+
+
+@dataclass(slots=True, eq=False)
+class Loose:
+    """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`."""
+
+    record: Record
+    marks: list[bytes]
+    used_s: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class DegradingStore:
+    """A `Store` over another that may be away."""
+
+    def __init__(
+        self, shared: RedisStore, ttl_s: float, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ttl_s`: idle time after which a session ends, here too. `clock` in seconds."""
+        self._shared = shared
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._loose: dict[str, Loose] = {}
+        self._overruled: dict[str, int] = {}
+        self._settling: asyncio.Task[None] | None = None
+        self._overruled_metric = metrics.overruled
+        metrics.not_durable.set_function(lambda: len(self._loose))
+        shared.trips.on_back = self._settle_soon
+
+    @property
+    def tail_tokens(self) -> int:
+        """See `Store`."""
+        return self._shared.tail_tokens
+
+    @tail_tokens.setter
+    def tail_tokens(self, tokens: int) -> None:
+        self._shared.tail_tokens = tokens
+
+    @property
+    def standing(self) -> Standing:
+        """See `Store`."""
+        trips = self._shared.trips
+        return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._loose))
+
+    async def create(self, record: Record) -> bool:
+        """See `Store`."""
+        session = record.session
+        if self._loose.get(session) is not None:
+            return False
+        fresh = record._replace(revision=branch())
+        try:
+            return await self._shared.replace(fresh, [NOBODY]) is not None
+        except Unavailable:
+            if not self._shared.trips.was_reached or self._shared.recall(session) is not None:
+                raise
+            self._loosen(fresh, [NOBODY])
+            return True
+
+    async def get(self, session: str) -> Record | None:
+        """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
+        loose = self._loose.get(session)
+        if loose is not None:
+            async with loose.lock:
+                if self._loose.get(session) is loose:
+                    record = await self._settle(loose)
+                    return record or self._shared.recall(session)
+        try:
+            return await self._shared.get(session)
+        except Unavailable:
+            record = self._shared.recall(session)
+            if record is None:
+                raise
+            return record
+
+    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+        """See `Store`."""
+        if to_step and session in self._overruled:
+            raise overruled(self._overruled.pop(session))
+        loose = self._loose.get(session)
+        if loose is not None:
+            return loose.record
+        return self._shared.recall(session, to_step=to_step and self._shared.trips.reachable)
+
+    async def touch(self, session: str) -> None:
+        """See `Store`."""
+        loose = self._loose.get(session)
+        if loose is not None:
+            loose.used_s = self._clock()
+        await self._shared.touch(session)
+
+    async def append(
+        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+    ) -> Record | None:
+        """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
+        loose = self._loose.get(session)
+        if loose is None:
+            try:
+                return await self._shared.append(session, revision, tokens, step, snapshot)
+            except Unanswered as lost:
+                marks, before = [*lost.marks], lost.before
+            return self._loosen(self._extended(before, branch(), tokens, step), marks).record
+        async with loose.lock:
+            before = loose.record
+            if self._loose.get(session) is not loose or before.revision != revision:
+                return None
+            loose.record = self._extended(before, appended(revision), tokens, step)
+            loose.used_s = self._clock()
+            record = await self._settle(loose)
+        if record is None:
+            raise overruled(self._overruled.pop(session))
+        return record
+
+    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+        """See `Store`."""
+        loose = self._loose.get(session)
+        if loose is None:
+            try:
+                return await self._shared.rewind(session, revision, position)
+            except Unavailable:
+                before = self._shared.recall(session)
+                if before is None or before.revision != revision:
+                    raise
+            loose = self._loosen(before, [written.mark(revision)])
+        async with loose.lock:
+            before = loose.record
+            if self._loose.get(session) is not loose or before.revision != revision:
+                return None
+            tail = before.tail.without_last(before.position - position)
+            loose.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
+            return await self._settle(loose)
+
+    async def delete(self, session: str) -> bool:
+        """See `Store`. Raises Unavailable while the store is away."""
+        deleted = await self._shared.delete(session)
+        return self._loose.pop(session, None) is not None or deleted
+
+    async def count(self, model: str) -> int:
+        """See `Store`."""
+        since_s = self._clock() - self._ttl_s
+        for session, loose in list(self._loose.items()):
+            if loose.used_s < since_s:
+                del self._loose[session]
+        return await self._shared.count(model)
+
+    async def open(self) -> None:
+        """See `Store`."""
+        await self._shared.open()
+
+    async def close(self) -> None:
+        """See `Store`. What is not durable is given to the store, if it is there."""
+        if self._shared.trips.reachable:
+            await self._settle_all()
+        if self._loose:
+            logger.error("%d sessions end with tokens that were not durable", len(self._loose))
+        await self._shared.close()
+
+    def _extended(self, before: Record, revision: int, tokens: Sequence[int], step: LastStep) -> Record:
+        position = before.position + len(tokens)
+        tail = before.tail.append(tokens, position, self.tail_tokens)
+        return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
+
+    def _loosen(self, record: Record, marks: list[bytes]) -> Loose:
+        """From now on the session is not durable."""
+        loose = Loose(record._replace(durable=False, snapshot=None), marks, self._clock())
+        self._loose[record.session] = loose
+        return loose
+
+    async def _settle(self, loose: Loose) -> Record | None:
+        """Gives the store a session, whose lock is held: the session as the store has it now, or as it is still here;
+        None where the store has another, which has won."""
+        record = loose.record
+        session = record.session
+        if not self._shared.trips.reachable:
+            return record
+        try:
+            kept = await self._shared.replace(record, loose.marks)
+        except Unavailable:
+            loose.marks.append(written.mark(record.revision))  # for nobody knows
+            return record
+        self._loose.pop(session, None)
+        if kept is None:
+            self._overruled_metric.inc()
+            now = self._shared.recall(session)
+            self._overruled[session] = 0 if now is None else now.position
+            logger.warning("a session has lost its last tokens, which were not durable")
+        return kept
+
+    def _settle_soon(self) -> None:
+        self._settling = asyncio.get_running_loop().create_task(self._settle_all())
+
+    async def _settle_all(self) -> None:
+        """Gives the store all that is not durable."""
+
+        async def settle(loose: Loose) -> None:
+            async with loose.lock:
+                if self._loose.get(loose.record.session) is loose:
+                    await self._settle(loose)
+
+        every = [*self._loose.values()]
+        for start in range(0, len(every), AT_ONCE):
+            await asyncio.gather(*map(settle, every[start : start + AT_ONCE]))
+
+
+def overruled(position: int) -> PositionConflict:
+    """What the session's next step is told."""
+    return PositionConflict(
+        f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
+        position,
+    )

@@ -1,0 +1,86 @@
+"""A TCP proxy that can be cut: a network between two programs of this machine that fails when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+
+class Proxy:
+    """Passes bytes on to a port, until it is cut; `mend` makes it whole again."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.answers_held = False
+
+    async def open(self) -> None:
+        """Listens on a free port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Ends every connection."""
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        self._drop()
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        """Nothing passes any more, and nobody is told so: as when a cable is pulled."""
+        self._whole.clear()
+
+    def hold_answers(self) -> None:
+        """What clients say passes; what they are told does not, until the connection is reset."""
+        self.answers_held = True
+
+    def mend(self) -> None:
+        """What comes from now on passes. Connections of before the cut end, and what they held back never arrives."""
+        self._drop()
+        self.answers_held = False
+        self._whole.set()
+
+    def _drop(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        self._writers.add(writer)
+        with suppress(OSError, asyncio.CancelledError):
+            await self._whole.wait()
+            there, onward = await asyncio.open_connection("127.0.0.1", self.target)
+            self._writers.add(onward)
+            await asyncio.gather(self._pass(reader, onward), self._pass(there, writer, answers=True))
+        self._connections.discard(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool = False) -> None:
+        while data := await reader.read(65536):
+            if not self._whole.is_set() or (answers and self.answers_held):
+                continue
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def proxy(target: int) -> AsyncIterator[Proxy]:
+    """A proxy before a port, gone with the block."""
+    between = Proxy(target)
+    await between.open()
+    try:
+        yield between
+    finally:
+        await between.close()
