@@ -22,9 +22,13 @@ Span = tuple[float, float]
 
 
 @asynccontextmanager
-async def crowd(port: int, first: Sequence[int], *, retries: bool = True) -> AsyncIterator[list[Player]]:
+async def crowd(
+    port: int, first: Sequence[int], *, retries: bool = True, yields: bool = False
+) -> AsyncIterator[list[Player]]:
     """Players of as many sessions as there are numbers in `first`, each started with so many tokens."""
-    players = [Player(port, f"session-{number}", Random(number), VOCABULARY, retries) for number in range(len(first))]
+    players = [
+        Player(port, f"session-{number}", Random(number), VOCABULARY, retries, yields) for number in range(len(first))
+    ]
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def begin(player: Player, tokens: int) -> None:

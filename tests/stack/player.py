@@ -43,7 +43,8 @@ class Player:
     """One session and its only client.
 
     With `retries` each step carries its position, and is sent again until it is answered; without, it is sent once, and
-    carries nothing that would tell a repetition. `answers` are the documents of the answers, by position.
+    carries nothing that would tell a repetition. With `yields` it goes on from where a conflict says that the session
+    is. `answers` are the documents of the answers, by position.
     """
 
     port: int
@@ -51,6 +52,7 @@ class Player:
     random: Random
     vocabulary: int
     retries: bool = True
+    yields: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     position: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Player:
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     timed: list[Timed] = field(default_factory=list)
     repeated: int = 0
+    conflicts: int = 0
     failures: list[str] = field(default_factory=list)
     connection: Connection = field(init=False)
 
@@ -93,6 +96,9 @@ class Player:
         start = self.position if self.retries else None
         try:
             reply = await (self._until_answered(tokens, clock) if self.retries else self._once(tokens))
+            if reply.status == 409 and self.yields:
+                self._yield(tokens, invoked, reply.document["position"])
+                return
             if reply.status != 200:
                 raise Failed(f"{reply.status}: {reply.document}")
         except (Broken, Failed, TimeoutError) as error:
@@ -107,6 +113,14 @@ class Player:
         self.answers[position] = reply.document
         self.tokens += tokens
         self.position = position
+
+    def _yield(self, tokens: tuple[int, ...], invoked_s: float, position: int) -> None:
+        """The session is elsewhere. The step was sent to more than one replica, maybe, and one may still bring it."""
+        self.history.append(Append(tokens, Outcome.UNKNOWN, self.position, invoked_s))
+        self.conflicts += 1
+        self.position = position
+        del self.tokens[position:]
+        self.answers = {at: answer for at, answer in self.answers.items() if at <= position}
 
     async def _once(self, tokens: tuple[int, ...], headers: dict[str, str] | None = None) -> Reply:
         async with asyncio.timeout(PATIENCE_S):
