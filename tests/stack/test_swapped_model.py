@@ -1,0 +1,73 @@
+"""A model's new version, loaded by one replica after another under live sessions: no request fails, every session goes
+on under the new version from its tokens, and each answer is right for the version that it names."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.models.bundles import edit_manifest
+from tests.stack.conftest import BUNDLE, MODEL, TAIL_TOKENS, Figures, MakeStack
+from tests.stack.connection import Connection
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.twin import Twin
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+SESSIONS = 60
+LONG = 6
+RATE = 1.0
+CALM_S = 3.0
+OTHER = BUNDLE.with_name("gated-stable-truncated")
+"""Other weights of the same architecture and vocabulary."""
+
+
+def next_version(folder: Path) -> Path:
+    """A bundle of the same name, of the next version."""
+    path = shutil.copytree(OTHER, folder / MODEL)
+    edit_manifest(path, "name", value=MODEL)
+    edit_manifest(path, "version", value="2")
+    return path
+
+
+async def test_no_request_fails_while_each_replica_takes_a_new_version(
+    make_stack: MakeStack, figures: Figures, tmp_path: Path
+) -> None:
+    served = shutil.copytree(BUNDLE, tmp_path / "bundles" / MODEL)
+    coming = next_version(tmp_path / "coming")
+    stack = make_stack({"WANE_BUNDLES": str(served.parent)})
+    await asyncio.to_thread(stack.start)
+    first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
+    async with crowd(stack.port, first, retries=False) as players:
+        async with playing(players, RATE):
+            await asyncio.sleep(CALM_S)
+            old = served.rename(tmp_path / "old")
+            coming.rename(served)
+            for replica in stack.replicas:
+                asking = Connection(replica.port)
+                reply = await asking.ask("POST", f"/v2/repository/models/{MODEL}/load")
+                asking.close()
+                assert reply.status == 200 and reply.document["version"] == "2", reply
+            await asyncio.sleep(CALM_S)
+        assert failures(players) == []
+        assert await histories(players, stack.store, TAIL_TOKENS) == []
+
+    for player in players:
+        versions = [player.answers[position]["model_version"] for position in sorted(player.answers)]
+        assert versions == sorted(versions), "a session that had the new version had the old one again"
+        rebuilt = [one for one in player.answers.values() if one["state"] == "rebuilt"]
+        assert len(rebuilt) <= 1, "a session was rebuilt more than once for one new version"
+    for version, bundle in (("1", old), ("2", served)):
+        answers = [
+            {position: answer for position, answer in player.answers.items() if answer["model_version"] == version}
+            for player in players
+        ]
+        compared = await asyncio.to_thread(
+            Twin(bundle).compare, [(player.tokens, given) for player, given in zip(players, answers, strict=True)]
+        )
+        figures(version=version, longest_gap_s=longest_gap_s(players), compared=compared)
+        assert compared.answers >= SESSIONS
+        assert compared.broken == ()
