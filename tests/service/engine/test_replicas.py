@@ -1,0 +1,317 @@
+"""Engines that share their sessions through a real Redis: whichever answers, it is one session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from service.errors import PositionConflict, Unavailable, UnknownSession
+from service.metrics import Metrics
+from service.settings import Settings
+from service.stores.opening import make_store
+from service.stores.store import Store
+from tests.service.engine.fakes import Bench
+from tests.service.engine.test_steps import MakeBench, expected
+from tests.service.stores.proxy import proxy
+from tests.service.stores.redis_server import RedisServer, redis_server
+from tests.service.stores.test_redis import until
+
+pytestmark = pytest.mark.stack
+
+MakeReplica = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis that has on the disk what it has acknowledged."""
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+async def make_replica(make_bench: MakeBench, redis: RedisServer) -> AsyncIterator[MakeReplica]:
+    """Makes engines that share what `redis` keeps, reached by its own address or by another port."""
+    stores: list[Store] = []
+
+    async def make(port: int = 0, of_bench: dict[str, Any] | None = None, **changes: Any) -> Bench:
+        given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": 300, **changes}
+        store = make_store(Settings(**given), 16, Metrics())
+        await store.open()
+        stores.append(store)
+        settings = {f"settings_{name}": value for name, value in given.items()}
+        return make_bench(store=store, **(of_bench or {}), **settings)
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+async def step(bench: Bench, token: int, position: int | None = None, key: str | None = None) -> Answer:
+    return await bench.engine.step(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
+
+
+def seen(answer: Answer) -> list[tuple[int, float]]:
+    return [(one.token_id, one.logprob) for one in answer.predictions]
+
+
+async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_not_rebuilt(
+    make_replica: MakeReplica,
+) -> None:
+    benches = [await make_replica() for _ in range(3)]
+    view = await benches[0].engine.create_session("s")
+    assert view.durable is True
+    fed: list[int] = []
+    for index in range(30):
+        fed.append(5 + index)
+        answer = await step(benches[index % 3], fed[-1], index)
+        assert seen(answer) == expected(benches[0], fed)
+        assert (answer.position, answer.durable, answer.replayed) == (index + 1, True, False)
+        assert answer.state is (Origin.REBUILT if index in (1, 2) else Origin.RESIDENT)
+    assert [bench.sample("wane_sessions_rebuilt_total") for bench in benches] == [0, 1, 1]
+
+
+async def test_one_replica_alone_asks_the_store_once_a_step(make_replica: MakeReplica) -> None:
+    bench = await make_replica()
+    await bench.engine.create_session("s")
+    await step(bench, 5)
+    asked: list[str] = []
+    trips = bench.store.trips  # type: ignore[attr-defined]  (of a RedisStore)
+    run = trips.run
+
+    async def counted(script: Any, *rest: Any) -> Any:
+        asked.append(script.digest)
+        return await run(script, *rest)
+
+    trips.run = counted
+    for token in range(6, 26):
+        await step(bench, token)
+    assert len(asked) == 20
+    assert len(set(asked)) == 1
+
+
+async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_replica: MakeReplica) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    first = await step(one, 5, 0)
+    again = await step(other, 5, 0)
+    assert (again.replayed, again.position, again.durable) == (True, 1, True)
+    assert seen(again) == seen(first)
+    await step(other, 6, key="k")
+    assert (await step(one, 6, key="k")).replayed is True
+    assert (await step(one, 6, 1, key="k")).replayed is True
+    with pytest.raises(PositionConflict) as caught:
+        await step(one, 7, 1)
+    assert caught.value.position == 2
+    assert (await step(one, 7)).position == 3
+    assert (await step(other, 7)).position == 4  # the same token once more, and no repetition: it has no position
+
+
+async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica: MakeReplica) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    for token in (5, 6, 7):
+        await step(one, token)
+    assert (await step(other, 8)).position == 4
+    await other.engine.rewind("s", 1)
+    await step(other, 9)
+    await step(other, 10)
+    await step(other, 11)
+    with pytest.raises(PositionConflict):
+        await step(one, 12, 3)
+    answer = await step(one, 12, 4)
+    assert seen(answer) == expected(one, [5, 9, 10, 11, 12])
+    assert answer.state is Origin.REBUILT
+    await one.engine.delete_session("s")
+    with pytest.raises(UnknownSession):
+        await step(other, 13)
+    await other.engine.create_session("s", Mode.WINDOW)
+    assert (await one.engine.get_session("s")).mode is Mode.WINDOW
+
+
+async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeReplica) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    await step(one, 5)
+    await step(other, 6)
+    answer = await one.engine.predict(PredictRequest(session="s"))
+    assert (answer.position, seen(answer)) == (2, expected(one, [5, 6]))
+
+
+async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_however_long_its_past(
+    make_replica: MakeReplica,
+) -> None:
+    one = await make_replica(snapshot_tokens=8)
+    await one.engine.create_session("s")
+    fed = [5 + index % 50 for index in range(100)]
+    for token in fed:
+        await step(one, token)
+    other = await make_replica(snapshot_tokens=8)
+    answer = await step(other, 3, 100)
+    assert (answer.state, answer.error_bound, answer.durable) == (Origin.REBUILT, 0.0, True)
+    assert seen(answer) == expected(one, [*fed, 3])
+    assert other.runner.calls == [("advance", [[*fed[96:], 3]]), ("head", [])]
+    other.engine._slab.drop("s")
+    view = await other.engine.get_session("s")
+    assert (view.state, view.error_bound) == (Origin.REBUILT, 0.0)
+    assert seen(await other.engine.predict(PredictRequest(session="s"))) == expected(one, [*fed, 3])
+
+
+async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost(make_replica: MakeReplica) -> None:
+    one, other = [await make_replica(store_policy="tail") for _ in range(2)]
+    await one.engine.create_session("s")
+    for index in range(40):
+        await step(one, 5 + index)
+    answer = await step(other, 3)
+    assert answer.state is Origin.REBUILT
+    assert answer.error_bound is None  # 16 tokens of 40 are kept, and nothing is certified
+
+
+async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(make_replica: MakeReplica) -> None:
+    certified = {"certified": True, "max_window": 200}
+    one, other = [await make_replica(of_bench=certified) for _ in range(2)]
+    await one.engine.create_session("s")
+    for index in range(40):
+        await step(one, 5 + index)
+    record = await other.store.get("s")
+    assert record is not None
+    assert record.snapshot is None
+    answer = await step(other, 3)
+    assert answer.state is Origin.REBUILT
+    assert answer.error_bound is not None
+    assert 0 < answer.error_bound <= 1
+
+
+async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeReplica) -> None:
+    one, other = [await make_replica(snapshot_tokens=1) for _ in range(2)]
+    other.engine._sessions._maker = b"another"
+    await one.engine.create_session("s")
+    for index in range(40):
+        await step(one, 5 + index)
+    assert (await step(other, 3)).error_bound is None
+
+
+class Client:
+    """Steps one session in order, and tries again by position until each step is answered."""
+
+    def __init__(self, benches: list[Bench], session: str, seed: int) -> None:
+        self.benches = benches
+        self.session = session
+        self.random = Random(seed)
+        self.durable: list[int] = []
+        self.answered: list[int] = []
+
+    async def run(self, steps: int) -> None:
+        for position in range(steps):
+            token = self.random.randrange(2, 200)
+            while True:
+                bench = self.random.choice(self.benches)
+                try:
+                    answer = await bench.engine.step(StepRequest(self.session, (token,), expected_position=position))
+                except Unavailable:
+                    await asyncio.sleep(0.01)
+                    continue
+                assert answer.position == position + 1
+                self.answered.append(token)
+                if answer.durable:
+                    self.durable = [*self.answered]
+                break
+
+
+async def tail_of(bench: Bench, session: str) -> list[int]:
+    record = await bench.store.get(session)
+    assert record is not None
+    return record.tail.ids().tolist()[-record.position :]
+
+
+async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice(
+    make_replica: MakeReplica, redis: RedisServer
+) -> None:
+    benches = [await make_replica() for _ in range(2)]
+    clients = [Client(benches, f"c{index}", index) for index in range(12)]
+    for client in clients:
+        await benches[0].engine.create_session(client.session)
+    running = asyncio.gather(*(client.run(150) for client in clients))
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        redis.kill()
+        await asyncio.to_thread(redis.start)
+    await running
+    for client in clients:
+        record = await benches[1].store.get(client.session)
+        assert record is not None
+        assert record.position == 150
+        assert await tail_of(benches[1], client.session) == client.answered[-16:]
+        assert client.durable == client.answered
+
+
+async def test_replicas_that_go_on_without_redis_lose_nothing_that_was_durable(
+    make_replica: MakeReplica, redis: RedisServer
+) -> None:
+    bench = await make_replica(store_away="degrade")
+    clients = [Client([bench], f"c{index}", index) for index in range(12)]
+    for client in clients:
+        await bench.engine.create_session(client.session)
+    running = asyncio.gather(*(client.run(300) for client in clients))
+    was_away = 0
+    for _ in range(3):
+        await asyncio.sleep(0.3)
+        redis.kill()
+        await asyncio.sleep(0.1)
+        was_away += bench.store.standing.not_durable
+        await asyncio.to_thread(redis.start)
+    await running
+    assert was_away
+    await until(lambda: bench.store.standing.reachable and not bench.store.standing.not_durable)
+    other = await make_replica()
+    for client in clients:  # nobody else stepped them, so that nothing at all was lost
+        record = await other.store.get(client.session)
+        assert record is not None
+        assert record.position == 300
+        assert await tail_of(other, client.session) == client.answered[-16:]
+
+
+async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
+    make_replica: MakeReplica, redis: RedisServer
+) -> None:
+    async with proxy(redis.port) as between:
+        cut, whole = await make_replica(between.port), await make_replica()
+        await cut.engine.create_session("s")
+        await step(cut, 5, 0)
+        between.cut()
+        with pytest.raises(Unavailable):
+            await step(cut, 6, 1)
+        assert not cut.store.standing.ready
+        assert (await step(whole, 6, 1)).position == 2
+        between.mend()
+        await until(lambda: cut.store.standing.ready)
+        assert (await step(cut, 6, 1)).replayed is True
+        answer = await step(cut, 7, 2)
+        assert (seen(answer), answer.state) == (expected(cut, [5, 6, 7]), Origin.RESIDENT)
+
+
+async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_and_the_client_is_told(
+    make_replica: MakeReplica, redis: RedisServer
+) -> None:
+    async with proxy(redis.port) as between:
+        cut, whole = await make_replica(between.port, store_away="degrade"), await make_replica()
+        await cut.engine.create_session("s")
+        await step(cut, 5, 0)
+        between.cut()
+        for position, token in enumerate((6, 7), start=1):
+            answer = await step(cut, token, position)
+            assert (answer.durable, seen(answer)) == (False, expected(cut, [5, 6, 7][: position + 1]))
+        for position, token in enumerate((8, 9), start=1):
+            assert (await step(whole, token, position)).durable is True
+        between.mend()
+        await until(lambda: cut.store.standing.reachable and not cut.store.standing.not_durable)
+        with pytest.raises(PositionConflict, match="not durable are lost") as caught:
+            await step(cut, 10, 3)
+        assert caught.value.position == 3
+        answer = await step(cut, 10, 3)
+        assert (answer.durable, seen(answer)) == (True, expected(cut, [5, 8, 9, 10]))
