@@ -11,7 +11,7 @@ from types import FrameType
 
 from deploy.stack.local import ROOT
 from deploy.stack.process import ProcessFailed
-from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
+from deploy.stack.stack import COMPOSE, ENTRANCE, Stack, replicas
 
 LOOK_EVERY_S = 0.5
 
@@ -37,11 +37,14 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "build" / "stack", help="for logs and volumes; default: build/stack"
     )
+    parser.add_argument("--bundles", type=Path, help="a folder of bundles, or one; default: those of the compose file")
     options = parser.parse_args()
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, stop)
     try:
-        stack = Stack(options.folder.resolve(), {8000: options.port, 8404: options.operations_port})
+        bundles = {} if options.bundles is None else {"WANE_BUNDLES": str(options.bundles.resolve())}
+        published = {8000: options.port, 8404: options.operations_port}
+        stack = Stack(options.folder.resolve(), published, dict.fromkeys(replicas(), bundles))
         print(f"starting the services of {COMPOSE.name} ...", flush=True)
         with stack:
             for process in stack.processes.values():

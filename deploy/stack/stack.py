@@ -18,6 +18,11 @@ ENTRANCE = "haproxy"
 STORE = "redis"
 
 
+def replicas() -> list[str]:
+    """The names of the servers."""
+    return sorted(service.name for service in read(COMPOSE) if service.image == SERVER)
+
+
 class Stack:
     """Every service, started after those that it needs, and stopped before them; a context.
 

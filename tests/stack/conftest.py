@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.stack.local import ROOT
-from deploy.stack.stack import ENTRANCE, Stack
+from deploy.stack.stack import ENTRANCE, Stack, replicas
 from models.bundle import Bundle
 from service.settings import Settings
 from tests.service.stores.redis_server import program
@@ -19,7 +19,6 @@ BUNDLE = ROOT / "models" / "bundles" / MODEL
 TAIL_TOKENS = max(Settings().tail_tokens, Bundle.open(BUNDLE).manifest.max_window)
 """What a replica keeps of a session."""
 
-REPLICAS = ("wane-1", "wane-2", "wane-3")
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]
 Figures = Callable[..., None]
@@ -38,7 +37,7 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
             settings: Variables | None = None, own: Mapping[str, Variables] | None = None, balance: str | None = None
         ) -> Stack:
             every = {"WANE_BUNDLES": str(BUNDLE), **(settings or {})}
-            variables = {name: {**every, **(own or {}).get(name, {})} for name in REPLICAS}
+            variables = {name: {**every, **(own or {}).get(name, {})} for name in replicas()}
             if balance is not None:
                 variables[ENTRANCE] = {"BALANCE": balance}
             stack = Stack(tmp_path / "stack", variables=variables)
