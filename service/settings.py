@@ -97,6 +97,10 @@ class Settings(BaseModel):
         description="where sessions are kept: memory, or a Redis that replicas share, as redis://host:6379/0, "
         "rediss:// with TLS, unix:// for a socket; redis+cluster:// and rediss+cluster:// for a node of a cluster",
     )
+    session_file: Path | None = Field(
+        default=None,
+        description="where sessions in memory are written when the server has drained, and read when it starts",
+    )
     store_namespace: str = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._~-]{1,64}$",
@@ -104,10 +108,11 @@ class Settings(BaseModel):
     )
     store_timeout_ms: int = Field(
         default=1000, ge=1, description="time that Redis has to answer; then it is taken to be away"
-    session_file: Path | None = Field(
-        default=None,
-        description="where sessions in memory are written when the server has drained, and read when it starts",
     )
+    store_away: Literal["reject", "degrade"] = Field(
+        default="reject",
+        description="while Redis is away, requests to sessions are refused with 503; or sessions go on where they were "
+        "seen last, answers say durable: false, and what Redis has wins when it is back",
     )
     store_policy: str = Field(
         default="auto",
@@ -116,11 +121,6 @@ class Settings(BaseModel):
     )
     snapshot_tokens: int | None = Field(
         default=None,
-    store_away: Literal["reject", "degrade"] = Field(
-        default="reject",
-        description="while Redis is away, requests to sessions are refused with 503; or sessions go on where they were "
-        "seen last, answers say durable: false, and what Redis has wins when it is back",
-    )
         ge=1,
         description="where states are kept, one is every so many tokens, at most tail_tokens; none: 32, or those",
     )
@@ -207,13 +207,6 @@ class Settings(BaseModel):
                 raise ValueError(f"{one!r} is no NAME=POLICY; policies are {', '.join(POLICIES)}")
         return value
 
-    @field_validator("snapshot_tokens")
-    @classmethod
-    def _is_within_a_tail(cls, value: int | None, info: ValidationInfo) -> int | None:
-        tail = int(info.data.get("tail_tokens", value or 1))
-        if value is not None and value > tail:
-            raise ValueError(f"it must be at most tail_tokens, which is {tail}: a tail reaches back to the last state")
-        return value
     @field_validator("session_file")
     @classmethod
     def _is_for_memory(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -221,6 +214,13 @@ class Settings(BaseModel):
             raise ValueError("it is for sessions in memory, and the store is another")
         return value
 
+    @field_validator("snapshot_tokens")
+    @classmethod
+    def _is_within_a_tail(cls, value: int | None, info: ValidationInfo) -> int | None:
+        tail = int(info.data.get("tail_tokens", value or 1))
+        if value is not None and value > tail:
+            raise ValueError(f"it must be at most tail_tokens, which is {tail}: a tail reaches back to the last state")
+        return value
 
     def states_every(self, model: str, *, certified: bool) -> int | None:
         """In how many tokens the shared store is given a state of a session of `model`; None: never."""
