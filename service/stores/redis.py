@@ -84,7 +84,9 @@ class RedisStore:
 
     def recall(self, session: str, *, to_step: bool = False) -> Record | None:
         """See `Store`."""
-        return None if to_step and self._remembered.mostly_moved else self._remembered.get(session)
+        if to_step and (self._remembered.mostly_moved or not self.trips.reachable):
+            return None
+        return self._remembered.get(session)
 
     async def touch(self, session: str) -> None:
         """See `Store`. Nobody waits for it: what it is worth is gone if it fails."""

@@ -287,6 +287,10 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
         with pytest.raises(Unavailable):
             await step(cut, 6, 1)
         assert not cut.store.standing.ready
+        cut.runner.calls.clear()
+        with pytest.raises(Unavailable):
+            await step(cut, 6, 1)
+        assert cut.runner.calls == []  # nothing is run that could not be kept
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
         await until(lambda: cut.store.standing.ready)
