@@ -1,0 +1,202 @@
+"""What it is worth that each session has a replica of its own: consistent hashing against plain round robin.
+
+    python -m benchmarks.routing [--rounds N] [--seconds S] [--json FILE] [--page FILE]
+
+The whole topology of docker-compose.yml as processes of this machine, with one model: three replicas, HAProxy, and
+Redis, which writes every step to the disk before it answers. Connections take steps of one token in a closed loop, each
+for sessions of its own, in turn. Both ways are measured on the same replicas, one after the other, round by round, with
+fresh sessions each time; HAProxy alone is started anew in between, by the same configuration with another BALANCE.
+
+Server, clients, HAProxy and Redis share the machine. What differs between the two ways is what replicas do beside the
+step itself: see the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import selectors
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from random import Random
+
+from benchmarks.bench.connections import READ_AT_ONCE, HttpAnswers, connect, http_request
+from benchmarks.bench.open_loop import summary
+from benchmarks.bench.subjects import cpu
+from benchmarks.page import markdown, put
+from deploy.stack.local import ROOT
+from deploy.stack.stack import ENTRANCE, Stack, replicas
+
+BUNDLE = ROOT / "models" / "bundles" / "gated-stable"
+VOCABULARY = 2048
+WAYS = {"a replica of its own": "", "round robin": "roundrobin"}
+CONNECTIONS = 32
+SESSIONS_EACH = 8
+FIRST_TOKENS = 100
+COUNTERS = {
+    "rebuilt": "wane_sessions_rebuilt_total",
+    "caught_up": "wane_sessions_caught_up_total",
+    "conflicts": "wane_step_conflicts_total",
+}
+COLUMNS = (
+    "sessions have",
+    "steps/s: median (smallest to largest)",
+    "p50, ms",
+    "p99, ms",
+    "answers rebuilt",
+    "states brought up",
+    "comparisons lost",
+)
+NAME = "routing"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One way, once. Shares are of all steps: whose answers came from a rebuilt state; for which a state was brought up
+    to tokens that other replicas had appended; whose comparison in the store was lost, so that they were run again."""
+
+    way: str
+    steps: int
+    steps_per_s: float
+    p50_ms: float
+    p99_ms: float
+    rebuilt: float
+    caught_up: float
+    conflicts: float
+
+
+def counters(stack: Stack) -> dict[str, float]:
+    """The sums over all replicas."""
+    found = dict.fromkeys(COUNTERS, 0.0)
+    for replica in stack.replicas:
+        with urllib.request.urlopen(f"{replica.url}/metrics") as answer:
+            text = answer.read().decode()
+        for name, metric in COUNTERS.items():
+            found[name] += sum(float(value) for value in re.findall(rf"^{metric}\{{.*\}} (\S+)$", text, re.MULTILINE))
+    return found
+
+
+def begin(port: int, sessions: Sequence[str], random: Random) -> None:
+    """Starts sessions with some tokens each."""
+    answers, connection = HttpAnswers(), connect(port)
+    with connection:
+        for session in sessions:
+            tokens = [random.randrange(1, VOCABULARY) for _ in range(FIRST_TOKENS)]
+            for path, body in (
+                ("/v1/sessions", {"session": session}),
+                (f"/v1/sessions/{session}/tokens", {"tokens": tokens}),
+            ):
+                connection.sendall(http_request(path, json.dumps(body)))
+                while answers.receive(connection.recv(READ_AT_ONCE)) is None:
+                    pass
+
+
+def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
+    """Requests of one token for each session in turn."""
+    for session in cycle(sessions):
+        yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
+
+
+def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: Random) -> list[float]:
+    """Latencies, in seconds, of what each connection has asked for its sessions, one step after the other."""
+    latencies: list[float] = []
+    with selectors.DefaultSelector() as selector:
+        begun = time.perf_counter()
+        sent: dict[int, float] = {}
+        opened = [connect(port) for _ in sessions]
+        for connection, own in zip(opened, sessions, strict=True):
+            requests = steps(own, random)
+            selector.register(connection, selectors.EVENT_READ, (HttpAnswers(), requests))
+            sent[connection.fileno()] = time.perf_counter()
+            connection.sendall(next(requests))
+        while sent:
+            for key, _ in selector.select():
+                answers, requests = key.data
+                if answers.receive(key.fileobj.recv(READ_AT_ONCE)) is None:  # type: ignore[union-attr]
+                    continue
+                now = time.perf_counter()
+                latencies.append(now - sent.pop(key.fd))
+                if now - begun < seconds:
+                    sent[key.fd] = now
+                    key.fileobj.sendall(next(requests))  # type: ignore[union-attr]
+        for connection in opened:
+            connection.close()
+    return latencies
+
+
+def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
+    """One round of one way."""
+    haproxy = stack.processes[ENTRANCE]
+    haproxy.terminate()
+    haproxy.wait()
+    environment = {**haproxy.command.environment, "BALANCE": WAYS[way]}
+    haproxy.command = replace(haproxy.command, environment=environment)
+    haproxy.start()
+    haproxy.wait_ready()
+    random = Random(number)
+    sessions = [
+        [f"{NAME}-{number}-{WAYS[way]}-{connection}-{session}" for session in range(SESSIONS_EACH)]
+        for connection in range(CONNECTIONS)
+    ]
+    begin(stack.port, [session for own in sessions for session in own], random)
+    drive(stack.port, sessions, 1.0, random)
+    before = counters(stack)
+    begun = time.perf_counter()
+    timed = summary(drive(stack.port, sessions, seconds, random), time.perf_counter() - begun)
+    after = counters(stack)
+    shares = {name: (after[name] - before[name]) / timed.requests for name in COUNTERS}
+    return Round(way, timed.requests, timed.requests / seconds, timed.p50_ms, timed.p99_ms, **shares)
+
+
+def rows(rounds: Sequence[Round]) -> Iterator[list[str]]:
+    """One row for each way."""
+    for way in WAYS:
+        own = [one for one in rounds if one.way == way]
+        rates = [one.steps_per_s for one in own]
+
+        def middle(name: str, own: Sequence[Round] = own) -> float:
+            return float(statistics.median(getattr(one, name) for one in own))
+
+        yield [
+            way,
+            f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+            *(f"{middle(name):.1f}" for name in ("p50_ms", "p99_ms")),
+            *(f"{100 * middle(name):.1f}%" for name in COUNTERS),
+        ]
+
+
+def main() -> None:
+    """Measures, and writes what was asked for."""
+    parser = argparse.ArgumentParser("python -m benchmarks.routing", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each round")
+    parser.add_argument("--json", type=Path, default=Path("docs/figures/routing.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/stack.md"))
+    options = parser.parse_args()
+    every = {"WANE_BUNDLES": str(BUNDLE), "WANE_LOG_LEVEL": "warning"}
+    rounds: list[Round] = []
+    variables = dict.fromkeys(replicas(), every)
+    with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
+        for number in range(options.rounds):
+            for way in WAYS:
+                rounds.append(measure(stack, way, number, options.seconds))
+                print(rounds[-1], flush=True)
+    table = markdown(COLUMNS, rows(rounds))
+    print("\n".join(table))
+    sessions = f"{CONNECTIONS} connections, {CONNECTIONS * SESSIONS_EACH} sessions"
+    how = f"{cpu()}, {os.cpu_count()} cores; {sessions}; {options.rounds} rounds of {options.seconds:g} s each"
+    document = {"how": how, "rounds": [asdict(one) for one in rounds]}
+    options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    put(options.page, NAME, [f"{how}:", "", *table])
+
+
+if __name__ == "__main__":
+    main()
