@@ -45,6 +45,30 @@ def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
     assert slab.miscounts() == []
 
 
+def test_a_state_goes_to_another_slab_as_bytes() -> None:
+    slab, other = make_slab(), make_slab()
+    outputs = {
+        "next.a": np.array([[1, 2]], np.float32),
+        "next.b": np.arange(3, dtype=np.float32).reshape(1, 3, 1),
+        "hidden": np.arange(4, dtype=np.float32).reshape(1, 4),
+    }
+    here, there = slab.acquire(), other.acquire()
+    slab.scatter([here], outputs)
+    packed = slab.pack(here)
+    assert len(packed) == SLOT_BYTES
+    other.unpack(there, packed)
+    assert other.written(there) == 1
+    assert other.checksum(there) == slab.checksum(here)
+    assert all((other.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
+    assert (other.gather_hidden([there]) == outputs["hidden"]).all()
+
+
+def test_what_is_no_state_of_the_model_is_not_taken_for_one() -> None:
+    slab = make_slab()
+    with pytest.raises(ValueError, match=f"a state of 4 bytes, where this model's has {SLOT_BYTES}"):
+        slab.unpack(slab.acquire(), b"\0" * 4)
+
+
 def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
     slab = make_slab()
     with slab.lease() as slot:

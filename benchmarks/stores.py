@@ -1,0 +1,337 @@
+"""What it costs to keep sessions in Redis, by what is kept of them: tails, or states beside them.
+
+    python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
+
+Two parts, on one redis-server of its own with an append-only file, fsynced always and every second:
+
+- served: engines of real models, without HTTP. 64 sessions, whose tails are full, step one token each, side by side and
+  over and over; then a second engine that has never seen them takes them over. Steps a second; what Redis holds of a
+  session and writes to its file for a step; how long the first step takes at the second engine, of one session alone
+  and of many at once; and how often its prediction has the same first token as the engine's that was never interrupted.
+- sizes: the store alone, appending one token to each of 64 sessions at a time, with a state of so many bytes at every
+  step: when is a state dearer than the tail, wherever it comes from?
+
+Policies: memory (no Redis), tail, and state:N, a state once in N tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from models.bundle import Bundle
+from service.engine.engine import Engine
+from service.engine.margin import Margin
+from service.engine.types import Mode, PredictRequest, StepRequest
+from service.metrics import Metrics
+from service.runners.onnx import OnnxRunner
+from service.settings import Settings
+from service.stores.opening import make_store
+from service.stores.redis import RedisStore
+from service.stores.store import LastStep, Record, Snapshot, Store
+from service.stores.tail import Tail
+from tests.service.stores.redis_server import RedisServer, redis_server
+
+BUNDLES = Path("models/bundles")
+TEXT = Path("service/sample.txt")
+CLIENTS = 64
+PAST = 600  # tokens that a session has before it is measured: more than a tail holds
+ALONE = 24  # sessions that are taken over one after the other; the others all at once
+POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
+FSYNCS = ("always", "everysec")
+SIZES = tuple(2**power for power in range(10, 21, 2))  # bytes of a state
+SLICES = 3
+Result = dict[str, Any]
+
+
+class Replica:
+    """An engine on a store of its own, which it may share."""
+
+    def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
+        kind, _, every = policy.partition(":")
+        shared = {} if kind == "memory" else {"store": url, "store_policy": kind, "store_timeout_ms": 10_000}
+        tail = max(256, bundle.manifest.max_window)
+        settings = Settings(tail_tokens=tail, snapshot_tokens=int(every or 32), max_batch=CLIENTS, **shared)
+        metrics = Metrics()
+        self.store: Store = make_store(settings, tail, metrics)
+        self.vocabulary = bundle.vocabulary
+        runner = OnnxRunner(bundle, "cpu", threads=1)
+        margin = Margin(bundle.weights())
+        self.engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, self.store, settings, metrics)
+
+    async def open(self) -> None:
+        """Ready to answer."""
+        await self.store.open()
+        await asyncio.to_thread(self.engine.warm_up)
+
+    async def close(self) -> None:
+        """Ends every thread."""
+        await self.engine.close()
+        await self.store.close()
+
+    async def step(self, client: int, tokens: tuple[int, ...]) -> None:
+        """One step of a client's session."""
+        deadline = asyncio.get_running_loop().time() + 60
+        await self.engine.step(StepRequest(f"s{client}", tokens, deadline=deadline))
+
+    async def first(self, client: int) -> tuple[int, float | None]:
+        """What comes first after a client's tokens, and the bound that is told of it."""
+        answer = await self.engine.predict(PredictRequest(session=f"s{client}", top_k=1))
+        return answer.predictions[0].token_id, answer.error_bound
+
+
+async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, seconds: float) -> list[Result]:
+    """One model and one policy: a result for each way to fsync."""
+    redis = Redis.from_url(server.url)
+    await redis.flushall()
+    tokens = np.array(bundle.vocabulary.encode(text), np.int64)
+    pasts = [tuple(np.resize(np.roll(tokens, -37 * client), PAST).tolist()) for client in range(CLIENTS)]
+    one = Replica(bundle, policy, server.url)
+    await one.open()
+    for client, past in enumerate(pasts):
+        await one.engine.create_session(f"s{client}")
+        await one.step(client, past)
+    results = []
+    for fsync in FSYNCS if policy != "memory" else ("",):
+        if fsync:
+            await redis.config_set("appendfsync", fsync)
+        written = (await redis.info("persistence"))["aof_current_size"]
+        rates, steps = await rate(lambda client: one.step(client, pasts[client][:1]), seconds)
+        size = (await redis.info("persistence"))["aof_current_size"]
+        result: Result = {"model": bundle.manifest.name, "policy": policy, "fsync": fsync, "steps_per_s": rates}
+        if policy != "memory":
+            keys = await redis.keys("*")
+            result["session_bytes"] = sum([await redis.memory_usage(key, samples=0) for key in keys]) / CLIENTS
+            result["file_bytes_per_step"] = (size - written) / steps
+            result |= await take_over(one, Replica(bundle, policy, server.url), pasts)
+        results.append(result)
+    await one.close()
+    await redis.aclose()
+    return results
+
+
+async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tuple[list[float], int]:
+    """Steps a second of all clients side by side, slice by slice; and how many there were."""
+    rates, total = [], 0
+    for _ in range(SLICES):
+        begun = time.perf_counter()
+        end = begun + seconds / SLICES
+        done = 0
+
+        async def client(number: int, end: float = end) -> int:
+            count = 0
+            while time.perf_counter() < end:
+                await step(number)
+                count += 1
+            return count
+
+        done = sum(await asyncio.gather(*map(client, range(CLIENTS))))
+        rates.append(done / (time.perf_counter() - begun))
+        total += done
+    return rates, total
+
+
+async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) -> Result:
+    """The second engine goes on with what the first one has begun."""
+    await other.open()
+    alone = []
+    for client in range(ALONE):
+        begun = time.perf_counter()
+        await other.step(client, pasts[client][1:2])
+        alone.append(time.perf_counter() - begun)
+        await one.step(client, pasts[client][2:3])  # brings the first engine up to it
+    begun = time.perf_counter()
+    await asyncio.gather(*(other.step(client, pasts[client][1:2]) for client in range(ALONE, CLIENTS)))
+    together = time.perf_counter() - begun
+    resident = []
+    for client in range(ALONE):
+        begun = time.perf_counter()
+        await other.step(client, pasts[client][3:4])
+        resident.append(time.perf_counter() - begun)
+    for client in range(ALONE, CLIENTS):
+        await one.step(client, pasts[client][2:3])
+        await other.step(client, pasts[client][3:4])
+    same, bounds = 0, []
+    for client in range(CLIENTS):
+        (uninterrupted, _), (after, bound) = await one.first(client), await other.first(client)
+        same += uninterrupted == after
+        bounds.append(bound)
+    await other.close()
+    told = [bound for bound in bounds if bound is not None]
+    return {
+        "recovery_ms": 1e3 * statistics.median(alone),
+        "resident_ms": 1e3 * statistics.median(resident),
+        "recovery_together_ms": 1e3 * together,
+        "taken_over_together": CLIENTS - ALONE,
+        "top1_same": same / CLIENTS,
+        "error_bound": max(told) if len(told) == len(bounds) else None,
+    }
+
+
+async def sizes(server: RedisServer, seconds: float) -> list[Result]:
+    """The store alone, by the bytes of a state at every step; 0 is the tail alone."""
+    redis = Redis.from_url(server.url)
+    results = []
+    for fsync in FSYNCS:
+        for size in (0, *SIZES):
+            await redis.flushall()
+            await redis.config_set("appendfsync", fsync)
+            settings = Settings(store=server.url, store_timeout_ms=10_000)
+            store = make_store(settings, 512, Metrics())
+            assert isinstance(store, RedisStore)
+            await store.open()
+            results.append({"fsync": fsync, "state_bytes": size, **await append(store, size, seconds)})
+            await store.close()
+    await redis.flushall()
+    await redis.aclose()
+    return results
+
+
+async def append(store: RedisStore, size: int, seconds: float) -> Result:
+    """Appends a second, and how long it takes to read a session; tails are full."""
+    state = np.random.default_rng(0).bytes(size)
+    tail = Tail.start(0, 2048).append(range(512), 512, 512)
+    for client in range(CLIENTS):
+        await store.create(Record(f"s{client}", "m", "1", Mode.AUTO, 600, tail))
+
+    async def step(client: int) -> None:
+        record = store.recall(f"s{client}")
+        assert record is not None
+        snapshot = Snapshot(record.position + 1, 0, b"maker", state) if size else None
+        assert await store.append(record.session, record.revision, (7,), LastStep(0, b"t", None), snapshot)
+
+    rates, _ = await rate(step, seconds)
+    reads = []
+    for client in range(CLIENTS):
+        begun = time.perf_counter()
+        await store.get(f"s{client}")
+        reads.append(time.perf_counter() - begun)
+    return {"steps_per_s": rates, "read_ms": 1e3 * statistics.median(reads)}
+
+
+def show(document: Result) -> None:
+    """The tables."""
+    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (lowest, highest)")
+    columns = ("model", "policy", "fsync", "steps/s", "bytes each", "file/step", "first step ms", "resident ms")
+    for column in (*columns, f"{CLIENTS - ALONE} at once ms", "top-1 same", "bound"):
+        table.add_column(column, justify="right")
+    for one in document["served"]:
+        cells = [one["model"], one["policy"], one["fsync"], spread(one["steps_per_s"])]
+        if "recovery_ms" in one:
+            bound = one["error_bound"]
+            cells += [f"{one[name]:,.0f}" for name in ("session_bytes", "file_bytes_per_step")]
+            cells += [f"{one[name]:.1f}" for name in ("recovery_ms", "resident_ms")]
+            cells += [f"{one['recovery_together_ms']:.0f}", f"{one['top1_same']:.1%}"]
+            cells += ["none" if bound is None else f"{bound:.2g}"]
+        table.add_row(*cells)
+    Console(width=170).print(table)
+    table = Table(title="The store alone: a state at every step, by its size; 0 is the tail alone")
+    for column in ("fsync", "state bytes", "appends/s", "read ms"):
+        table.add_column(column, justify="right")
+    for one in document["sizes"]:
+        row = [one["fsync"], f"{one['state_bytes']:,}", spread(one["steps_per_s"]), f"{one['read_ms']:.2f}"]
+        table.add_row(*row)
+    Console(width=120).print(table)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f}, {max(values):,.0f})"
+
+
+def plot(document: Result, path: Path) -> None:
+    """What a step costs, and what it takes to go on elsewhere."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    models = list(dict.fromkeys(one["model"] for one in document["served"]))
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    width = 0.8 / len(models)
+    policies = list(dict.fromkeys(one["policy"] for one in document["served"]))
+    for index, model in enumerate(models):
+        of_model = {
+            one["policy"]: one
+            for one in document["served"]
+            if one["model"] == model and one["fsync"] in ("", document["fsync_of_plot"])
+        }
+        x = np.arange(len(policies)) + (index - (len(models) - 1) / 2) * width
+        axes[0].bar(x, [statistics.median(of_model[name]["steps_per_s"]) for name in policies], width, label=model)
+        axes[1].bar(x, [of_model[name].get("recovery_ms", 0) for name in policies], width, label=model)
+    for axis in axes[:2]:
+        axis.set_xticks(np.arange(len(policies)), policies)
+        axis.legend()
+    axes[0].set(title=f"steps a second, {CLIENTS} sessions (fsync {document['fsync_of_plot']})")
+    axes[1].set(title="first step at a replica that has no state, ms")
+    for fsync in FSYNCS:
+        of_fsync = [one for one in document["sizes"] if one["fsync"] == fsync]
+        rates = [statistics.median(one["steps_per_s"]) for one in of_fsync]
+        axes[2].plot([one["state_bytes"] for one in of_fsync[1:]], rates[1:], marker="o", label=f"state, fsync {fsync}")
+        axes[2].axhline(rates[0], linestyle="--", color=axes[2].lines[-1].get_color(), label=f"tail, fsync {fsync}")
+    axes[2].set(xscale="log", yscale="log", xlabel="bytes of a state", title="appends a second, a state at every step")
+    axes[2].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+async def measure(models: list[str], text: str, seconds: float) -> Result:
+    """All of it, on sessions that hold parts of `text`."""
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
+        served = []
+        for model in models:
+            bundle = Bundle.read(BUNDLES / model)
+            for policy in POLICIES:
+                print(f"{model} {policy}", file=sys.stderr, flush=True)
+                served += await serve(bundle, policy, server, text, seconds)
+        async with Redis.from_url(server.url) as redis:
+            version = (await redis.info("server"))["redis_version"]
+        return {
+            "command": " ".join(["python -m benchmarks.stores", *sys.argv[1:]]),
+            "python": platform.python_version(),
+            "redis": version,
+            "state_bytes": {model: state_bytes(model) for model in models},
+            "fsync_of_plot": FSYNCS[1],
+            "served": served,
+            "sizes": await sizes(server, seconds),
+        }
+
+
+def state_bytes(model: str) -> int:
+    """What a state takes, with the output layer's input beside it."""
+    manifest = Bundle.read(BUNDLES / model).manifest
+    return 4 * (sum(int(np.prod(tensor.shape)) for tensor in manifest.state) + manifest.architecture.hidden)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", default=["gated-stable", "lstm"])
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each rate")
+    parser.add_argument("--json", type=Path, default=Path("docs/figures/stores.json"))
+    parser.add_argument("--plot", type=Path, default=Path("docs/figures/stores.png"))
+    parser.add_argument("--render", action="store_true", help="measure nothing: show what the JSON holds")
+    arguments = parser.parse_args()
+    if not arguments.render:
+        document = asyncio.run(measure(arguments.models, TEXT.read_text(encoding="utf-8"), arguments.seconds))
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = json.loads(arguments.json.read_text(encoding="utf-8"))
+    show(document)
+    plot(document, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
