@@ -264,6 +264,8 @@ class UnloadParameters(Body):
 class UnloadBody(Body):
     """Which model is in the path."""
 
-    examples = ({}, {"parameters": {"unload_dependents": False}})
+    examples = ({"parameters": {"unload_dependents": False}},)
 
-    parameters: UnloadParameters = Field(default=UnloadParameters())
+    parameters: Annotated[UnloadParameters, WithJsonSchema(UnloadParameters.model_json_schema())] = Field(
+        default=UnloadParameters()
+    )
