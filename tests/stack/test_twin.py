@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.bundle import Bundle
+from models.reference import Reference
+from tests.stack.conftest import BUNDLE
+from tests.stack.twin import Twin
+
+TOKENS = (5, 6, 7, 8, 9)
+
+
+@pytest.fixture(scope="module")
+def twin() -> Twin:
+    return Twin(BUNDLE)
+
+
+def answer(position: int, **fields: Any) -> dict[str, Any]:
+    """What a service says after so many tokens, if it is right."""
+    bundle = Bundle.open(BUNDLE)
+    reference = Reference(bundle.manifest.architecture, bundle.weights())
+    state = reference.zero_state(1)
+    for token in (bundle.manifest.vocabulary.eos_id, *TOKENS[:position]):
+        logits, _, state = reference.step(np.array([token]), state)
+    probabilities = np.exp(logits[0] - logits[0].max())
+    probabilities /= probabilities.sum()
+    listed = [
+        {"token_id": int(token), "probability": float(probabilities[token])} for token in np.argsort(-probabilities)
+    ]
+    return {"predictions": listed[:5], "state": "resident", "error_bound": 0.0, "top1_proved": True, **fields}
+
+
+def shifted(document: dict[str, Any], by: float) -> dict[str, Any]:
+    """As if the first token were so much more probable, at the cost of those that are not listed."""
+    first, *rest = document["predictions"]
+    return {**document, "predictions": [{**first, "probability": first["probability"] + by}, *rest]}
+
+
+def test_right_answers_hold_of_several_sessions_of_any_length(twin: Twin) -> None:
+    sessions = [(TOKENS[:2], {2: answer(2)}), (TOKENS, {1: answer(1), 5: answer(5)})]
+    compared = twin.compare(sessions)
+    assert (compared.answers, compared.proved, compared.broken) == (3, 3, ())
+
+
+@pytest.mark.parametrize(("bound", "distance", "holds"), [(0.01, 0.009, True), (0.01, 0.02, False), (0.0, 0.01, False)])
+def test_an_answer_holds_as_far_as_its_bound_goes(twin: Twin, bound: float, distance: float, holds: bool) -> None:
+    document = shifted(answer(3, state="rebuilt", error_bound=bound), distance)
+    compared = twin.compare([(TOKENS, {3: document})])
+    assert (not compared.broken) == holds
+    assert compared.largest == pytest.approx(distance, abs=1e-6)
+    assert (compared.rebuilt, compared.bounded) == (1, int(bound > 0))
+
+
+def test_an_answer_of_another_place_does_not_hold(twin: Twin) -> None:
+    compared = twin.compare([(TOKENS, {4: answer(3)})])
+    assert len(compared.broken) >= 1 and "session 0 at 4" in compared.broken[0]
+
+
+def test_a_first_token_that_is_called_proved_must_be_the_twin_s(twin: Twin) -> None:
+    document = answer(3, error_bound=1.0)
+    first, second, *rest = document["predictions"]
+    document["predictions"] = [second, first, *rest]
+    (broken,) = twin.compare([(TOKENS, {3: document})]).broken
+    assert "proved" in broken
+    assert twin.compare([(TOKENS, {3: {**document, "top1_proved": False}})]).broken == ()
