@@ -1,0 +1,125 @@
+"""What onnxruntime's threads, their spinning and its arena do to a step and to windows, alone and in full batches.
+
+    python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
+
+Every setting has sessions of its own; in every round all take turns on the same inputs. As served is one thread that
+sleeps when there is nothing to do, with the arena.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from models.bundle import Bundle
+from models.manifest import Role
+from service.runners.runner import Array
+
+SHIPPED = (Path("models/bundles/gated-stable"), Path("models/bundles/lstm"))
+BATCHES = (1, 64)
+ROLES: tuple[Role, ...] = ("step", "window")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How sessions are set."""
+
+    name: str
+    threads: int = 1
+    spinning: bool = False
+    arena: bool = True
+
+    def session(self, graph: Path) -> onnxruntime.InferenceSession:
+        """One for a graph."""
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = self.arena
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spinning)))
+        options.log_severity_level = 3
+        return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+
+
+CHOICES = (
+    Choice("as served"),
+    Choice("two threads", threads=2),
+    Choice("two threads that spin", threads=2, spinning=True),
+    Choice("no arena", arena=False),
+)
+
+
+def feeds(bundle: Bundle, role: Role, batch: int) -> dict[str, Array]:
+    """Random tokens, from the zero state."""
+    manifest = bundle.manifest
+    tokens = np.random.default_rng(0).integers(manifest.vocabulary.size, size=(batch, manifest.window))
+    if role == "window":
+        return {"tokens": tokens, "lengths": np.full(batch, manifest.window)}
+    states = {tensor.name: np.zeros((batch, *tensor.shape), np.float32) for tensor in manifest.state}
+    return {"tokens": tokens[:, 0].copy(), **states}
+
+
+def median_us(session: onnxruntime.InferenceSession, given: dict[str, Array], seconds: float) -> float:
+    """Median time of a run, in microseconds."""
+    session.run(None, given)
+    taken, end = [], time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end:
+        session.run(None, given)
+        taken.append(time.perf_counter() - begun)
+    return 1e6 * float(np.median(taken))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="*", type=Path, default=list(SHIPPED))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each setting in each round")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    console, found = Console(), []
+    for path in options.bundles:
+        bundle = Bundle.read(path)
+        table = Table("", *(choice.name for choice in CHOICES), title=f"{bundle.manifest.name}: microseconds of a run")
+        for role in ROLES:
+            sessions = {choice: choice.session(bundle.graph_path(role)) for choice in CHOICES}
+            for batch in BATCHES:
+                given = feeds(bundle, role, batch)
+                rounds: dict[Choice, list[float]] = {choice: [] for choice in CHOICES}
+                for _ in track(range(options.rounds), f"{role}, batch {batch}", console=console, transient=True):
+                    for choice, session in sessions.items():
+                        rounds[choice].append(median_us(session, given, options.seconds))
+                cells = []
+                for choice, taken in rounds.items():
+                    ratios = np.divide(rounds[CHOICES[0]], taken)  # of the same round
+                    row = {
+                        "bundle": bundle.manifest.name,
+                        "role": role,
+                        "batch": batch,
+                        "choice": choice.name,
+                        "us": {"median": np.median(taken), "least": min(taken), "most": max(taken)},
+                        "served_over_it": {"median": np.median(ratios), "least": ratios.min(), "most": ratios.max()},
+                    }
+                    found.append(row)
+                    cells.append(
+                        f"{np.median(taken):,.0f}\n{np.median(ratios):.2f}x ({ratios.min():.2f} to {ratios.max():.2f})"
+                    )
+                length = f" of {bundle.manifest.window}" if role == "window" else ""
+                table.add_row(f"{role}{length}, batch {batch}", *cells)
+        console.print(table)
+    if options.json:
+        machine = {"processor": platform.processor() or platform.machine(), "onnxruntime": onnxruntime.__version__}
+        document = {"machine": machine, "rounds": options.rounds, "runs": found}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
