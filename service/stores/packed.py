@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 
 from service.engine.types import Mode
-from service.stores.store import DIGEST_BYTES, LastStep, Record
+from service.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot
 from service.stores.tail import Tail
 
 _TOUCHED = struct.Struct("<d")
@@ -75,13 +75,18 @@ class Packing:
         header = _HEADER.pack(now_s, record.position, record.revision, start, number, tokens, key or b"")
         return header + record.tail.data
 
-    def unpack(self, session: str, packed: bytes, now_s: float) -> Record:
-        """The record, as of now."""
+    def unpack(
+        self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
+    ) -> Record:
+        """The record, as of now; `durable` and `snapshot` are not packed."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
         model, version, mode, width, vocabulary = self._identities[number]
         tail = Tail(packed[_HEADER.size :], width)
         last = None if start == NO_STEP else LastStep(start, tokens, key or None)
-        return Record(session, model, version, mode, position, tail, revision, last, now_s - touched_s, vocabulary)
+        idle_s = now_s - touched_s
+        return Record(
+            session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, durable, snapshot
+        )
 
     def model(self, packed: bytes) -> str:
         """The session's model."""

@@ -57,11 +57,10 @@ class Remembered:
 
     def get(self, session: str) -> Record | None:
         """The session, unless it must have ended meanwhile."""
-        packed = self._entries.get(session)
-        if packed is None or self._clock() > touched_s(packed) + self._ttl_s:
+        packed, now_s = self._entries.get(session), self._clock()
+        if packed is None or now_s > touched_s(packed) + self._ttl_s:
             return None
-        record = self._packing.unpack(session, packed, self._clock())
-        return record._replace(durable=True, snapshot=self._snapshots.get(session))
+        return self._packing.unpack(session, packed, now_s, durable=True, snapshot=self._snapshots.get(session))
 
     def forget(self, session: str) -> None:
         """Forgets a session, if it is there."""
