@@ -1,9 +1,10 @@
 """What onnxruntime's threads, their spinning and its arena do to a step and to windows, alone and in full batches.
 
     python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
+    python -m benchmarks.threads --render
 
 Every setting has sessions of its own; in every round all take turns on the same inputs. As served is one thread that
-sleeps when there is nothing to do, with the arena.
+sleeps when there is nothing to do, with the arena. `--render` puts the figures into the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -21,11 +23,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.page import markdown, put
 from models.bundle import Bundle
 from models.manifest import Role
 from service.runners.runner import Array
 
 SHIPPED = (Path("models/bundles/gated-stable"), Path("models/bundles/lstm"))
+PAGE, FIGURES = Path("docs/serving.md"), Path("docs/figures/threads.json")
 BATCHES = (1, 64)
 ROLES: tuple[Role, ...] = ("step", "window")
 
@@ -78,13 +82,42 @@ def median_us(session: onnxruntime.InferenceSession, given: dict[str, Array], se
     return 1e6 * float(np.median(taken))
 
 
+def lines(document: dict[str, Any]) -> list[str]:
+    """The figures as a table in Markdown."""
+    names = [choice.name for choice in CHOICES]
+    rows: dict[tuple[str, str, int], dict[str, dict[str, dict[str, float]]]] = {}
+    for run in document["runs"]:
+        rows.setdefault((run["bundle"], run["role"], run["batch"]), {})[run["choice"]] = run
+    return markdown(
+        ["us", *names],
+        [
+            [
+                f"`{bundle}`, {role}, batch {batch}",
+                f"{found[names[0]]['us']['median']:,.0f}",
+                *(shown(found[name]) for name in names[1:]),
+            ]
+            for (bundle, role, batch), found in rows.items()
+        ],
+    )
+
+
+def shown(run: dict[str, dict[str, float]]) -> str:
+    """One setting's time, and how it compares."""
+    ratio = run["served_over_it"]
+    return f"{run['us']['median']:,.0f} ({ratio['median']:.2f}x, {ratio['least']:.2f} to {ratio['most']:.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=list(SHIPPED))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="of each setting in each round")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--render", action="store_true")
     options = parser.parse_args()
+    if options.render:
+        put(PAGE, "threads", lines(json.loads(FIGURES.read_text(encoding="utf-8"))))
+        return
     console, found = Console(), []
     for path in options.bundles:
         bundle = Bundle.read(path)

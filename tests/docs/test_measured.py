@@ -1,0 +1,20 @@
+"""Pages show what their benchmarks have kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import threads
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_on_threads_has_the_table_of_its_figures() -> None:
+    document = json.loads((ROOT / threads.FIGURES).read_text(encoding="utf-8"))
+    assert "\n".join(threads.lines(document)) in (ROOT / threads.PAGE).read_text(encoding="utf-8")
+
+
+def test_what_is_served_is_one_of_the_settings_that_were_measured() -> None:
+    served = threads.CHOICES[0]
+    assert (served.threads, served.spinning, served.arena) == (1, False, True)
