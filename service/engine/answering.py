@@ -205,11 +205,11 @@ class Answering:
             return False
         if self.direction is None or ending is None or bound is not part.bound or not bound.state:
             return self._leads(outcome, bound)
+        if self._proofs == MOST_PROOFS or not self._forward.idle:
+            return self._leads(outcome, bound)
         rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
-        if self._proofs == MOST_PROOFS or not self._forward.idle:
-            return False
         first = int(outcome.logits.argmax())
         self._proofs += 1
         try:

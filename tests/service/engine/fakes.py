@@ -217,13 +217,13 @@ class FakeRunner:
 
 
 class LinearCosts(Costs):
-    """Every run costs as many seconds as it has tokens, whatever it really took."""
+    """Every run costs as many microseconds as it has tokens, whatever it really took."""
 
     def __init__(self) -> None:
         super().__init__(PIECE_TOKENS)
 
     def run(self, role: Role, tokens: int) -> float:
-        return float(tokens)
+        return tokens / 1e6
 
 
 class InOrder(Pacing):

@@ -1,0 +1,304 @@
+"""What steps of resident sessions take while a thousand others are rebuilt at once, as when another replica has died.
+
+    python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
+
+One engine, without HTTP. Clients of resident sessions step at a steady rate, whether or not they are answered; each
+step's time counts from when it was due. Then every parked session takes a step, too, at the same rate for each, so that
+all of them come within 0.4 seconds: their states are nowhere, and have to be rebuilt from their tails. Three ways take
+turns:
+
+- undisturbed: nobody comes back;
+- fair: the engine's own queue (`service/engine/queue.py`);
+- first come: one line, of which the oldest and all of its kind behind it are the next batch, whatever that takes.
+
+Of each the times of the steps that were due between the storm's begin and its end, or in as long a time without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import onnxruntime
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from models.bundle import Bundle
+from models.manifest import Role
+from service.engine import batch
+from service.engine.batcher import Item
+from service.engine.engine import Engine
+from service.engine.margin import Margin
+from service.engine.queue import FairQueue, Queue
+from service.engine.types import Answer, Origin, StepRequest
+from service.metrics import Metrics
+from service.runners.onnx import OnnxRunner
+from service.settings import Settings
+from service.stores.memory import MemoryStore
+from service.stores.store import LastStep
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+SHIPPED = Path("models/bundles/gated-stable")
+PARKED = 1000
+RESIDENT = 200
+RATE = 500.0
+"""Steps of resident sessions a second, of all together."""
+
+LEAD_S = 0.5
+"""Steady load before the storm."""
+
+UNDISTURBED_S = 2.0
+TAIL = 256
+WAYS = ("undisturbed", "fair", "first come")
+
+
+class FirstCome(Queue[Item]):
+    """One line: the oldest item, and all of its role behind it that fit into a batch."""
+
+    def __init__(self, max_batch: int) -> None:
+        self._max_batch = max_batch
+        self._line: deque[Item] = deque()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def before(self, _: Role) -> int:
+        return len(self._line)
+
+    def put(self, item: Item) -> None:
+        self._line.append(item)
+
+    def take(self, runs: Callable[[Item], bool]) -> list[Item]:
+        taken, left, longest, total = list[Item](), list[Item](), 0, 0
+        while self._line and len(taken) < self._max_batch:
+            item = self._line.popleft()
+            if not runs(item):
+                continue
+            role, length = item.work.role, item.work.length
+            first = taken[0].work.role if taken else role
+            if role != first or not batch.fits(role, max(longest, length), total + length, len(taken) + 1):
+                left.append(item)
+                continue
+            taken.append(item)
+            longest, total = max(longest, length), total + length
+        self._line.extendleft(reversed(left))
+        return taken
+
+    def ran(self, role: Role, seconds: float) -> None:
+        pass
+
+    def clear(self) -> list[Item]:
+        items = list(self._line)
+        self._line.clear()
+        return items
+
+
+@dataclass(frozen=True)
+class Round:
+    """due_s: when each step was due, after the storm's begin; taken_ms: how long it took; storm_s: until the last of
+    the parked sessions was answered, None where nobody came back."""
+
+    due_s: list[float]
+    taken_ms: list[float]
+    storm_s: float | None
+
+
+class Subject:
+    """One engine, and its sessions."""
+
+    def __init__(self, path: Path) -> None:
+        self.bundle = bundle = Bundle.read(path)
+        self.settings = settings = Settings(max_queue=16 * PARKED)
+        self.store = MemoryStore(
+            max(TAIL, bundle.manifest.max_window), settings.session_ttl_s, settings.session_budget_bytes
+        )
+        runner = OnnxRunner(bundle, "cpu", threads=1)
+        self.engine = Engine(
+            bundle.manifest, bundle.vocabulary, Margin(bundle.weights()), runner, self.store, settings, Metrics()
+        )
+        self.engine.warm_up()
+        self.random = np.random.default_rng(0)
+        self.opened = 0
+
+    async def sessions(self, count: int) -> list[str]:
+        """Sessions with a whole tail each, which nobody has a state of."""
+        size = self.bundle.manifest.vocabulary.size
+        names = []
+        for _ in range(count):
+            self.opened += 1
+            name = f"session-{self.opened}"
+            view = await self.engine.create_session(name)
+            tokens = self.random.integers(2, size, size=TAIL).tolist()
+            await self.store.append(view.session, 0, tokens, LastStep(0, b"", None))
+            names.append(name)
+        return names
+
+    async def round(self, way: str, within_s: float) -> Round:
+        """One way, from its sessions' begin to their end."""
+        batcher = self.engine._batcher
+        most = self.settings.max_batch
+        batcher._queue = FirstCome(most) if way == "first come" else FairQueue(most, self.engine._costs)
+        resident, parked = await self.sessions(RESIDENT), await self.sessions(PARKED)
+        for session in resident:
+            await self.engine.step(StepRequest(session, (5,)))
+        due_s: list[float] = []
+        taken_ms: list[float] = []
+        stop = asyncio.Event()
+        begun_s = time.perf_counter() + LEAD_S
+
+        async def step(session: str, due: float) -> None:
+            answer = await self.engine.step(StepRequest(session, (5,)))
+            assert answer.state is Origin.RESIDENT
+            due_s.append(due - begun_s)
+            taken_ms.append(1e3 * (time.perf_counter() - due))
+
+        async def steady() -> None:
+            steps, due = [], time.perf_counter()
+            while not stop.is_set():
+                session = resident[len(steps) % RESIDENT]
+                steps.append(asyncio.create_task(step(session, due)))
+                due += 1 / RATE
+                await asyncio.sleep(max(due - time.perf_counter(), 0))
+            await asyncio.gather(*steps)
+
+        async def come_back(index: int, session: str) -> Answer:
+            await asyncio.sleep(max(begun_s + within_s * index / PARKED - time.perf_counter(), 0))
+            return await self.engine.step(StepRequest(session, (5,)))
+
+        load = asyncio.create_task(steady())
+        await asyncio.sleep(begun_s - time.perf_counter())
+        storm_s = None
+        if way == "undisturbed":
+            await asyncio.sleep(UNDISTURBED_S)
+        else:
+            answers = await asyncio.gather(*(come_back(*one) for one in enumerate(parked)))
+            assert all(answer.state is Origin.REBUILT for answer in answers)
+            storm_s = time.perf_counter() - begun_s
+        stop.set()
+        await load
+        for session in (*resident, *parked):
+            await self.engine.delete_session(session)
+        return Round(due_s, taken_ms, storm_s)
+
+
+async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
+    """Every way's rounds; one of each before them is not counted."""
+    subject = Subject(path)
+    found: dict[str, list[Round]] = {way: [] for way in WAYS}
+    for index in range(rounds + 1):
+        for way in WAYS:
+            one = await subject.round(way, within_s)
+            if index:
+                found[way].append(one)
+    await subject.engine.close()
+    manifest = subject.bundle.manifest
+    return {
+        "model": manifest.name,
+        "model_version": manifest.version,
+        "parked": PARKED,
+        "resident": RESIDENT,
+        "steps_per_s": RATE,
+        "within_s": within_s,
+        "tail": TAIL,
+        "window": manifest.window,
+        "max_batch": subject.settings.max_batch,
+        "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, "
+        f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
+        "ways": {way: summary(of_way) for way, of_way in found.items()},
+    }
+
+
+def summary(rounds: list[Round]) -> dict[str, Any]:
+    """Of each round the percentiles of steps that were due in the storm; of the last one every step."""
+    lines = []
+    for one in rounds:
+        end = UNDISTURBED_S if one.storm_s is None else one.storm_s
+        during = [taken for due, taken in zip(one.due_s, one.taken_ms, strict=True) if 0 <= due <= end]
+        p50, p99, most = np.percentile(during, (50, 99, 100))
+        lines.append(
+            {
+                "steps": len(during),
+                "p50_ms": float(p50),
+                "p99_ms": float(p99),
+                "max_ms": float(most),
+                "storm_s": one.storm_s,
+            }
+        )
+    last = rounds[-1]
+    steps = [[round(due, 4), round(taken, 3)] for due, taken in zip(last.due_s, last.taken_ms, strict=True)]
+    return {"rounds": lines, "steps": sorted(steps)}
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Medians over the rounds, and the least and the most."""
+    made = []
+    for way in WAYS:
+        lines = result["ways"][way]["rounds"]
+        cells = [_spread([line[name] for line in lines]) for name in ("p50_ms", "p99_ms", "max_ms")]
+        storms = [line["storm_s"] for line in lines]
+        made.append((way, *cells, "" if storms[0] is None else _spread(storms, ".2f")))
+    return made
+
+
+def _spread(values: list[float], form: str = ".1f") -> str:
+    low, middle, high = np.percentile(values, (0, 50, 100))
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"{PARKED} rebuilt in s")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Every resident step of the last rounds, by when it was due."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+    for index, way in enumerate(WAYS):
+        due, taken = np.array(result["ways"][way]["steps"]).T
+        axes.semilogy(due, taken, ".", markersize=3, color=f"C{index}", label=way)
+        storm_s = result["ways"][way]["rounds"][-1]["storm_s"]
+        if storm_s is not None:
+            axes.axvline(storm_s, color=f"C{index}", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="due, seconds after the storm began (dotted: all are rebuilt)", ylabel="a step took, ms")
+    axes.set_title(f"{result['parked']} sessions come back, beside {result['steps_per_s']:g} steps/s of resident ones")
+    axes.legend(loc="upper right")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, default=SHIPPED)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--within", type=float, default=RESIDENT / RATE, help="seconds in which all come back")
+    parser.add_argument("--json", type=Path, help="where the figures are written")
+    parser.add_argument("--plot", type=Path, help="where they are drawn")
+    options = parser.parse_args()
+    result = uvloop.run(measure(options.bundle, options.rounds, options.within))
+    table = Table(title=f"{result['model']} version {result['model_version']}")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows(result):
+        table.add_row(*row)
+    Console(width=120).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()
