@@ -1,8 +1,8 @@
-"""A table on a page, between `<!-- NAME -->` and `<!-- /NAME -->`."""
+"""Tables on a page, each between `<!-- NAME -->` and `<!-- /NAME -->`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -17,10 +17,26 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Writes the lines in the place of what is between the markers. Raises PageError where they are not there."""
-    first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-    before, opened, rest = page.read_text(encoding="utf-8").partition(first)
-    _, closed, after = rest.partition(last)
-    if not opened or not closed:
-        raise PageError(f"{page}: there is no {first.strip()} with a {last.strip()} behind it")
-    page.write_text(before + opened + "\n" + "\n".join(lines) + "\n\n" + closed + after, encoding="utf-8")
+    """As `put_all`, one."""
+    put_all(page, {name: lines})
+
+
+def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
+    """Writes each table, by its name, in the place of what is between its markers. Raises PageError."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PageError(f"{page}: {error.strerror}") from error
+    page.write_text(with_tables(text, tables, str(page)), encoding="utf-8")
+
+
+def with_tables(text: str, tables: Mapping[str, Sequence[str]], page: str) -> str:
+    """The text of a page with the tables in it. Raises PageError where their markers are not there."""
+    for name, lines in tables.items():
+        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+        before, opened, rest = text.partition(first)
+        _, closed, after = rest.partition(last)
+        if not opened or not closed:
+            raise PageError(f"{page}: there is no {first.strip()} with a {last.strip()} behind it")
+        text = before + opened + "\n" + "\n".join(lines) + "\n\n" + closed + after
+    return text

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks.proof_results import ModelFigures, Results, Spread
 
 SHOWN = 64
 
 
-class PageError(Exception):
-    """The page cannot hold the tables; the message names what is missing."""
-
-
-def put_tables(results: Results, page: Path) -> None:
-    """Writes the tables between their markers. Raises PageError."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PageError(f"{page}: {error.strerror}") from error
-    page.write_text(with_tables(results, text, str(page)), encoding="utf-8")
-
-
-def with_tables(results: Results, text: str, page: str) -> str:
-    """The page's text with the tables of `results`, each between `<!-- NAME -->` and `<!-- /NAME -->`."""
-    for name, table in (("models", models_table), ("distances", distances_table), ("answers", answers_table)):
-        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-        before, opened, rest = text.partition(first)
-        _, closed, after = rest.partition(last)
-        if not opened or not closed:
-            raise PageError(f"{page}: there is no {first.strip()} with a {last.strip()} behind it")
-        text = before + opened + "\n" + "\n".join(table(results)) + "\n\n" + closed + after
-    return text
+def tables(results: Results) -> dict[str, list[str]]:
+    """All of them, by the names that they have on the page."""
+    return {"models": models_table(results), "distances": distances_table(results), "answers": answers_table(results)}
 
 
 def models_table(results: Results) -> list[str]:

@@ -26,9 +26,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.page import put_all
 from benchmarks.proof_plots import plot
 from benchmarks.proof_results import ModelFigures, Results
-from benchmarks.proof_tables import put_tables
+from benchmarks.proof_tables import tables
 from benchmarks.prover import Prover, Tokens, never_interrupted
 from models.bundle import Bundle
 from models.bundle_checks import read_manifest
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = current(read(options.json, options.split), options.bundles)
     results.write(options.json)
     plot(results, options.figure)
-    put_tables(results, options.page)
+    put_all(options.page, tables(results))
     console.print(f"{options.json}, {options.figure}, {options.page}")
     return 0
 

@@ -30,6 +30,7 @@ from benchmarks.bench.run import Run
 from benchmarks.bench.subjects import MODELS, WORK, empty, export_lstm
 from benchmarks.bench.visit import visit
 from benchmarks.bench.wire import WrongAnswer
+from benchmarks.page import put_all
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
@@ -127,7 +128,7 @@ def report(results: Results, folder: Path, page: Path | None) -> None:
     results.write(folder / "bench.json")
     plot.save(results, folder / "bench.png")
     if page is not None:
-        tables.put_tables(results, page)
+        put_all(page, tables.page_tables(results))
     console.print(f"{folder / 'bench.json'}, {folder / 'bench.png'}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,13 +11,10 @@ from benchmarks.bench.contenders import contenders
 from benchmarks.bench.loads import loads_of
 from benchmarks.bench.results import Results, Spread
 from benchmarks.bench.targets import Target, p50, p99, rate, targets
+from benchmarks.page import markdown
 
 FIGURES = ("contender", "load", "rate: median (smallest to largest)", "p50, ms", "p99, ms", "server's CPUs")
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
-
-
-class PageError(Exception):
-    """The page cannot hold the tables; the message names what is missing."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
@@ -72,25 +68,9 @@ def _rich(title: str, names: tuple[str, ...], rows: Iterator[list[str]]) -> Tabl
     return table
 
 
-def put_tables(results: Results, page: Path) -> None:
-    """Writes the tables between their markers. Raises PageError."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PageError(f"{page}: {error.strerror}") from error
-    page.write_text(with_tables(results, text, str(page)), encoding="utf-8")
-
-
-def with_tables(results: Results, text: str, page: str) -> str:
-    """The page's text with the tables, each between `<!-- NAME -->` and `<!-- /NAME -->`."""
-    for name, lines in (("bench", _figures(results)), ("targets", _markdown(TARGETS, target_rows(results)))):
-        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-        before, opened, rest = text.partition(first)
-        _, closed, after = rest.partition(last)
-        if not opened or not closed:
-            raise PageError(f"{page}: there is no {first.strip()} with a {last.strip()} behind it")
-        text = before + opened + "\n" + "\n".join(lines) + "\n\n" + closed + after
-    return text
+def page_tables(results: Results) -> dict[str, list[str]]:
+    """What the page shows, by the names that it has there."""
+    return {"bench": _figures(results), "targets": markdown(TARGETS, target_rows(results))}
 
 
 def _figures(results: Results) -> list[str]:
@@ -100,13 +80,8 @@ def _figures(results: Results) -> list[str]:
         f"{results.created}, {machine}; {results.rounds} rounds, {results.seconds:g} s a load. {versions}.",
     ]
     for model, facts in results.models.items():
-        lines += ["", f"`{model}` ({facts['about']}):", "", *_markdown(FIGURES, figure_rows(results, model))]
+        lines += ["", f"`{model}` ({facts['about']}):", "", *markdown(FIGURES, figure_rows(results, model))]
     return lines
-
-
-def _markdown(names: tuple[str, ...], rows: Iterator[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def _value(target: Target, value: float) -> str:

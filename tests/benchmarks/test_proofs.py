@@ -10,8 +10,9 @@ import pytest
 from rich.progress import Progress
 
 from benchmarks import proofs
+from benchmarks.page import with_tables
 from benchmarks.proof_results import Results, Spread
-from benchmarks.proof_tables import PageError, answers_table, distances_table, models_table, with_tables
+from benchmarks.proof_tables import tables
 from benchmarks.prover import Never, Prover, Tokens, never_interrupted
 from models.bundle import Bundle
 from models.bundle_checks import read_manifest
@@ -115,24 +116,9 @@ def test_infinite_numbers_are_kept_as_none() -> None:
     assert Spread.of(np.array([1.0, 2.0, np.inf])) == Spread(median=2.0, largest=None)
 
 
-def test_tables_are_put_between_their_markers_again_and_again() -> None:
-    results = Results.read(KEPT)
-    page = with_tables(results, f"before\n{EMPTY}after\n", "page.md")
-    assert page.startswith("before\n")
-    assert page.endswith("after\n")
-    for table in (models_table, distances_table, answers_table):
-        assert "\n".join(table(results)) in page
-    assert with_tables(results, page, "page.md") == page
-
-
-def test_a_page_without_a_marker_is_refused() -> None:
-    with pytest.raises(PageError, match=r"page\.md: there is no <!-- answers -->"):
-        with_tables(Results.read(KEPT), EMPTY.replace("<!-- /answers -->\n", ""), "page.md")
-
-
 def test_the_page_shows_the_figures_that_are_kept() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert with_tables(Results.read(KEPT), text, str(PAGE)) == text
+    assert with_tables(text, tables(Results.read(KEPT)), str(PAGE)) == text
 
 
 def test_the_kept_figures_are_of_the_shipped_weights_and_show_no_violation() -> None:

@@ -9,8 +9,9 @@ import pytest
 from benchmarks.bench import plot
 from benchmarks.bench.contenders import BARE, HANDLER, SCAN, SHIPPED, WANE
 from benchmarks.bench.results import Measured, Results, Visit
-from benchmarks.bench.tables import PageError, figure_rows, put_tables, target_rows, with_tables
+from benchmarks.bench.tables import figure_rows, page_tables, target_rows
 from benchmarks.bench.targets import best_peer, p50, rate, targets
+from benchmarks.page import put_all, with_tables
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "docs" / "figures" / "bench.json"
@@ -143,26 +144,20 @@ def test_the_tables_have_everyone_with_its_unit_and_every_target_with_its_verdic
 def test_the_page_keeps_its_words_and_takes_the_tables_again(results: Results, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    put_tables(results, page)
+    put_all(page, page_tables(results))
     once = page.read_text()
     assert once.startswith("# Figures\n") and "\nand\n" in once and "old" not in once
     assert "| Wane | session step, 64 connections | 4,400 (4,000 to 5,000) tokens/s |" in once
-    put_tables(results, page)
+    put_all(page, page_tables(results))
     assert page.read_text() == once
 
 
 def test_the_page_shows_the_figures_that_are_kept_and_without_them_none() -> None:
     text = PUBLISHED.read_text(encoding="utf-8")
     if KEPT.exists():
-        assert with_tables(Results.read(KEPT), text, "benchmarks.md") == text
+        assert with_tables(text, page_tables(Results.read(KEPT)), "benchmarks.md") == text
     else:
         assert "<!-- targets -->\n<!-- /targets -->\n" in text and "<!-- bench -->\n<!-- /bench -->\n" in text
-
-
-@pytest.mark.parametrize("text", ["", "<!-- bench -->\n", PAGE.replace("/targets", "targets")])
-def test_a_page_without_markers_is_refused(results: Results, text: str) -> None:
-    with pytest.raises(PageError, match="there is no"):
-        with_tables(results, text, "page.md")
 
 
 def test_results_are_written_and_read_again_as_they_were(results: Results, tmp_path: Path) -> None:
