@@ -45,7 +45,7 @@ ONLY_IN = {
     "redis": ("service/stores/redis",),
     "rich": ("service/__main__", "service/console", "training/"),
     "matplotlib": ("service/plot", "training/"),
-    "prometheus_client": ("service/metrics",),
+    "prometheus_client": ("service/histogram", "service/metrics"),
     "onnxruntime": ("service/runners/onnx", "models/export/", "training/"),
     "onnx": ("models/export/", "training/"),
     "torch": (*TORCH_MODELS, "training/"),
