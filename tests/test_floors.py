@@ -40,7 +40,7 @@ CLIENTS = ("service/client", "service/compare", "service/console", "service/plot
 ONLY_IN = {
     "fastapi": HTTP,
     "starlette": HTTP,
-    "uvicorn": ("service/server",),
+    "uvicorn": ("service/corked", "service/server"),
     "httpx": ("service/client",),
     "redis": ("service/stores/redis",),
     "rich": ("service/__main__", "service/console", "training/"),
