@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -45,14 +46,18 @@ async def crowd(
 
 @asynccontextmanager
 async def playing(players: Iterable[Player], rate: float) -> AsyncIterator[None]:
-    """All of them send tokens, `rate` a second each on average, until the end of the block and its last answers."""
+    """All of them send tokens, `rate` a second each on average, until the end of the block and its last answers. The
+    garbage collector stands still: it would stop the clients for longer than most answers take."""
     over = asyncio.Event()
+    gc.collect()
+    gc.disable()
     tasks = [asyncio.create_task(player.play(rate, over)) for player in players]
     try:
         yield
         over.set()
         await asyncio.gather(*tasks)
     finally:
+        gc.enable()
         for task in tasks:
             task.cancel()
 

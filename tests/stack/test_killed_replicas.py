@@ -1,4 +1,8 @@
-"""Replicas that are killed under load: nothing is lost, nothing is there twice, and nobody waits for long."""
+"""Replicas that are killed under load: nothing is lost, nothing is there twice, and nobody waits for long.
+
+An outage is from the moment that a replica is killed until it is ready again. On a machine of few cores, what it takes
+to load a model is missing elsewhere meanwhile; what is measured outside has sessions in it that move back.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +52,14 @@ async def test_two_hundred_sessions_outlive_a_replica_killed_every_ten_seconds(
 
     compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(player.tokens, player.answers) for player in players])
     gap_s = longest_gap_s(players)
-    gaps = [(killed_s, killed_s + GAP_S) for killed_s, _ in outages]
-    before, beside, within = p99_ms(players, [calm]), p99_ms(players, [storm], gaps), p99_ms(players, gaps)
+    before, beside, within = p99_ms(players, [calm]), p99_ms(players, [storm], outages), p99_ms(players, outages)
     figures(
         steps=sum(len(player.timed) for player in players),
         repeated_by_clients=sum(player.repeated for player in players),
         longest_gap_s=gap_s,
         p99_undisturbed_ms=before,
-        p99_outside_gaps_ms=beside,
-        p99_in_gaps_ms=within,
+        p99_outside_outages_ms=beside,
+        p99_in_outages_ms=within,
         until_ready_again_s=[round(end - begun, 1) for begun, end in outages],
         compared=compared,
     )
