@@ -37,6 +37,12 @@ class Settings(BaseModel):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one")
     bundles: Path = Field(default=Path("models/bundles"), description="a folder of bundles, or one bundle")
+    watch_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="how often that folder is looked at for versions to load; none: they are loaded when asked for",
+    )
     default_model: str = Field(
         default="gated-stable",
         description="model that answers where none is named; if not set and not there, the first by name",

@@ -25,6 +25,7 @@ from service.engine.presence import Presence
 from service.engine.repository import Found, Repository, RepositoryError, look, tell
 from service.engine.retirement import Retirement
 from service.engine.types import Standing, check_session_id
+from service.engine.watch import Watch
 from service.errors import (
     InvalidRequest,
     LoadFailed,
@@ -79,6 +80,7 @@ class Catalog:
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Engine]] = set()
         self._loading: Found | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._failures: dict[str, LoadFailed] = {}
 
     @property
@@ -111,6 +113,7 @@ class Catalog:
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
+        watch = await asyncio.to_thread(Watch, self._repository, self.load_model)
         found, bundles = await asyncio.to_thread(self._read_all)
         names = [bundle.manifest.name for bundle in bundles]
         self._default = self._choose_default(names)
@@ -135,6 +138,8 @@ class Catalog:
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
+            if self._settings.watch_s is not None:
+                self._watching = asyncio.create_task(watch.run(self._settings.watch_s))
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable unless ready."""
@@ -321,6 +326,8 @@ class Catalog:
         """Not ready from now on; refuses new requests, waits for what was admitted, then ends every engine."""
         self._status = "draining"
         self._metrics.ready.set(0)
+        if self._watching is not None:
+            self._watching.cancel()
         engines = [*self._engines.values(), *self._retirement.stop()]
         try:
             async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):

@@ -14,8 +14,8 @@ from pathlib import Path
 from models.bundle_checks import MANIFEST, BundleError, read_manifest
 from service.errors import LoadFailed, UnknownModel, shown
 
-Signature = tuple[int, int, int]
-"""Of a manifest: its inode, its size in bytes, and when it was written, in nanoseconds."""
+Signature = frozenset[tuple[str, int, int, int]]
+"""Of a bundle, every file: its name, its inode, its size in bytes, and when it was written, in nanoseconds."""
 
 
 class RepositoryError(Exception):
@@ -52,14 +52,14 @@ class Repository:
         return paths
 
     def signatures(self) -> dict[Path, Signature]:
-        """What tells, without reading them, whether manifests are still the same."""
+        """What tells, without reading them, whether bundles are still the same."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:
-                status = (path / MANIFEST).stat()
+                statuses = [(file.name, file.stat()) for file in path.iterdir()]
             except OSError:  # gone again
                 continue
-            found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+            found[path] = frozenset((name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in statuses)
         return found
 
     def list(self) -> list[Found]:
