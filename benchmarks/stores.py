@@ -233,7 +233,8 @@ def show(document: Result) -> None:
         cells = [one["model"], one["policy"], one["fsync"], spread(one["steps_per_s"])]
         if "recovery_ms" in one:
             bound = one["error_bound"]
-            cells += [f"{one[name]:,.0f}" for name in ("session_bytes", "file_bytes_per_step")]
+            in_file = one["file_bytes_per_step"]
+            cells += [f"{one['session_bytes']:,.0f}", "" if in_file is None else f"{in_file:,.0f}"]
             cells += [f"{one[name]:.1f}" for name in ("recovery_ms", "resident_ms")]
             cells += [f"{one['recovery_together_ms']:.0f}", f"{one['top1_same']:.1%}"]
             cells += ["none" if bound is None else f"{bound:.2g}"]
