@@ -7,7 +7,10 @@ another keeps those that it has, until it has not been asked for anything for as
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 from collections.abc import Iterable
+from contextlib import suppress
 
 from service.engine.engine import Engine
 from service.engine.presence import Presence
@@ -22,6 +25,7 @@ class Retirement:
         self._session_ttl_s = session_ttl_s
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
         self._lingering: dict[Engine, asyncio.Task[None]] = {}
+        self._tidying: set[asyncio.Task[None]] = set()
 
     @property
     def leaving(self) -> Iterable[Engine]:
@@ -44,7 +48,7 @@ class Retirement:
             lingering.cancel()
         engine.retire()
         task = self._leaving[engine] = asyncio.create_task(self._end(engine))
-        task.add_done_callback(lambda _: self._leaving.pop(engine, None))
+        task.add_done_callback(lambda _: self._gone(engine))
 
     def linger(self, engine: Engine) -> None:
         """Keeps an engine for the sessions that it has."""
@@ -56,6 +60,12 @@ class Retirement:
         await engine.close()
         engine.discard()
 
+    def _gone(self, engine: Engine) -> None:
+        self._leaving.pop(engine, None)
+        task = asyncio.create_task(tidy())
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
+
     async def _watch(self, engine: Engine) -> None:
         """Retires an engine that no session can have any more: the last would have ended by itself."""
         asked = -1
@@ -66,9 +76,9 @@ class Retirement:
         self.retire(engine)
 
     async def settled(self) -> None:
-        """Waits until those that leave are gone."""
-        while self._leaving:
-            await asyncio.wait(self._leaving.values())
+        """Waits until those that leave are gone, and their memory with them."""
+        while waited := [*self._leaving.values(), *self._tidying]:
+            await asyncio.wait(waited)
 
     def stop(self) -> list[Engine]:
         """Ends nothing any more by itself; whoever asks is to end these."""
@@ -76,3 +86,21 @@ class Retirement:
         for task in (*self._leaving.values(), *self._lingering.values()):
             task.cancel()
         return engines
+
+
+async def tidy() -> None:
+    """What an engine leaves behind goes back to the system, not only to this process.
+
+    Its parts refer to one another, so that it takes the collector to find them: some milliseconds, for what was there
+    when the server became ready is not looked at. And what is freed the C library may keep, in pieces: tens of
+    megabytes of every engine, unless it is told to give them back.
+    """
+    await asyncio.sleep(0)  # until whoever called has let go of the engine
+    gc.collect()
+    await asyncio.to_thread(trim)
+
+
+def trim() -> None:
+    """Gives memory that is free back to the system, where the C library is one that keeps it (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
