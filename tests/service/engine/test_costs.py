@@ -98,7 +98,7 @@ class Quick(InOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._paces = {"advance": {1: 1.0, 4: 0.1}}
+        self._paces = {"advance": {1: 1e-6, 4: 1e-7}}
 
     def warm_up(self, residual: float) -> int | None:
         return 300
@@ -116,9 +116,9 @@ async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_wind
 def test_what_chunks_take_is_known_for_every_segment() -> None:
     bench = Bench(pacing=Quick())
     parallel = bench.engine._forward._parallel
-    segment = 0.1 * (SEGMENT_TOKENS + 3 * 300)
+    segment = 1e-7 * (SEGMENT_TOKENS + 3 * 300)
     assert parallel.seconds(600) is None
-    assert parallel.seconds(2700) == pytest.approx(0.1 * (2700 + 900))
+    assert parallel.seconds(2700) == pytest.approx(1e-7 * (2700 + 900))
     assert parallel.seconds(2 * SEGMENT_TOKENS) == pytest.approx(2 * segment)
-    assert parallel.seconds(SEGMENT_TOKENS + 100) == pytest.approx(segment + 100)
-    assert parallel.seconds(SEGMENT_TOKENS + 2700) == pytest.approx(segment + 360)
+    assert parallel.seconds(SEGMENT_TOKENS + 100) == pytest.approx(segment + 100e-6)
+    assert parallel.seconds(SEGMENT_TOKENS + 2700) == pytest.approx(segment + 360e-6)
