@@ -1,7 +1,7 @@
 """Requests to sessions: check out, run, commit, answer.
 
-Everything here happens in the session's turn. The store is read first and written last; in between, the next state
-is made in a slot of its own, so whatever fails on the way has changed nothing.
+Everything here happens in the session's turn. The store is read first, or remembered, and written last; in between, the
+next state is made in a slot of its own, so whatever fails on the way has changed nothing.
 """
 
 from __future__ import annotations

@@ -174,6 +174,8 @@ class DegradingStore:
 
     async def close(self) -> None:
         """See `Store`. What is not durable is given to the store, if it is there."""
+        if self._settling is not None:
+            await self._settling
         if self._shared.trips.reachable:
             await self._settle_all()
         if self._loose:
