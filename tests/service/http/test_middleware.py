@@ -152,6 +152,7 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog:
         device = None if status == "loading" else "cpu"
         answer = response.json()
         assert [model["model"] for model in answer.pop("models")] == (["fake"] if code == 200 else [])
+        assert answer.pop("store") == {"kind": "memory", "reachable": True, "not_durable": 0}
         assert answer == {"ready": code == 200, "status": status, "device": device}
         assert (await client.get("/healthz")).json() == {"live": True}
 
