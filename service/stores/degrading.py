@@ -28,11 +28,13 @@ AT_ONCE = 256  # sessions that the store is given side by side when it is back
 
 @dataclass(slots=True, eq=False)
 class Loose:
-    """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`."""
+    """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
+    `since` is the earliest position that it was at meanwhile: up to there it is what the store has."""
 
     record: Record
     marks: list[bytes]
     used_s: float
+    since: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -47,7 +49,7 @@ class DegradingStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._loose: dict[str, Loose] = {}
-        self._overruled: dict[str, int] = {}
+        self._overruled: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
         self._settling: asyncio.Task[None] | None = None
         self._overruled_metric = metrics.overruled
         metrics.not_durable.set_function(lambda: len(self._loose))
@@ -75,12 +77,17 @@ class DegradingStore:
             return False
         fresh = record._replace(revision=branch())
         try:
-            return await self._shared.replace(fresh, [NOBODY]) is not None
+            created = await self._shared.replace(fresh, [NOBODY]) is not None
         except Unavailable:
             if not self._shared.trips.was_reached or self._shared.recall(session) is not None:
                 raise
-            self._loosen(fresh, [NOBODY])
-            return True
+            if session in self._loose:
+                return False
+            self._loosen(fresh, [NOBODY, written.mark(fresh.revision)])  # it may be there, and nobody said so
+            created = True
+        if created:
+            self._overruled.pop(session, None)
+        return created
 
     async def get(self, session: str) -> Record | None:
         """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
@@ -101,7 +108,7 @@ class DegradingStore:
     def recall(self, session: str, *, to_step: bool = False) -> Record | None:
         """See `Store`."""
         if to_step and session in self._overruled:
-            raise overruled(self._overruled.pop(session))
+            raise self._told(session)
         loose = self._loose.get(session)
         if loose is not None:
             return loose.record
@@ -123,7 +130,9 @@ class DegradingStore:
             try:
                 return await self._shared.append(session, revision, tokens, step, snapshot)
             except Unanswered as lost:
-                marks, before = [*lost.marks], lost.before
+                if session in self._loose:  # another one was here first
+                    return None
+                marks, before = lost.marks, lost.before
             return self._loosen(self._extended(before, branch(), tokens, step), marks).record
         async with loose.lock:
             before = loose.record
@@ -133,7 +142,7 @@ class DegradingStore:
             loose.used_s = self._clock()
             record = await self._settle(loose)
         if record is None:
-            raise overruled(self._overruled.pop(session))
+            raise self._told(session)
         return record
 
     async def rewind(self, session: str, revision: int, position: int) -> Record | None:
@@ -142,23 +151,36 @@ class DegradingStore:
         if loose is None:
             try:
                 return await self._shared.rewind(session, revision, position)
+            except Unanswered as lost:
+                before, marks = lost.before, lost.marks
             except Unavailable:
-                before = self._shared.recall(session)
-                if before is None or before.revision != revision:
+                known = self._shared.recall(session)
+                if known is None or known.revision != revision:
                     raise
-            loose = self._loosen(before, [written.mark(revision)])
+                before, marks = known, (written.mark(revision),)
+            if session in self._loose:  # another one was here first
+                return None
+            loose = self._loosen(before, marks)
         async with loose.lock:
             before = loose.record
             if self._loose.get(session) is not loose or before.revision != revision:
                 return None
             tail = before.tail.without_last(before.position - position)
             loose.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
+            loose.since = min(loose.since, position)
             return await self._settle(loose)
 
     async def delete(self, session: str) -> bool:
         """See `Store`. Raises Unavailable while the store is away."""
-        deleted = await self._shared.delete(session)
-        return self._loose.pop(session, None) is not None or deleted
+        loose = self._loose.get(session)
+        if loose is None:
+            deleted = await self._shared.delete(session)
+        else:
+            async with loose.lock:  # what is being given to the store is not to be there afterwards
+                deleted = await self._shared.delete(session) or self._loose.get(session) is loose
+                self._loose.pop(session, None)
+        self._overruled.pop(session, None)
+        return deleted
 
     async def count(self, model: str) -> int:
         """See `Store`."""
@@ -166,6 +188,9 @@ class DegradingStore:
         for session, loose in list(self._loose.items()):
             if loose.used_s < since_s:
                 del self._loose[session]
+        for session, (_, seen_s) in list(self._overruled.items()):
+            if seen_s < since_s:
+                del self._overruled[session]
         return await self._shared.count(model)
 
     async def open(self) -> None:
@@ -187,9 +212,17 @@ class DegradingStore:
         tail = before.tail.append(tokens, position, self.tail_tokens)
         return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
 
-    def _loosen(self, record: Record, marks: list[bytes]) -> Loose:
+    def _told(self, session: str) -> PositionConflict:
+        """What the next step of a session is told that the store has overruled: once."""
+        position, _ = self._overruled.pop(session)
+        return PositionConflict(
+            f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
+            position,
+        )
+
+    def _loosen(self, record: Record, marks: Sequence[bytes]) -> Loose:
         """From now on the session is not durable."""
-        loose = Loose(record._replace(durable=False, snapshot=None), marks, self._clock())
+        loose = Loose(record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position)
         self._loose[record.session] = loose
         return loose
 
@@ -201,7 +234,7 @@ class DegradingStore:
         if not self._shared.trips.reachable:
             return record
         try:
-            kept = await self._shared.replace(record, loose.marks)
+            kept = await self._shared.replace(record, loose.marks, loose.since)
         except Unavailable:
             loose.marks.append(written.mark(record.revision))  # for nobody knows
             return record
@@ -209,7 +242,7 @@ class DegradingStore:
         if kept is None:
             self._overruled_metric.inc()
             now = self._shared.recall(session)
-            self._overruled[session] = 0 if now is None else now.position
+            self._overruled[session] = 0 if now is None else now.position, self._clock()
             logger.warning("a session has lost its last tokens, which were not durable")
         return kept
 
@@ -227,11 +260,3 @@ class DegradingStore:
         every = [*self._loose.values()]
         for start in range(0, len(every), AT_ONCE):
             await asyncio.gather(*map(settle, every[start : start + AT_ONCE]))
-
-
-def overruled(position: int) -> PositionConflict:
-    """What the session's next step is told."""
-    return PositionConflict(
-        f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
-        position,
-    )

@@ -33,7 +33,7 @@ NOBODY = b""
 
 
 class Unanswered(Unavailable):
-    """Redis said nothing of an append: if nobody else changes the session in `before`, it is at one of `marks`."""
+    """Redis said nothing of a change: if nobody else changes the session in `before`, it is at one of `marks`."""
 
     def __init__(self, message: str, before: Record, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -142,11 +142,15 @@ class RedisStore:
             return None
         tail = before.tail.without_last(before.position - position)
         after = before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
-        return await self.replace(after, [written.mark(revision)])
+        try:
+            return await self.replace(after, [written.mark(revision)])
+        except Unavailable as error:
+            raise Unanswered(error.message, before, (written.mark(revision), written.mark(after.revision))) from error
 
-    async def replace(self, record: Record, marks: Sequence[bytes]) -> Record | None:
+    async def replace(self, record: Record, marks: Sequence[bytes], since: int | None = None) -> Record | None:
         """Puts `record`, whose revision nobody else has, in the place of a session that is at one of `marks`; None, and
-        nothing done, if it is at none. `NOBODY` is the mark of no session."""
+        nothing done, if it is at none. `NOBODY` is the mark of no session. `since`: the position up to which the two
+        are the same, if that is not the record's own; a state of a later one is forgotten."""
         data = written.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -154,7 +158,7 @@ class RedisStore:
             data[: written.REVISION.size],
             written.after_run(data),
             self._ttl_ms,
-            record.position,
+            record.position if since is None else since,
             *marks,
         )
         if done != 1:

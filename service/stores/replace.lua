@@ -1,7 +1,7 @@
 -- Compare-and-replace: see `RedisStore.replace`, and written.py for how a session is laid out.
 -- KEYS: the session, its state. ARGV: its revision from now on, which nothing else has; all that comes after the run;
--- milliseconds to live, its position, then what it may be at: revisions, or revisions with the stamp behind, or "" for no
--- session. A state of a later position than that is forgotten.
+-- milliseconds to live, the position up to which it is what it was, then what it may be at: revisions, or revisions with
+-- the stamp behind, or "" for no session. A state of a later position than that is forgotten.
 -- 1: done, now or by this very call before. false: there is no such session. Else the session as it is.
 local held = redis.call('GET', KEYS[1])
 local at = held and string.sub(held, 1, 8) .. string.sub(held, 16, 23) or ''

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from service.errors import PositionConflict, Unavailable
 from service.metrics import Metrics
 from service.stores.degrading import DegradingStore
-from service.stores.redis import RedisStore
+from service.stores.redis import REPLACE, RedisStore
+from service.stores.redis_trips import Argument, Script
 from service.stores.store import Record, follows
 from tests.service.engine.fakes import Clock
 from tests.service.stores.conftest import MakeStore, settings_of
 from tests.service.stores.proxy import proxy
 from tests.service.stores.redis_server import RedisServer
-from tests.service.stores.test_redis import STEP, begin, record, until
+from tests.service.stores.test_redis import SNAPSHOT, STEP, begin, record, until
 
 pytestmark = pytest.mark.stack
 
@@ -220,6 +223,110 @@ async def test_a_durable_session_is_rewound_while_the_store_is_away(server: Redi
         found = await store.get("s")
         assert found is not None
         assert (found.position, found.durable) == (1, True)
+
+
+async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_rewound_behind_it_meanwhile(
+    server: RedisServer,
+) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        server.kill()
+        here = await step(store, 7)
+        assert await store.rewind("s", here.revision, 1)
+        for token in (8, 9):  # it is as far again, another way
+            here = await step(store, token)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.tail.ids().tolist()) == (3, [0, 5, 8, 9])
+        assert found.snapshot is None
+
+
+async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from_it(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        server.kill()
+        for token in (7, 8):
+            here = await step(store, token)
+        assert await store.rewind("s", here.revision, 3)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.snapshot) == (3, SNAPSHOT)
+
+
+async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisServer) -> None:
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record("other"))
+        between.hold_answers()
+        assert await store.create(record())  # the store has it, and is taken to be away
+        assert (await step(store, 5)).durable is False
+        between.mend()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail.ids().tolist() == [0, 5]
+        assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_a_session_whose_rewind_was_not_answered_goes_on(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        for token in (5, 6):
+            here = await step(store, token)
+        run = store.shared.trips.run
+
+        async def unanswered(script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
+            if script is REPLACE:
+                between.hold_answers()
+            return await run(script, keys, *arguments)
+
+        monkeypatch.setattr(store.shared.trips, "run", unanswered)
+        assert await store.rewind("s", here.revision, 1)
+        monkeypatch.undo()
+        assert (await step(store, 7)).durable is False
+        between.mend()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail.ids().tolist() == [0, 5, 7]
+        assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        server.kill()
+        results = await asyncio.gather(*(store.append("s", here.revision, (token,), STEP) for token in (6, 7)))
+        (won,) = [result for result in results if result is not None]
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail == won.tail
+
+
+async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_one(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        between.cut()
+        await step(store, 6)
+        await step(other, 7)
+        between.mend()
+        await store.until_settled()
+        assert await store.delete("s")
+        assert await store.create(record())
+        assert (await step(store, 8)).position == 1
 
 
 async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer, make_store: MakeStore) -> None:
