@@ -28,6 +28,8 @@ from service.stores.store import LastStep, Record, Snapshot, appended
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 BRANCH_BITS = 32
+DONE = (1, 2)
+"""What the script of an append says where it appended: at the next revision, or at the other."""
 NOBODY = b""
 """The mark of a session that there is not."""
 
@@ -96,7 +98,11 @@ class RedisStore:
     async def append(
         self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> Record | None:
-        """See `Store`. Of a comparison that was lost the session as it is now is remembered."""
+        """See `Store`. Of a comparison that was lost the session as it is now is remembered.
+
+        A comparison that is lost by what was sent twice may have been won the first time, if somebody else went on from
+        there: nobody knows, and it must not be taken for one that has changed nothing.
+        """
         before = self._remembered.get(session)
         if before is None or before.revision != revision:
             before = await self.get(session)
@@ -122,11 +128,12 @@ class RedisStore:
                 0 if position <= self.tail_tokens else self.tail_tokens * width,
                 self._ttl_ms,
                 b"" if snapshot is None else write_snapshot(snapshot),
+                tells=lambda done: done in DONE,
             )
         except Unavailable as error:
             marks = (written.mark(revision), written.mark(after.revision, head), written.mark(other, head))
             raise Unanswered(error.message, before, marks) from error
-        if done not in (1, 2):
+        if done not in DONE:
             self._lost(session, done)
             return None
         self._remembered.saw(moved=False)

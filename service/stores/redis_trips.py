@@ -44,6 +44,8 @@ PROBE_EVERY_S = 0.25
 CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
+Tells = Callable[[Any], bool]
+"""Of a script that was sent twice, whether the second reply tells what became of the first."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
 """What says that Redis, or the part of it that has the key, cannot be used now."""
 
@@ -61,6 +63,8 @@ class _Call:
     command: tuple[Argument, ...]
     script: Script | None
     reply: asyncio.Future[Any]
+    tells: Tells | None = None
+    again: bool = False  # it was sent twice, and may have been carried out twice
 
 
 class Trips:
@@ -106,12 +110,13 @@ class Trips:
         with suppress(RedisError, OSError):
             await self._client.aclose()
 
-    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
         """What a script says. Whoever gets no answer must take it that it may have run, and may run it again.
 
-        Raises Unavailable where Redis cannot be reached, Overloaded where it is full.
+        Raises Unavailable where Redis cannot be reached, or `tells` of a reply that it leaves that open; Overloaded
+        where it is full.
         """
-        return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script)
+        return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script, tells)
 
     async def do(self, *command: Argument) -> Any:
         """What a command says. Raises Unavailable, Overloaded."""
@@ -123,11 +128,13 @@ class Trips:
             reply = self._ask(command, None)
             reply.add_done_callback(lambda told: told.cancelled() or told.exception())
 
-    def _ask(self, command: tuple[Argument, ...], script: Script | None) -> asyncio.Future[Any]:
+    def _ask(
+        self, command: tuple[Argument, ...], script: Script | None, tells: Tells | None = None
+    ) -> asyncio.Future[Any]:
         if not self.reachable:
             raise away()
         loop = asyncio.get_running_loop()
-        call = _Call(command, script, loop.create_future())
+        call = _Call(command, script, loop.create_future(), tells)
         self._queue.append(call)
         if not self._is_called and len(self._under_way) < MOST_TRIPS:
             self._is_called = True
@@ -154,6 +161,8 @@ class Trips:
             try:
                 replies = await self._send([call.command for call in calls])
             except ConnectionError:  # one that had been idle may be gone though Redis is there: once more, with another
+                for call in calls:
+                    call.again = True
                 replies = await self._send([call.command for call in calls])
             replies = await self._with_scripts(calls, replies)
         except (RedisError, OSError) as error:
@@ -192,7 +201,10 @@ class Trips:
         if call.reply.done():  # whoever asked has left
             return
         if not isinstance(reply, Exception):
-            call.reply.set_result(reply)
+            if call.again and call.tells is not None and not call.tells(reply):
+                call.reply.set_exception(Unavailable("the session store was cut off, and may have done it or not"))
+            else:
+                call.reply.set_result(reply)
             return
         failure: Unavailable | Overloaded
         if isinstance(reply, OutOfMemoryError):

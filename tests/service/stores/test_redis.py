@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError  # noqa: A004  (of redis)
 
 from service.engine.types import Mode
 from service.errors import Overloaded, Unavailable
 from service.metrics import Metrics
 from service.stores.redis import RedisStore
-from service.stores.redis_trips import PROBE_EVERY_S
+from service.stores.redis_trips import PROBE_EVERY_S, Argument
 from service.stores.store import LastStep, Record, Snapshot, follows
 from service.stores.tail import Tail
 from tests.service.stores.conftest import MakeStore
@@ -396,3 +397,52 @@ async def test_where_others_step_too_the_store_is_asked_first(common: RedisServe
     for _ in range(40):
         here = await one.append("s", here.revision, (8,), STEP) or await one.get("s") or here
     assert one.recall("s", to_step=True) is not None
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_said_to_have_changed_nothing(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, carried_out: bool
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    begun = await begin(one)
+    here = await one.append("s", begun.revision, (4,), STEP)
+    assert here is not None
+    send = one.trips._send
+
+    async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        monkeypatch.setattr(one.trips, "_send", send)
+        if carried_out:
+            await send(commands)
+        there = await other.get("s")
+        assert there is not None
+        assert await other.append("s", there.revision, (9,), STEP)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(one.trips, "_send", cut_off)
+    with pytest.raises(Unavailable, match="may have done it or not"):
+        await one.append("s", here.revision, (5,), STEP)
+    assert one.standing.reachable
+    found = await one.get("s")
+    assert found is not None
+    assert found.tail.ids().tolist() == ([0, 4, 5, 9] if carried_out else [0, 4, 9])
+
+
+async def test_an_append_that_was_sent_twice_is_done_once(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await make_store(common.url)
+    begun = await begin(store)
+    here = await store.append("s", begun.revision, (4,), STEP)
+    assert here is not None
+    send = store.trips._send
+
+    async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        monkeypatch.setattr(store.trips, "_send", send)
+        await send(commands)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(store.trips, "_send", cut_off)
+    after = await store.append("s", here.revision, (5,), STEP)
+    assert after is not None
+    assert after.tail.ids().tolist() == [0, 4, 5]
+    assert await store.append("s", after.revision, (6,), STEP)
