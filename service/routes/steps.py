@@ -43,16 +43,19 @@ async def append_many(request: Request) -> Response:
 
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
-    """Every step at its session's engine. Raises Unavailable where nothing is served."""
+    """Every step at its session's engine, which is one for all of the session's, whatever is loaded meanwhile: so that
+    they come in their order. Raises Unavailable where nothing is served."""
     catalog(request).check_ready()
     outcomes: list[Outcome | None] = [None] * len(bodies)
+    engines: dict[str, Engine] = {}
     by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
     failed: set[str] = set()
     for index, body in enumerate(bodies):
         try:
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
-            engine = await catalog(request).engine_for(body.session)
+            engine = engines.get(body.session) or await catalog(request).engine_for(body.session)
+            engines[body.session] = engine
             by_engine.setdefault(engine, []).append((index, await _step_request(request, engine, body)))
         except Exception as error:
             failed.add(body.session)

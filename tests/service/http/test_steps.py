@@ -49,6 +49,21 @@ async def test_a_step_that_fails_fails_alone_and_takes_its_session_s_later_ones_
     assert [request.tokens for request in engine.asked if isinstance(request, StepRequest)] == [(1,), (3,)]
 
 
+async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replaced_meanwhile(
+    client: httpx.AsyncClient, catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = FakeEngine(), FakeEngine()
+    engines = iter((old, new))
+
+    async def engine_for(session: str, model: str | None = None) -> FakeEngine:
+        return next(engines)
+
+    monkeypatch.setattr(catalog, "engine_for", engine_for)
+    await client.post(PATH, json={"steps": [{"session": "a", "tokens": [token]} for token in (1, 2)]})
+    assert [request.tokens for request in old.asked if isinstance(request, StepRequest)] == [(1,), (2,)]
+    assert not new.asked
+
+
 async def test_what_the_engine_raises_stands_in_the_step_s_place(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.failure = PositionConflict("elsewhere", 12)
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]})
