@@ -125,7 +125,7 @@ class Sessions:
         )
         if not await self._store.create(record):
             raise SessionExists(f"session {session!r} exists already")
-        return self._store.recall(session) or record
+        return (self._store.recall(session) or record)._replace(idle_s=0.0)
 
     def turn(self, session: str) -> Turn:
         """The session's turn, as an asynchronous context manager. Raises Overloaded."""
