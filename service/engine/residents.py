@@ -52,21 +52,37 @@ class Residents(Slab):
         super().__init__(state, hidden, budget_bytes)
         self._on_evict = on_evict
         self._order: OrderedDict[str, int] = OrderedDict()  # their slots, in the order of use
-        # By slot, what is known of the resident in it.
-        self._sessions: list[str | None] = [None] * self.capacity
-        self._revisions = array("Q", bytes(8 * self.capacity))
-        self._cuts = array("Q", bytes(8 * self.capacity))
-        self._positions = array("Q", bytes(8 * self.capacity))
-        self._touched_s = array("d", bytes(8 * self.capacity))
-        self._written = array("Q", bytes(8 * self.capacity))  # `written` of the slot when it became resident
-        self._seen_written = array("q", [-1]) * self.capacity  # `written` and `checksum`, as they were last looked at
-        self._seen_checksum = array("Q", bytes(8 * self.capacity))
+        # By slot, what is known of the resident in it: of those that were ever used, so it grows with them.
+        self._sessions: list[str | None] = []
+        self._revisions = array("Q")
+        self._cuts = array("Q")
+        self._positions = array("Q")
+        self._touched_s = array("d")
+        self._written = array("Q")  # `written` of the slot when it became resident
+        self._seen_written = array("q")  # `written` and `checksum`, as they were last looked at
+        self._seen_checksum = array("Q")
+        for _ in range(RESERVED):
+            self._add_known()
 
     def acquire(self) -> int:
         """A slot with one user. Raises Overloaded when every slot is in use by requests."""
         if not self._free and self._untouched == self.capacity:
             self._evict_one()
         return super().acquire()
+
+    def _add_slot(self) -> None:
+        super()._add_slot()
+        self._add_known()
+
+    def _add_known(self) -> None:
+        self._sessions.append(None)
+        self._revisions.append(0)
+        self._cuts.append(0)
+        self._positions.append(0)
+        self._touched_s.append(0.0)
+        self._written.append(0)
+        self._seen_written.append(-1)
+        self._seen_checksum.append(0)
 
     def _evict_one(self) -> None:
         for session, slot in self._order.items():

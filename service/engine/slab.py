@@ -52,7 +52,7 @@ class Slab:
             name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
         }
         self._writes = np.zeros(self.capacity, np.uint32)  # how often each slot was written to
-        self._users = array("i", bytes(4 * self.capacity))
+        self._users = array("i", bytes(4 * RESERVED))  # of the slots that were ever used: it grows with them
         self._free = array("i")
         self._untouched = RESERVED  # slots from here on have never been used
 
@@ -65,10 +65,15 @@ class Slab:
         elif self._untouched < self.capacity:
             slot = self._untouched
             self._untouched += 1
+            self._add_slot()
         else:
             raise Overloaded(f"all {self.capacity} states are in use: raise state_budget_bytes")
         self._users[slot] = 1
         return slot
+
+    def _add_slot(self) -> None:
+        """One slot more is used for the first time."""
+        self._users.append(0)
 
     def retain(self, slot: int) -> None:
         """One user more. The reserved slots are never freed and need none."""
