@@ -49,7 +49,7 @@ class MemoryStore:
         self._clock = clock
         self._on_squeeze = on_squeeze
         self._file = file
-        self._is_open = False
+        self._is_open = self._is_closed = False
         self._packing = Packing()
         self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
@@ -138,22 +138,26 @@ class MemoryStore:
         return Standing("memory")
 
     async def open(self) -> None:
-        """See `Store`. A file that was read is put aside: from the first step on it is out of date."""
+        """See `Store`. A file that was read is put aside: from the first step on it is out of date. One that was still
+        being read when the store was closed stays where it is, for the next process."""
         if self._file is None or not await asyncio.to_thread(self._file.exists):
             self._is_open = True
             return
-        for record in await asyncio.to_thread(saved.load, self._file, self.tail_tokens):
+        records = await asyncio.to_thread(saved.load, self._file, self.tail_tokens)
+        if self._is_closed:
+            return
+        for record in records:
             self._counts[record.model] += 1
             self.used_bytes += entry_bytes(record.session, len(record.tail.data))
             self._put(record)
         while self.used_bytes > self._budget_bytes:
             self._squeeze()
-        await asyncio.to_thread(self._file.replace, self._file.with_name(self._file.name + ASIDE))
-        self._is_open = True
+        self._put_aside(self._file)
         logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
 
     async def close(self) -> None:
         """See `Store`. A file that could not be read is left as it is."""
+        self._is_closed = True
         if self._file is None or not self._is_open:
             return
         now_s = self._clock()
@@ -165,6 +169,11 @@ class MemoryStore:
             logger.exception("the sessions could not be written to %s", self._file)
         else:
             logger.info("%d sessions were written to %s", len(alive), self._file)
+
+    def _put_aside(self, file: Path) -> None:
+        """Not to be interrupted: its sessions are in the file, or here."""
+        file.replace(file.with_name(file.name + ASIDE))
+        self._is_open = True
 
     def _shard(self, session: str) -> Shard:
         return self._shards[hash(session) % SHARDS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,29 @@ async def test_a_store_that_is_closed_is_there_when_the_next_is_opened(tmp_path:
     assert after.used_bytes == entry_bytes("a", len(found.tail.data))
     assert names(tmp_path) == ["sessions.read"]  # its sessions go on from here
     assert await after.append("a", found.revision, (7,), STEP)
+
+
+async def test_a_store_that_is_closed_while_it_is_opened_leaves_the_file_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sessions"
+    saved.save(path, records())
+    store, _ = make_store(path)
+    load, reading, go_on = saved.load, threading.Event(), threading.Event()
+
+    def slow(path: Path, keep: int) -> list[Record]:
+        reading.set()
+        go_on.wait()
+        return load(path, keep)
+
+    monkeypatch.setattr(saved, "load", slow)
+    opening = asyncio.create_task(store.open())
+    await asyncio.to_thread(reading.wait)
+    await store.close()
+    go_on.set()
+    await opening
+    assert names(tmp_path) == ["sessions"]
+    assert await store.count("m") == 0
 
 
 async def test_a_store_with_less_room_keeps_the_latest(tmp_path: Path) -> None:
