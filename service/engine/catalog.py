@@ -120,6 +120,10 @@ class Catalog:
         opened = await asyncio.gather(
             *(asyncio.to_thread(loading.open_graphs, bundle, self._settings) for bundle in bundles)
         )
+        if self._status != "loading":  # closed meanwhile: the sessions that there are are the next process's
+            for one in opened:
+                await asyncio.to_thread(one.close)
+            return
         # Every session can then be asked for every window that its model takes.
         longest = max(bundle.manifest.max_window for bundle in bundles)
         store = self._store = self._make_store(max(self._settings.tail_tokens, longest))
@@ -335,9 +339,9 @@ class Catalog:
         except TimeoutError:
             logger.warning("requests were still running after %d ms", self._settings.drain_timeout_ms)
         await asyncio.gather(*(engine.close() for engine in engines))
-        await asyncio.gather(*self._changes, return_exceptions=True)
-        if self._store is not None:
+        if self._store is not None:  # before loads are waited for, which may take longer than the process has
             await self._store.close()
+        await asyncio.gather(*self._changes, return_exceptions=True)
 
     def check_ready(self) -> None:
         """Raises Unavailable while nothing is served."""

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import pytest
 from models.bundle import Bundle, BundleError, CertificateError
 from models.certificate import certify
 from models.manifest import Role, Rounding
+from service.engine import loading
 from service.engine.catalog import Catalog, CatalogError
+from service.engine.repository import Found
 from service.engine.types import Mode, Origin, PredictRequest, StepRequest
-from service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession
+from service.errors import InvalidRequest, LoadFailed, Unavailable, UnknownModel, UnknownSession
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.runners.runner import Array
@@ -120,6 +124,50 @@ async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(b
     record = await engine._sessions.read(session)
     assert len(record.tail) == longest
     await catalog.close()
+
+
+async def test_a_catalog_that_is_closed_while_it_loads_leaves_the_sessions_to_the_next_process(
+    believed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, loop, open_graphs = make(PATHS[0]), asyncio.get_running_loop(), loading.open_graphs
+
+    def and_close(bundle: Bundle, settings: Settings) -> loading.Opened:
+        asyncio.run_coroutine_threadsafe(catalog.close(), loop).result()
+        return open_graphs(bundle, settings)
+
+    monkeypatch.setattr(loading, "open_graphs", and_close)
+    await catalog.load()
+    assert (catalog.store, catalog.ready, catalog.status) == (None, False, "draining")
+
+
+async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, opening, go_on, closed = catalog._store, threading.Event(), threading.Event(), asyncio.Event()
+    assert store is not None
+
+    def slow(found: Found) -> loading.Opened:
+        opening.set()
+        go_on.wait()
+        raise LoadFailed(found.name, "too late")
+
+    async def close() -> None:
+        closed.set()
+
+    monkeypatch.setattr(store, "close", close)
+    monkeypatch.setattr(catalog, "_read", slow)
+    catalog._digests[catalog.default] = "another"
+    monkeypatch.setattr(catalog.get(), "version", "0")
+    load = asyncio.create_task(catalog.load_model(catalog.default))
+    await asyncio.to_thread(opening.wait)
+    closing = asyncio.create_task(catalog.close())
+    async with asyncio.timeout(20):
+        await closed.wait()
+    assert not closing.done()
+    go_on.set()
+    await closing
+    with pytest.raises(LoadFailed, match="too late"):
+        await load
 
 
 async def test_a_default_model_that_was_named_must_be_there() -> None:
