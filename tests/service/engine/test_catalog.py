@@ -161,11 +161,13 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
     load = asyncio.create_task(catalog.load_model(catalog.default))
     await asyncio.to_thread(opening.wait)
     closing = asyncio.create_task(catalog.close())
-    async with asyncio.timeout(20):
-        await closed.wait()
-    assert not closing.done()
-    go_on.set()
-    await closing
+    try:
+        async with asyncio.timeout(20):
+            await closed.wait()
+        assert not closing.done()
+    finally:
+        go_on.set()
+        await closing
     with pytest.raises(LoadFailed, match="too late"):
         await load
 
