@@ -84,9 +84,9 @@ async def test_one_replica_alone_asks_the_store_once_a_step(make_replica: MakeRe
     trips = bench.store.trips  # type: ignore[attr-defined]  (of a RedisStore)
     run = trips.run
 
-    async def counted(script: Any, *rest: Any) -> Any:
+    async def counted(script: Any, *rest: Any, **given: Any) -> Any:
         asked.append(script.digest)
-        return await run(script, *rest)
+        return await run(script, *rest, **given)
 
     trips.run = counted
     for token in range(6, 26):
