@@ -32,7 +32,6 @@ class Margin:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.weights = weights
         self._rows = head_weight(weights)
         rows = self._rows.astype(np.float64)
         self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
