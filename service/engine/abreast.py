@@ -42,23 +42,23 @@ async def abreast(
             begun.append((index, quick))
 
     async def end_all() -> None:
-        try:
-            while begun:
-                index, quick = begun[0]
-                try:
-                    outcomes[index] = await end(quick)
-                except Exception as error:  # one that nobody expected is no reason to fail the others either
-                    outcomes[index] = error
-                begun.popleft()
-        finally:
-            for _, quick in begun:  # whoever called has left
-                quick.leave()
+        while begun:
+            index, quick = begun[0]
+            try:
+                outcomes[index] = await end(quick)
+            except Exception as error:  # one that nobody expected is no reason to fail the others either
+                outcomes[index] = error
+            begun.popleft()
 
-    if others:
-        tasks = end_all(), _one_after_the_other(step, [(index, requests[index]) for index in others], outcomes)
-        await asyncio.gather(*tasks)
-    else:
-        await end_all()
+    try:
+        if others:
+            tasks = end_all(), _one_after_the_other(step, [(index, requests[index]) for index in others], outcomes)
+            await asyncio.gather(*tasks)
+        else:
+            await end_all()
+    finally:
+        for _, quick in begun:  # whoever called has left
+            quick.leave()
     return [outcome for outcome in outcomes if outcome is not None]
 
 

@@ -170,3 +170,18 @@ async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(mak
     await bench.engine.drain()
     assert [await position(bench, name) for name in "abc"] == [2, 1, 1]
     bench.engine._slab.check_integrity(idle=True)
+
+
+async def test_a_call_of_both_kinds_that_is_left_at_once_appends_nothing(bench: Bench) -> None:
+    await started(bench, "a", "b", "c")
+    first = await held(bench, StepRequest("c", (6,)))
+    call = asyncio.create_task(bench.engine.step_many([StepRequest("a", (6,)), StepRequest("b", (6, 7))]))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    bench.runner.gate.set()
+    await first
+    await bench.engine.drain()
+    assert [await position(bench, name) for name in "ab"] == [1, 1]
+    bench.engine._slab.check_integrity(idle=True)
