@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,9 @@ from service.metrics import Metrics
 from service.runners.runner import Runner
 
 logger = logging.getLogger("wane.engine")
+
+MOST_TAKEN = 2
+"""Batches that the runner has at a time: one that runs, and one to go on with."""
 
 NEWEST = 1 / 8
 """Weight of the latest run in an average of what one item takes."""
@@ -136,7 +139,9 @@ class Batcher:
         self._inline_s = inline_s
         self._alone_s: dict[Role, float] = {}  # what one item of a role took, of late
         self._queue: Queue[Item] = FairQueue(max_batch, costs)
-        self._running = False
+        self._starting = False
+        self._taken = 0  # batches with the runner: one that runs, and one that waits for it
+        self._ahead: tuple[list[Item], Future[None]] | None = None  # the one that waits
         self._now = 0.0  # on the event loop's clock, when the latest batch was taken
         self._closed = False
         self.on_idle: Callable[[], None] | None = None
@@ -159,7 +164,7 @@ class Batcher:
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
-        return not self._running
+        return not self._taken and not self._starting
 
     async def submit(self, work: Work, ticket: Ticket) -> Row:
         """Queues work and waits for its row. Its slots are retained until it has run or been skipped.
@@ -176,63 +181,79 @@ class Batcher:
         """As `submit`, for a waiter that is told. Raises Overloaded, Unavailable."""
         if self._closed:
             raise Unavailable("the server is stopping")
-        if not ticket.admitted and self._queue.before(work.role) >= self._max_queue:
+        if not ticket.admitted and self._waiting(work.role) >= self._max_queue:
             self._refused.inc()
-            raise Overloaded(f"{self._queue.before(work.role)} requests are waiting, the most that may")
+            raise Overloaded(f"{self._waiting(work.role)} requests are waiting, the most that may")
         ticket.admitted = True
         item = Item(work, ticket, waiter, time.perf_counter())
         self._slab.retain(work.read)
         if work.write is not None:
             self._slab.retain(work.write)
         self._queue.put(item)
-        if not self._running:
+        if self._ahead is not None and work.role in ONE_TOKEN:
+            self._take_back(*self._ahead)
+        if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
             # Not at once: whatever else arrives in this turn of the event loop shares the batch.
-            self._running = True
+            self._starting = True
             asyncio.get_running_loop().call_soon(self._start)
 
     async def close(self) -> None:
         """Refuses new work, fails what is queued and ends the thread once its batch is done."""
         self._closed = True
+        if self._ahead is not None:
+            self._take_back(*self._ahead)
         for item in self._queue.clear():
             self._settle(item, Unavailable("the server is stopping"))
         await asyncio.to_thread(self._executor.shutdown)
 
+    def _waiting(self, role: Role) -> int:
+        """Items in the line that one of this role would join, or handed over from it and not yet begun."""
+        ahead = 0 if self._ahead is None or role in ONE_TOKEN else len(self._ahead[0])
+        return self._queue.before(role) + ahead
+
     def _start(self) -> None:
-        """Starts the next batch, or goes idle."""
-        items = self._take()
-        self._queued.set(len(self._queue))
-        if not items:
-            self._running = False
-            if self.on_idle is not None:
-                self.on_idle()
-            return
-        started_s = time.perf_counter()
+        """Starts the next batch, or goes idle. One that would not grow is handed over while another one runs: the
+        runner then goes on to it without waiting for the event loop."""
+        self._starting = False
+        while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
+            items = self._take()
+            self._queued.set(len(self._queue))
+            if not items:
+                break
+            self._hand_over(items)
+        if not self._taken and self.on_idle is not None:
+            self.on_idle()
+
+    def _hand_over(self, items: list[Item]) -> None:
+        """To the runner's thread, or what is quick and alone to this one."""
+        self._taken += 1
         for item in items:
-            ticket = item.ticket
-            ticket.entered |= item.work.binding
-            ticket.queue_s += started_s - item.queued_s
+            item.ticket.entered |= item.work.binding
         loop = asyncio.get_running_loop()
         if len(items) == 1 and self._alone_s.get(items[0].work.role, math.inf) <= self._inline_s:
-            self._run(items, started_s, loop.call_soon)
-        else:
-            self._executor.submit(self._run, items, started_s, loop.call_soon_threadsafe)
+            self._run(items, loop.call_soon)
+            return
+        running = self._executor.submit(self._run, items, loop.call_soon_threadsafe)
+        if self._taken == MOST_TAKEN:
+            self._ahead = items, running
 
-    def _run(self, items: list[Item], started_s: float, call_soon: Callable[..., object]) -> None:
+    def _take_back(self, items: list[Item], waiting: Future[None]) -> None:
+        """What waits for the runner waits in the queue again, if it has not begun."""
+        self._ahead = None
+        if waiting.cancel():
+            self._taken -= 1
+            self._queue.put_back(items)
+
+    def _run(self, items: list[Item], call_soon: Callable[..., object]) -> None:
         """Runs a batch, mostly on the runner's thread; its results are handed back all at once."""
+        started_s = time.perf_counter()
         rows = batch.run([item.work for item in items], self._slab, self._runner, self._room)
-        call_soon(self._finish, items, rows, time.perf_counter() - started_s)
+        call_soon(self._finish, items, rows, started_s, time.perf_counter() - started_s)
 
     def _take(self) -> list[Item]:
         """The next batch."""
         self._now = asyncio.get_running_loop().time()
-        taken = self._queue.take(self._runs)
-        if taken:
-            role = taken[0].work.role
-            lengths = [1] if role in ONE_TOKEN else [item.work.length for item in taken]
-            observer = self._observers[role]
-            observer.items(len(taken))
-            observer.padding(1 - sum(lengths) / (max(lengths) * len(lengths)))
-        return taken
+        return self._queue.take(self._runs)
 
     def _runs(self, item: Item) -> bool:
         """Whether somebody still waits for it; if not, it is settled."""
@@ -248,18 +269,23 @@ class Batcher:
             return False
         return True
 
-    def _finish(self, items: Sequence[Item], rows: Sequence[Row | Exception], compute_s: float) -> None:
+    def _finish(
+        self, items: Sequence[Item], rows: Sequence[Row | Exception], started_s: float, compute_s: float
+    ) -> None:
         """Hands out a batch's results, after the next one was started."""
         role = items[0].work.role
         self._queue.ran(role, compute_s)
+        self._taken -= 1
+        self._ahead = None  # it runs now
         self._start()
-        self._observers[role].seconds(compute_s)
+        self._observe(role, items, compute_s)
         if len(items) == 1 and role in ONE_TOKEN:
             known_s = self._alone_s.get(role, compute_s)
             self._alone_s[role] = known_s + NEWEST * (compute_s - known_s)
         if self._costs is not None:
             self._costs.observe(role, len(items), sum(item.work.length for item in items), compute_s)
         for item, row in zip(items, rows, strict=True):
+            item.ticket.queue_s += started_s - item.queued_s
             item.ticket.compute_s += compute_s
             if isinstance(row, Exception):
                 self._failed.inc()
@@ -269,6 +295,14 @@ class Batcher:
                 self._settle(item, failure)
             else:
                 self._settle(item, row)
+
+    def _observe(self, role: Role, items: Sequence[Item], compute_s: float) -> None:
+        """Counts a batch that has run."""
+        lengths = [1] if role in ONE_TOKEN else [item.work.length for item in items]
+        observer = self._observers[role]
+        observer.items(len(items))
+        observer.padding(1 - sum(lengths) / (max(lengths) * len(lengths)))
+        observer.seconds(compute_s)
 
     def _settle(self, item: Item, result: Row | WaneError | None) -> None:
         """Releases an item's slots and resolves its future, if anybody still waits for it."""

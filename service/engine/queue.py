@@ -16,7 +16,7 @@ steps come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from models.manifest import Role
@@ -65,6 +65,15 @@ class Queue(Protocol[I]):
         """The next batch, of one role; empty where there is none. What `runs` says no to is dropped."""
         ...
 
+    @property
+    def full(self) -> bool:
+        """Whether the next batch would not be a larger or a better one later."""
+        ...
+
+    def put_back(self, items: Sequence[I]) -> None:
+        """A batch of sequences that was taken, and did not run: it is first in its line again."""
+        ...
+
     def ran(self, role: Role, seconds: float) -> None:
         """A batch that was taken took so long."""
         ...
@@ -83,6 +92,7 @@ class FairQueue(Queue[I]):
         self._costs = costs
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
+        self._latest_most = max_batch  # of the latest batch of sequences
         self._contended = False
         self._ahead_s = 0.0  # what steps had more of the runner's time than sequences, since both wait
 
@@ -101,6 +111,13 @@ class FairQueue(Queue[I]):
         if steps and (not sequences or self._ahead_s <= 0):
             return self._of_steps(runs) or self._of_sequences(runs)
         return self._of_sequences(runs) or self._of_steps(runs)
+
+    @property
+    def full(self) -> bool:
+        return len(self._sequences) >= self._latest_most and not self._steps
+
+    def put_back(self, items: Sequence[I]) -> None:
+        self._sequences.extendleft(reversed(items))
 
     def ran(self, role: Role, seconds: float) -> None:
         if not self._contended:
@@ -161,6 +178,7 @@ class FairQueue(Queue[I]):
             total += length
         if left:
             line.extendleft(reversed(left))
+        self._latest_most = most
         return taken
 
     def _most(self, role: Role, longest: int) -> int:

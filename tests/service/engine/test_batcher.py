@@ -14,7 +14,7 @@ from service.engine.slab import RESERVED, Slab
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Array
-from tests.service.engine.fakes import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
+from tests.service.engine.fakes import HIDDEN, PATIENCE_S, FakeRunner, byte_vocabulary, make_manifest
 
 VOCABULARY = byte_vocabulary()
 
@@ -136,6 +136,59 @@ async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:
     rig.runner.gate.set()
     await asyncio.gather(first, step, *waiting)
     assert rig.runner.roles()[:3] == ["window", "step", "window"]
+
+
+async def test_a_batch_that_would_not_grow_follows_the_one_that_runs_without_waiting_for_the_event_loop(
+    rig: Rig,
+) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    rig.runner.busy.clear()
+    rig.runner.gate.set()
+    assert rig.runner.busy.wait(PATIENCE_S)  # on this thread, which is the event loop's
+    assert rig.sizes() == [1, 8]
+    assert not first.done()
+    await asyncio.gather(first, *others)
+    assert rig.sizes() == [1, 8, 3]
+
+
+async def test_a_batch_that_may_still_grow_is_left_in_the_queue(rig: Rig) -> None:
+    first = await rig.hold()
+    some = [rig.ask(token) for token in range(2, 6)]
+    await turn()
+    more = [rig.ask(token) for token in range(6, 9)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *some, *more)
+    assert rig.sizes() == [1, 7]
+
+
+async def test_a_step_comes_before_a_batch_that_waits_for_the_runner(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    step = rig.step(2)
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, step, *others)
+    assert rig.runner.roles() == ["window", "step", "window", "window"]
+    assert rig.sizes() == [1, 1, 8, 3]
+    assert rig.runner.calls[2][1] == [[token] for token in range(2, 10)]
+
+
+async def test_what_waits_for_the_runner_when_the_server_stops_is_not_run(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    closing = asyncio.create_task(rig.batcher.close())
+    await turn()
+    rig.runner.gate.set()
+    await closing
+    await first
+    for refused in await asyncio.gather(*others, return_exceptions=True):
+        assert isinstance(refused, Unavailable)
+    assert rig.sizes() == [1]
 
 
 async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) -> None:

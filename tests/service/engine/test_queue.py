@@ -129,3 +129,21 @@ def test_lines_are_counted_by_themselves_and_cleared_together() -> None:
     assert (queue.before("step"), queue.before("scan"), len(queue)) == (2, 1, 3)
     assert queue.clear() == items
     assert len(queue) == 0
+
+
+def test_a_queue_is_full_when_the_next_batch_of_sequences_would_not_grow_and_no_step_waits() -> None:
+    queue = make([waiting("window", 20) for _ in range(9)], TenthOfASlice())
+    queue.take(stays)  # five fill a slice
+    assert not queue.full
+    queue.put(waiting("window", 20))
+    assert queue.full
+    queue.put(waiting("step"))
+    assert not queue.full
+
+
+def test_a_batch_that_is_put_back_is_the_first_of_its_line_again() -> None:
+    items = [waiting("window", 20) for _ in range(12)]
+    queue = make(items, TenthOfASlice())
+    batch = queue.take(stays)
+    queue.put_back(batch)
+    assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [items[:5], items[5:10], items[10:]]
