@@ -27,6 +27,7 @@ from service.middleware import Door
 from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
 from service.routes.errors import envelope
 from service.settings import Settings
+from service.tracing import Tracing
 
 VERSION = "0.1.0"
 
@@ -80,12 +81,13 @@ def create_app(
     metrics: Metrics,
     on_load_failure: Callable[[Exception], None],
     on_ready: Callable[[], None] = lambda: None,
+    tracing: Tracing | None = None,
 ) -> Application:
     """The application around a catalog that is not loaded yet.
 
     It answers at once, and takes requests for models once they are loaded, verified and warmed up. If that fails,
     `on_load_failure` is called with the reason, and is to end the process. `on_ready` is called before the first
-    request for a model.
+    request for a model. `tracing` is for the owner to close.
     """
 
     async def load() -> None:
@@ -116,6 +118,7 @@ def create_app(
             envelope=envelope,
             metrics=metrics,
             presence=catalog.presence,
+            tracing=tracing,
         ),
         direct=Direct(ROUTES, DIRECT),
         title="Wane",
@@ -129,6 +132,7 @@ def create_app(
     app.state.catalog = catalog
     app.state.metrics = metrics
     app.state.settings = settings
+    app.state.tracing = tracing
     for router in ROUTERS:
         app.include_router(router)
     return app

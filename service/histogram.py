@@ -1,12 +1,14 @@
 """Prometheus histograms for what is observed at every token.
 
 prometheus_client's take a lock and walk through their buckets for each value. These are observed on the event loop's
-thread only, find their bucket by bisection, and are made into metrics when somebody asks.
+thread only, find their bucket by bisection, and are made into metrics when somebody asks. A value that has a trace is
+its bucket's exemplar until the next one that has.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -14,24 +16,29 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 
 class Observed:
     """The values of one set of labels."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds`: the largest value of each bucket but the last, which has none."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, value: float) -> None:
-        """Counts one value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """Counts one value, and remembers by its bucket of which trace it was."""
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
         self.total += value
+        if trace_id is not None:
+            self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
 
 class Histogram(Collector):
@@ -63,9 +70,9 @@ class Histogram(Collector):
             found = self._observed[values] = Observed(self._bounds)
         return found
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, trace_id: str | None = None) -> None:
         """Counts one value of a histogram without labels."""
-        self.labels().observe(value)
+        self.labels().observe(value, trace_id)
 
     def describe(self) -> Iterator[Metric]:
         """Its name, for the registry."""
@@ -76,6 +83,8 @@ class Histogram(Collector):
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         names: list[str] = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
         for values, observed in list(self._observed.items()):
-            counts = list(zip(names, map(float, accumulate(observed.counts)), strict=True))
+            pairs = zip(names, map(float, accumulate(observed.counts)), strict=True)
+            exemplars = observed.exemplars
+            counts = [(*pair, exemplars[index]) if index in exemplars else pair for index, pair in enumerate(pairs)]
             family.add_metric(values, counts, sum_value=observed.total)
         yield family

@@ -25,13 +25,13 @@ from service.engine.presence import Presence
 from service.errors import InvalidRequest, TooLarge, Unavailable, shown
 from service.logs import log_access, logs_access
 from service.metrics import Metrics
+from service.tracing import CURRENT, Parent, Traced, Tracing
 
 Envelope = Callable[[Scope, Exception], Response]
 """Turns a failure into the answer of the protocol that the request's path speaks."""
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are one label
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
@@ -41,12 +41,14 @@ LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 class Context:
     """What the server knows of one request beside its body.
 
-    `headers`: by lower-case name, the first of each. `timeout_s` is what one answer may take, of a WebSocket each; a
-    request's `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access log.
+    `parent` is the client's span, `trace_id` names the trace. `headers`: by lower-case name, the first of each.
+    `timeout_s` is what one answer may take, of a WebSocket each; a request's `deadline` is in seconds on the event
+    loop's clock. `fields` is what a route adds to the access log.
     """
 
     request_id: str
     trace_id: str | None = None
+    parent: Parent | None = None
     headers: dict[bytes, bytes] = field(default_factory=dict)
     timeout_s: float = math.inf
     deadline: float | None = None
@@ -56,15 +58,14 @@ class Context:
     def of(cls, scope: Scope) -> Context:
         """A request's id is the client's `x-request-id`, else its trace's id, else a new one."""
         headers = dict(reversed(scope["headers"]))
-        traceparent = headers.get(b"traceparent")
-        trace = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
-        trace_id = None if trace is None else trace[1].decode()
+        parent = Parent.of(headers.get(b"traceparent"))
+        trace_id = None if parent is None else f"{parent.trace_id:032x}"
         given = headers.get(b"x-request-id")
         if given is not None and REQUEST_ID.fullmatch(given):
             request_id = given.decode()
         else:
             request_id = trace_id or f"{getrandbits(128):032x}"
-        return cls(request_id, trace_id, headers)
+        return cls(request_id, trace_id, parent, headers)
 
     def header(self, name: str) -> str | None:
         """The value of the first header of this lower-case name."""
@@ -98,6 +99,7 @@ class Door:
         envelope: Envelope,
         metrics: Metrics,
         presence: Presence,
+        tracing: Tracing | None = None,
     ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
@@ -105,6 +107,7 @@ class Door:
         self.envelope = envelope
         self.metrics = metrics
         self.presence = presence
+        self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -116,6 +119,10 @@ class Door:
         started_s = time.perf_counter()
         wave = self.presence.enter()
         here = scope["wane.context"] = Context.of(scope)
+        traced = None if self.tracing is None else begin_trace(self.tracing, scope, here, started_s)
+        if traced is not None:
+            here.trace_id = traced.trace_id
+        token = None if traced is None else CURRENT.set(traced)
         status: int | None = None
         sent_bytes = 0
 
@@ -140,7 +147,11 @@ class Door:
             await self.envelope(scope, error)(scope, receive, send_out)
         finally:
             wave.leave()
-            self.record(scope, here, status or HUNG_UP, sent_bytes, time.perf_counter() - started_s)
+            ended_s = time.perf_counter()
+            self.record(scope, here, status or HUNG_UP, sent_bytes, ended_s - started_s, traced)
+            if traced is not None and token is not None:
+                CURRENT.reset(token)
+                end_trace(traced, scope, here, status or HUNG_UP, ended_s)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message."""
@@ -188,11 +199,15 @@ class Door:
     def too_large(self, what: str) -> TooLarge:
         return TooLarge(f"the body {what}; at most {self.max_body_bytes} bytes are taken")
 
-    def record(self, scope: Scope, here: Context, status: int, sent_bytes: int, seconds: float) -> None:
+    def record(
+        self, scope: Scope, here: Context, status: int, sent_bytes: int, seconds: float, traced: Traced | None
+    ) -> None:
         """Counts and logs a request that is over."""
         method = scope["method"]
-        route = getattr(scope.get("route"), "path", "unmatched")
-        self.metrics.count_request(route, method if method in METHODS else "other", status, seconds)
+        known = method if method in METHODS else "other"
+        self.metrics.count_request(
+            route(scope), known, status, seconds, traced.trace_id if traced is not None else None
+        )
         if not logs_access():
             return
         line = self.line(scope, here, seconds)
@@ -211,3 +226,33 @@ class Door:
             "path": scope["path"][:LOGGED_CHARACTERS],
             "duration_ms": round(seconds * 1000, 3),
         }
+
+
+def route(scope: Scope) -> str:
+    """The template of the request's path; for one that there is nothing at, `unmatched`."""
+    found: str = getattr(scope.get("route"), "path", "unmatched")
+    return found
+
+
+def begin_trace(tracing: Tracing, scope: Scope, here: Context, started_s: float) -> Traced | None:
+    """A request, or a WebSocket's message, if it is sampled; one without a parent begins a trace of its own."""
+    states = [value for name, value in scope["headers"] if name == b"tracestate"]
+    return tracing.begin(here.parent, states, started_s)
+
+
+def end_trace(
+    traced: Traced, scope: Scope, here: Context, status: int, ended_s: float, error: object | None = None
+) -> None:
+    """Says of it what the access log says, and the `error` that a message was answered with."""
+    method = scope.get("method", "WS")  # of a message
+    attributes = {
+        "http.request.method": scope.get("method"),
+        "http.route": route(scope),
+        "http.response.status_code": status,
+        "url.path": scope["path"][:LOGGED_CHARACTERS],
+        "wane.request_id": here.request_id,
+        **{f"wane.{name}": value for name, value in here.fields.items()},
+    }
+    error = error or here.fields.get("error")
+    known = method if method in METHODS or method == "WS" else "HTTP"
+    traced.end(f"{known} {route(scope)}", status, attributes, None if error is None else str(error), ended_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 from collections.abc import Mapping
@@ -13,12 +14,13 @@ from typing import Any
 import uvicorn
 
 from service import logs
-from service.app import create_app
+from service.app import VERSION, create_app
 from service.corked import CorkedProtocol
 from service.engine.catalog import Catalog
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.settings import Settings, SettingsError
+from service.tracing import Tracing
 
 KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
 # Messages are short: to compress one costs more than to answer it.
@@ -104,9 +106,10 @@ def run(settings: Settings) -> None:
         server.should_exit = True
 
     metrics = Metrics()
+    tracing = Tracing.open(os.environ, VERSION)
     catalog = Catalog(settings, metrics)
     config = uvicorn.Config(
-        create_app(settings, catalog, metrics, on_load_failure=end, on_ready=spare_the_collector),
+        create_app(settings, catalog, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing),
         host=settings.host,
         port=settings.port,
         workers=1,
@@ -122,6 +125,8 @@ def run(settings: Settings) -> None:
     )
     server = Server(config, catalog, notice_s=settings.drain_notice_ms / 1000)
     server.run()
+    if tracing is not None:
+        tracing.close()
     SERVICE.info("stopped")
     logs.flush()
     if failures:

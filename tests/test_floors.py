@@ -46,6 +46,7 @@ ONLY_IN = {
     "rich": ("service/__main__", "service/console", "training/"),
     "matplotlib": ("service/plot", "training/"),
     "prometheus_client": ("service/histogram", "service/metrics"),
+    "opentelemetry": ("service/tracing",),
     "onnxruntime": ("service/runners/onnx", "models/export/", "training/"),
     "onnx": ("models/export/", "training/"),
     "torch": (*TORCH_MODELS, "training/"),

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from service.documents import LivenessDocument, ReadinessDocument
-from service.metrics import CONTENT_TYPE
+from service.metrics import Metrics
 from service.routes import answers
 from service.routes.context import catalog
 
@@ -56,8 +56,10 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics."""
-    return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE)
+    """Prometheus metrics; with exemplars as OpenMetrics, where that is accepted."""
+    found: Metrics = request.app.state.metrics
+    text, content_type = found.render(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
 
 
 @router.get("/", include_in_schema=False)

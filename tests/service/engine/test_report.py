@@ -93,7 +93,7 @@ async def test_prometheus_sees_the_same_and_no_session_id(bench: Bench) -> None:
     assert bench.sample("wane_sessions_resident") == 1
     assert bench.sample("wane_state_bytes") == bench.engine._slab.slot_bytes
     assert bench.sample("wane_batch_items_count", role="step") == 1
-    text = bench.metrics.render().decode()
+    text = bench.metrics.render()[0].decode()
     assert "a-session-by-name" not in text
     assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text
 

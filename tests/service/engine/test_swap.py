@@ -320,7 +320,7 @@ async def test_metrics_are_of_the_version_that_is_served(
     metrics = catalog._metrics
     put(folder, "2", "lstm-stable")
     await catalog.load_model(MODEL)
-    text = metrics.render().decode()
+    text = metrics.render()[0].decode()
     assert 'wane_model_info{device="cpu",model="small",version="2"} 1.0' in text
     assert 'version="1"' not in text
     assert 'wane_sessions_resident{model="small"} 0.0' in text

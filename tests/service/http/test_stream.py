@@ -244,7 +244,7 @@ async def test_streams_and_their_messages_are_counted_and_a_stream_is_one_line_i
         server.should_exit = True
         while server.server_state.tasks:
             await asyncio.gather(*server.server_state.tasks)
-    metrics = server.app.state.metrics.render().decode()
+    metrics = server.app.state.metrics.render()[0].decode()
     after = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
     for status in ("200", "422"):
         name = f'wane_websocket_messages_total{{status="{status}"}}'
