@@ -1,9 +1,10 @@
 """Traces of requests, by OpenTelemetry: the extra `otel`, switched on by `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
     POST /v1/sessions/{session}/tokens      the request: what the door knows of it; its parent is the client's span
-      queue                                 from queued to taken, once for each batch that works for the request
-      batch                                 from taken to handed out; linked to every sampled request in it
-        run                                 of the model's graph, on the runner's thread
+      queue                                 from queued until the runner begins; once for each batch that it waits for
+      batch                                 from then until its results are handed out; linked to every sampled
+                                            request in it
+        run                                 of the model's graph
 
 A batch is run once, and stands once in what is exported: in the trace of the first sampled request in it. The `queue`
 spans of the others are linked to it.
@@ -151,15 +152,13 @@ class Traced:
 
 
 class Batch(NamedTuple):
-    """A batch that is over, with its times: when it was taken from the queue, and when the runner began and ended.
-    `failed`: how many of its items have no result."""
+    """A batch that is over, and when the runner began and ended. `failed`: how many of its items have no result."""
 
     model: str
     role: str
     device: str
     items: int
     failed: int
-    taken_s: float
     began_s: float
     ended_s: float
 
@@ -169,12 +168,12 @@ class Batch(NamedTuple):
 
         first = next(iter(waiting))
         handed_out_s = time.perf_counter()
-        batch = first._child("batch", self.taken_s, to=[traced._span for traced in waiting])
+        batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
         run = first._child("run", self.began_s, of=batch)
         for traced, queued_s in waiting.items():
             queue = traced._child("queue", queued_s, to=() if traced is first else [batch])
             queue.set_attribute("wane.model", self.model)
-            queue.end(traced._ns(self.taken_s))
+            queue.end(traced._ns(self.began_s))
         batch.set_attributes({"wane.model": self.model, "wane.graph": self.role, "wane.batch.items": self.items})
         run.set_attributes(
             {

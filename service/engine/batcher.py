@@ -27,6 +27,7 @@ from service.engine.types import Latency
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Runner
+from service.tracing import CURRENT, Batch, Traced
 
 logger = logging.getLogger("wane.engine")
 
@@ -43,6 +44,7 @@ class Ticket:
 
     `admitted`: some work of it was let into the queue; what follows is not refused half-way.
     `entered`: binding work of it is or was in a batch: the request will be carried through.
+    `traced`: the request, if it is one that is traced.
     """
 
     deadline: float | None = None
@@ -51,9 +53,11 @@ class Ticket:
     started_s: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    traced: Traced | None = None
 
     def __post_init__(self) -> None:
         self.started_s = time.perf_counter()
+        self.traced = CURRENT.get()
 
     def latency(self, since: Ticket | None = None) -> Latency:
         """Where the time went until now, since the ticket was made or `since` was copied from it."""
@@ -159,7 +163,12 @@ class Batcher:
         self._late = metrics.skipped.labels(model, "deadline")
         self._refused = metrics.refused.labels(model)
         self._failed = metrics.failed.labels(model)
-        self._queued = metrics.queue_items.labels(model)
+        self._model = model
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait for the runner."""
+        return len(self._queue) + (0 if self._ahead is None else len(self._ahead[0]))
 
     @property
     def idle(self) -> bool:
@@ -217,7 +226,6 @@ class Batcher:
         self._starting = False
         while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
             items = self._take()
-            self._queued.set(len(self._queue))
             if not items:
                 break
             self._hand_over(items)
@@ -260,14 +268,20 @@ class Batcher:
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
         if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
-            (self._late if late else self._abandoned).inc()
+            self._skip(item, late=late)
             self._settle(item, None)
             return False
         if late and not item.ticket.entered:
-            self._late.inc()
+            self._skip(item, late=True)
             self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
             return False
         return True
+
+    def _skip(self, item: Item, *, late: bool) -> None:
+        """Counts and traces what is not run."""
+        (self._late if late else self._abandoned).inc()
+        if item.ticket.traced is not None:
+            item.ticket.traced.skipped(item.queued_s, time.perf_counter(), "deadline" if late else "abandoned")
 
     def _finish(
         self, items: Sequence[Item], rows: Sequence[Row | Exception], started_s: float, compute_s: float
@@ -295,6 +309,11 @@ class Batcher:
                 self._settle(item, failure)
             else:
                 self._settle(item, row)
+        traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
+        if traced:
+            failed = sum(isinstance(row, Exception) for row in rows)
+            ended_s = started_s + compute_s
+            Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
 
     def _observe(self, role: Role, items: Sequence[Item], compute_s: float) -> None:
         """Counts a batch that has run."""

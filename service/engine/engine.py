@@ -480,6 +480,7 @@ class Engine:
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(slab))
         metrics.state_bytes.labels(self.name).set_function(lambda: slab.used_bytes)
+        metrics.queue_items.labels(self.name).set_function(lambda: self._batcher.waiting)
 
     def keep(self) -> None:
         """From now on, looks after what is kept, now and then."""
