@@ -249,19 +249,21 @@ class Tracing:
         if not self._sampling.takes(parent):
             yield {}
             return
-        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        traced = self._start(f"{method} {path}", SpanKind.CLIENT, parent, (), time.perf_counter())
+        span = self._start(f"{method} {path}", SpanKind.CLIENT, parent, (), time.perf_counter())._span
+        span.set_attribute("http.request.method", method)
         headers: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(headers, set_span_in_context(traced._span))
+        TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
         try:
             yield headers
         except Exception as error:
-            traced._span.record_exception(error)
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
             raise
         finally:
-            traced.end(f"{method} {path}", 0, {"http.request.method": method}, None, time.perf_counter())
+            span.end()
 
     def _start(
         self, name: str, kind: SpanKind, parent: Parent | None, tracestate: Sequence[bytes], started_s: float
