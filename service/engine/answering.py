@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,18 @@ class Part:
     latency: Latency
 
 
+class Sampler(Protocol):
+    """Who wants some of the answers, to give them once more by the other mode."""
+
+    def chosen(self) -> bool:
+        """Whether the next answer is one of them; to be asked once of each."""
+        ...
+
+    def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
+        """One that was chosen: given by one mode, from `fed`, which ends at the course's position."""
+        ...
+
+
 class Answering:
     """Runs the window's part of a course, and makes answers of parts."""
 
@@ -89,7 +102,7 @@ class Answering:
         self._prover = prover
         self._proofs = 0
         self.direction: Direction | None = None
-        self.offer: Callable[[Course, NDArray[np.int64], Part], None] | None = None
+        self.sampler: Sampler | None = None
 
     def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
         """A part that was run: the recurrent one of a course, or the window's."""
@@ -140,14 +153,25 @@ class Answering:
             }
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
-        elif self.offer is not None:
-            self.offer(course, fed, answering)
+        elif self.sampler is not None and self.sampler.chosen():
+            self.sampler.offer(course, fed, answering)
         proved = await self._proved(answering, answering.bound)
         return self._made(course, found, answering.bound, proved, ticket, session, replayed, modes, pair)
 
-    def of_step(self, course: Course, outcome: Outcome, top_k: int, ticket: Ticket, session: str) -> Answer:
-        """As `answer`, of a step from a resident state, of which no proof takes long; it is not offered."""
+    def of_step(
+        self,
+        course: Course,
+        fed: Callable[[], NDArray[np.int64]],
+        outcome: Outcome,
+        top_k: int,
+        ticket: Ticket,
+        session: str,
+    ) -> Answer:
+        """As `answer`, of a step from a resident state, of which no proof takes long. `fed` gives what `answer` is
+        given."""
         bound = course.bound(self._certificate)
+        if self.sampler is not None and self.sampler.chosen():
+            self.sampler.offer(course, fed(), Part(outcome, bound, ticket.latency()))
         found, proved = self._predictions(outcome, top_k), self._leads(outcome, bound)
         return self._made(course, found, bound, proved, ticket, session, replayed=False)
 

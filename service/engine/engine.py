@@ -162,7 +162,7 @@ class Engine:
                 window=self._limits.window,
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
-            self._answering.offer = self._shadow.offer
+            self._answering.sampler = self._shadow
         beside = RADIUS in runner.outputs("window")
         self._prompts = Prompts(
             manifest,

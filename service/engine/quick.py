@@ -54,7 +54,7 @@ class Quick:
         Raises UnknownSession, PositionConflict, Overloaded, Unavailable.
         """
         sessions = self._sessions
-        if len(request.tokens) > 1 or self._answering.offer is not None or not sessions.at_once:
+        if len(request.tokens) > 1 or not sessions.at_once:
             return None
         if not sessions.take_turn(request.session):
             return None
@@ -100,7 +100,9 @@ class Quick:
             return None
         position = committed.position
         course = Course(Mode.RECURRENT, position, None, Origin.RESIDENT, position - step.cut)
-        return self._answering.of_step(course, outcome(row), request.top_k, step.ticket, record.session)
+        return self._answering.of_step(
+            course, committed.tail.ids, outcome(row), request.top_k, step.ticket, record.session
+        )
 
     def leave(self, step: QuickStep) -> None:
         """The step is over, however it went."""

@@ -113,10 +113,12 @@ class Shadow:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
         batcher.on_idle = self._wake
 
+    def chosen(self) -> bool:
+        """Whether the next answer is sampled."""
+        return not self._closed and self._random.random() < self._rate
+
     def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
-        """An answer of one mode was given, from `fed`, which ends at the course's position. Some are sampled."""
-        if self._closed or self._random.random() >= self._rate:
-            return
+        """One of the sampled answers: copied, and dropped where too many wait."""
         case = self._case(course, fed, live)
         if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
             self._report.shadowed("dropped")

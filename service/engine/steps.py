@@ -122,7 +122,7 @@ class Steps:
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         cut = record.cut if base is None else base.cut
         # One run from a state that is there needs no more than the new tokens, unless a shadow may follow.
-        needs_all = base is None or mode is not Mode.RECURRENT or self._answering.offer is not None
+        needs_all = base is None or mode is not Mode.RECURRENT or self._answering.sampler is not None
         fed = seen = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
         if base is None and routing.is_free(request.mode, record.mode):
             seen, cut = self._rebuilding(position, fed, cut)

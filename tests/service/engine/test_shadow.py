@@ -80,6 +80,35 @@ async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hear
     assert agreement["max_logit_difference"] == pytest.approx(expected.max_logit_difference)
 
 
+async def test_a_step_of_one_token_needs_no_task_with_shadows_either_and_is_compared_with_its_own_window(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(shadow_rate=1.0)
+    tokens = tuple(range(2, 9))
+    session = (await bench.engine.create_session()).session
+    for token in tokens:
+        step = asyncio.create_task(bench.engine.step(StepRequest(session, (token,))))
+        await turn()
+        assert not bench.engine._running
+        await step
+        await settled(shadow_of(bench))
+    windows = [list((EOS, *tokens[:end]) if end <= 4 else tokens[end - 4 : end]) for end in range(1, 8)]
+    assert bench.shadow_runner.calls == [("window", [window]) for window in windows]
+    agreement, shadows = await report(bench)
+    assert (agreement["compared"], shadows["dropped"]) == (7, 0)
+    expected = [
+        compare(
+            bench.runner.logits([EOS, *tokens[:end]]),
+            bench.runner.logits(window),
+            *np.zeros((2, 4), np.float32),
+            None,
+            False,
+        )
+        for end, window in enumerate(windows, start=1)
+    ]
+    assert agreement["max_logit_difference"] == pytest.approx(max(one.max_logit_difference for one in expected))
+
+
 async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_bench: MakeBench) -> None:
     bench = make_bench(shadow_rate=1.0)
     await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
@@ -338,7 +367,7 @@ async def test_the_bound_beside_a_shadow_s_window_counts(make_bench: MakeBench) 
 async def test_without_a_rate_there_is_nothing_that_could_cost(make_bench: MakeBench) -> None:
     bench = make_bench(shadow_rate=0.0)
     assert bench.engine._shadow is None
-    assert bench.engine._answering.offer is None
+    assert bench.engine._answering.sampler is None
     assert bench.engine._batcher.on_idle is None
 
 
