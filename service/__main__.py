@@ -2,6 +2,7 @@
 
 python -m service [serve] [settings]       serve; --help lists every setting
 python -m service compare URL [options]    drive both modes over a text: latency and agreement
+python -m service key NAME >> FILE         make an API key, and add its hash to a file of keys
 python -m service report URL               what a server has measured so far
 """
 
@@ -23,6 +24,7 @@ from service.client import Client, ClientError
 from service.compare import choose, measure, requests_needed
 from service.console import agreement_table, latency_table, report_tables
 from service.engine.catalog import CatalogError
+from service.keys import KeysError, make_key
 from service.runners.runner import DeviceError
 from service.settings import Settings, SettingsError
 from service.stores.store import StoreError
@@ -89,13 +91,30 @@ def report(arguments: Sequence[str]) -> None:
         Console().print(*report_tables(client.report()))
 
 
+def key(arguments: Sequence[str]) -> None:
+    """Makes an API key: its line for a file of keys goes to standard output, the key itself, this once, to standard
+    error. The line holds the key's hash, from which nobody finds the key."""
+    parser = argparse.ArgumentParser("python -m service key", description=key.__doc__)
+    parser.add_argument("name", metavar="NAME", help="whose key it is; all keys of a name have the same sessions")
+    parser.add_argument("--scope", metavar="SCOPE", help="use (default), metrics, admin, or several joined by +")
+    parser.add_argument("--rate", metavar="REQUESTS", help="requests a second (default: any number)")
+    parser.add_argument("--burst", metavar="REQUESTS", help="of those, how many at once (default: a second's)")
+    parser.add_argument("--sessions", metavar="SESSIONS", help="how many NAME may have (default: any number)")
+    options = vars(parser.parse_args(arguments))
+    name = options.pop("name")
+    made, kept = make_key(name, [f"{option}={value}" for option, value in options.items() if value is not None])
+    print(f"The key of {name}, which is shown only now:\n\n    {made}\n", file=sys.stderr, flush=True)  # noqa: T201
+    print(kept.line())  # noqa: T201
+
+
 HELP = argparse.RawDescriptionHelpFormatter
-COMMANDS = {"serve": serve, "compare": compare, "report": report}
+COMMANDS = {"serve": serve, "key": key, "compare": compare, "report": report}
 INTERRUPTED = 130  # as shells have it: 128 and the signal's number
 FAILURES = (
     SettingsError,
     CommandError,
     CatalogError,
+    KeysError,
     StoreError,
     BundleError,
     DeviceError,

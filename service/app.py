@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.direct import Direct, Endpoint
 from service.documents import ProblemDocument
 from service.engine.catalog import Catalog
+from service.guard import Guard
+from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
@@ -87,8 +89,9 @@ def create_app(
 
     It answers at once, and takes requests for models once they are loaded, verified and warmed up. If that fails,
     `on_load_failure` is called with the reason, and is to end the process. `on_ready` is called before the first
-    request for a model. `tracing` is for the owner to close.
+    request for a model. `tracing` is for the owner to close. Raises KeysError for a file of keys that cannot be read.
     """
+    keys = KeySource(settings)
 
     async def load() -> None:
         try:
@@ -103,7 +106,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = asyncio.create_task(load())
+        watching = keys.watch()
         yield
+        if watching is not None:
+            watching.cancel()
         loading.cancel()
         with suppress(asyncio.CancelledError):
             await loading
@@ -115,10 +121,12 @@ def create_app(
             Door,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_ms=settings.request_timeout_ms,
+            body_timeout_s=settings.body_timeout_s,
             envelope=envelope,
             metrics=metrics,
             presence=catalog.presence,
             tracing=tracing,
+            guard=None if keys.keyring is None else Guard(keys.keyring),
         ),
         direct=Direct(ROUTES, DIRECT),
         title="Wane",
@@ -128,8 +136,11 @@ def create_app(
         exception_handlers={HTTPException: answer_problem},
         responses={"default": PROBLEM},
         redirect_slashes=False,
+        docs_url=None,  # the framework's pages are made of scripts that other sites serve
+        redoc_url=None,
     )
     app.state.catalog = catalog
+    app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings
     app.state.tracing = tracing

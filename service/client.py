@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +12,7 @@ import httpx
 Document = dict[str, Any]
 
 TIMEOUT_S = 60
+KEY_VARIABLE = "WANE_API_KEY"
 
 
 class ClientError(Exception):
@@ -20,9 +22,12 @@ class ClientError(Exception):
 class Client:
     """One connection to one server. Every method raises ClientError."""
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None, key: str | None = None) -> None:
+        """`key`: the API key that is sent; if none is given, the one in the variable WANE_API_KEY, if it is set."""
         self._url = url
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, transport=transport)
+        key = key or os.environ.get(KEY_VARIABLE)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, transport=transport, headers=headers)
 
     def __enter__(self) -> Self:
         return self

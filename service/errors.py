@@ -2,6 +2,8 @@
 
     WaneError                     code                  status  retryable
     ├── NotJson                   not_json              400     no
+    ├── Unauthorized              unauthorized          401     no   (carries `basic`: whether a browser may ask)
+    ├── Forbidden                 forbidden             403     no
     ├── InvalidRequest            invalid_request       422     no
     ├── NotFound
     │   ├── UnknownModel          unknown_model         404     no
@@ -12,8 +14,11 @@
     │   ├── EarlierStepFailed     earlier_step_failed   409     no   (in a call of many steps)
     │   └── TokenizerChanged      tokenizer_changed     409     no
     ├── LoadFailed                load_failed           422     no
+    ├── BodyTimeout               body_timeout          408     yes
     ├── TooLarge                  too_large             413     no
     ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
+    │   ├── RateLimited           rate_limited          429     yes
+    │   └── QuotaExceeded         quota_exceeded        429     yes
     ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
     ├── DeadlineExceeded          deadline_exceeded     504     yes
     └── Abandoned                 abandoned             499     no   (the client left; nobody reads this)
@@ -68,6 +73,24 @@ class InvalidRequest(WaneError):
 
     def extra(self) -> dict[str, object]:
         return {} if self.field is None else {"field": self.field}
+
+
+class Unauthorized(WaneError):
+    """No key, or one that is not good. `basic`: whoever asks may be a browser, which asks its user for one."""
+
+    code = "unauthorized"
+    http_status = 401
+
+    def __init__(self, message: str, *, basic: bool = False) -> None:
+        super().__init__(message)
+        self.basic = basic
+
+
+class Forbidden(WaneError):
+    """The key is good, but not for this."""
+
+    code = "forbidden"
+    http_status = 403
 
 
 class NotFound(WaneError):
@@ -135,6 +158,14 @@ class LoadFailed(WaneError):
         self.reason = reason
 
 
+class BodyTimeout(WaneError):
+    """The body came in too slowly."""
+
+    code = "body_timeout"
+    http_status = 408
+    retryable = True
+
+
 class TooLarge(WaneError):
     code = "too_large"
     http_status = 413
@@ -148,6 +179,21 @@ class Overloaded(WaneError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The key has asked for more than it may at a time."""
+
+    code = "rate_limited"
+
+
+class QuotaExceeded(Overloaded):
+    """The owner has all the sessions that it may have: until one is deleted, or ends."""
+
+    code = "quota_exceeded"
+
+    def __init__(self, owner: str, most: int) -> None:
+        super().__init__(f"{owner} has {most} sessions, and may have no more", retry_after_s=60)
 
 
 class Unavailable(WaneError):

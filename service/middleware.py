@@ -1,9 +1,12 @@
 """The door: the one piece of middleware, pure ASGI, that every HTTP request passes once, in and out.
 
-In:   its id (x-request-id, traceparent), its deadline (x-request-timeout-ms), the limit of its body (413, declared or
-      counted).
-Out:  x-request-id, an answer for whatever was raised, the metrics, and one line in the access log, whatever became of
-      it.
+In:   its id (x-request-id, traceparent), its key (401, 403, 429), its deadline (x-request-timeout-ms), the limit of its
+      body (413, declared or counted).
+Out:  x-request-id and what tells browsers to be careful, an answer for whatever was raised, the metrics, and one line
+      in the access log, whatever became of it.
+
+A WebSocket has its id and its key looked at too, before any route knows of it. One that is refused is accepted, told
+why in a message, and closed with 1008, for of a handshake that fails a browser tells its page nothing.
 
 It is one class, because every layer costs every message of every request a call.
 """
@@ -21,8 +24,11 @@ from random import getrandbits
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.engine.ownership import ANYBODY, Owner
 from service.engine.presence import Presence
-from service.errors import InvalidRequest, TooLarge, Unavailable, shown
+from service.errors import InvalidRequest, Overloaded, TooLarge, Unavailable, WaneError, shown
+from service.guard import Guard, chosen
+from service.keyring import Holder
 from service.logs import log_access, logs_access
 from service.metrics import Metrics
 from service.tracing import CURRENT, Parent, Traced, Tracing
@@ -35,6 +41,10 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
+NOSNIFF = (b"x-content-type-options", b"nosniff")
+NO_STORE = (b"cache-control", b"no-store")  # of what is not POSTed, which nobody stores
+POLICY = 1008
+TRY_AGAIN = 1013
 
 
 @dataclass(slots=True)
@@ -42,8 +52,9 @@ class Context:
     """What the server knows of one request beside its body.
 
     `parent` is the client's span, `trace_id` names the trace. `headers`: by lower-case name, the first of each.
-    `timeout_s` is what one answer may take, of a WebSocket each; a request's `deadline` is in seconds on the event
-    loop's clock. `fields` is what a route adds to the access log.
+    `timeout_s` is what one answer may take, of a WebSocket each, and `body_timeout_s` what a body may take to
+    come in; a request's `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access
+    log. `holder` has the key that the request came with, where there are keys, and is the `owner` of its sessions.
     """
 
     request_id: str
@@ -52,7 +63,10 @@ class Context:
     headers: dict[bytes, bytes] = field(default_factory=dict)
     timeout_s: float = math.inf
     deadline: float | None = None
+    body_timeout_s: float = math.inf
     fields: dict[str, object] = field(default_factory=dict)
+    owner: Owner = ANYBODY
+    holder: Holder | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> Context:
@@ -99,6 +113,8 @@ class Door:
         envelope: Envelope,
         metrics: Metrics,
         presence: Presence,
+        guard: Guard | None = None,
+        body_timeout_s: float = math.inf,
         tracing: Tracing | None = None,
     ) -> None:
         self.app = app
@@ -107,6 +123,8 @@ class Door:
         self.envelope = envelope
         self.metrics = metrics
         self.presence = presence
+        self.guard = guard
+        self.body_timeout_s = body_timeout_s
         self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,13 +148,19 @@ class Door:
             nonlocal status, sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", here.request_id.encode())]
+                headers = [*message["headers"], (b"x-request-id", here.request_id.encode()), NOSNIFF]
+                if scope["method"] != "POST":
+                    headers.append(NO_STORE)
+                message["headers"] = headers
             else:
                 sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
+            if self.guard is not None:
+                self.admit(self.guard, scope, here)
             here.timeout_s = self.timeout_s(here)
+            here.body_timeout_s = self.body_timeout_s
             here.deadline = asyncio.get_running_loop().time() + here.timeout_s
             await self.app(scope, self.bounded(here, receive), send_out)
         except (Exception, asyncio.CancelledError) as error:
@@ -159,9 +183,34 @@ class Door:
         here = scope["wane.context"] = Context.of(scope)
         here.timeout_s = self.request_timeout_ms / 1000
         try:
-            await self.app(scope, receive, send)
+            try:
+                if self.guard is not None:
+                    self.admit(self.guard, scope, here)
+            except WaneError as error:
+                await self.turn_away(scope, receive, send, error)
+            else:
+                await self.app(scope, receive, send)
         finally:
             log_access("socket", self.line(scope, here, time.perf_counter() - started_s) | here.fields)
+
+    def admit(self, guard: Guard, scope: Scope, here: Context) -> None:
+        """Notes who asks. Raises Unauthorized, Forbidden, RateLimited."""
+        holder = guard.identify(scope, here.headers)
+        if holder is not None:
+            here.holder = holder
+            here.owner = holder.owner
+            here.fields["key"] = holder.key.name
+            guard.admit(scope, holder)
+
+    async def turn_away(self, scope: Scope, receive: Receive, send: Send, error: WaneError) -> None:
+        """Tells a WebSocket why it is refused."""
+        document = self.envelope(scope, error).body
+        code = TRY_AGAIN if isinstance(error, Overloaded) else POLICY
+        context(scope).fields["code"] = code
+        await receive()  # that it connects
+        await send({"type": "websocket.accept", "subprotocol": chosen(scope)})
+        await send({"type": "websocket.send", "text": f'{{"error": {bytes(document).decode()}}}'})
+        await send({"type": "websocket.close", "code": code, "reason": error.code})
 
     def timeout_s(self, here: Context) -> float:
         """How long an answer is wanted. Raises InvalidRequest for a timeout that is none."""

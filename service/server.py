@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from service import logs
 from service.app import VERSION, create_app
 from service.corked import CorkedProtocol
 from service.engine.catalog import Catalog
+from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.settings import Settings, SettingsError
@@ -37,11 +39,14 @@ class Server(uvicorn.Server):
     On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that whoever spreads
     the requests notices and sends them elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
     as long as the settings allow; then it stops listening, and WebSockets are closed with 1012. Another SIGINT stops it
-    without that.
+    without that. On SIGHUP it reads the file of its `keys`, if there is one.
     """
 
-    def __init__(self, config: uvicorn.Config, catalog: Catalog, notice_s: float = 0.0) -> None:
+    def __init__(
+        self, config: uvicorn.Config, catalog: Catalog, notice_s: float = 0.0, keys: KeySource | None = None
+    ) -> None:
         super().__init__(config)
+        self.keys = keys
         self.catalog = catalog
         self.notice_s = notice_s
         self.draining: asyncio.Task[None] | None = None
@@ -52,11 +57,16 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.keys is not None and self.keys.has_file:
+            self.loop.add_signal_handler(signal.SIGHUP, self.keys.reload)
         for server in self.servers:
             for listener in server.sockets:
                 host, port = listener.getsockname()[:2]
                 url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
                 SERVICE.info("listening", extra={"fields": {"url": url}})
+                is_open = self.keys is None or self.keys.keyring is None
+                if is_open and not ip_address(host.partition("%")[0]).is_loopback:
+                    SERVICE.warning("no API keys are set: open to everybody who reaches %s", url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.started:
@@ -108,8 +118,9 @@ def run(settings: Settings) -> None:
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
     catalog = Catalog(settings, metrics)
+    app = create_app(settings, catalog, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing)
     config = uvicorn.Config(
-        create_app(settings, catalog, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing),
+        app,
         host=settings.host,
         port=settings.port,
         workers=1,
@@ -123,7 +134,7 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, catalog, notice_s=settings.drain_notice_ms / 1000)
+    server = Server(config, catalog, notice_s=settings.drain_notice_ms / 1000, keys=app.state.keys)
     server.run()
     if tracing is not None:
         tracing.close()

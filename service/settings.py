@@ -12,15 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+
+from service.keys import KeysError, of_text
 
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
 SNAPSHOT_TOKENS = 32
-SECRET = re.compile("//[^/]*@")  # of an address, who may use it and by which password
+SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # of an address, who may use it and by which password
+UNTOLD = frozenset({"api_keys"})  # by the command line, which others on the machine can read
 POLICIES = ("auto", "tail", "state")
-# Variables of the same prefix that belong to others: where the tests find their corpora, and what they may not skip.
-FOREIGN = frozenset({"WANE_DATA", "WANE_REQUIRE_STACK"})
+# Variables of the same prefix that belong to others: a client's key, where the tests find their corpora, and what they
+# may not skip.
+FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
 
@@ -36,6 +40,16 @@ class Settings(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one")
+    api_keys: SecretStr | None = Field(
+        default=None,
+        description="keys of whoever may ask, as NAME:KEY or NAME:KEY:SCOPE with commas between; scopes are use, "
+        "metrics, admin",
+    )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="a file of keys, by their hashes, which is read again when it changes: see docs/security.md. "
+        "Without any keys everybody may ask",
+    )
     bundles: Path = Field(default=Path("models/bundles"), description="a folder of bundles, or one bundle")
     watch_s: float | None = Field(
         default=None,
@@ -99,6 +113,7 @@ class Settings(BaseModel):
     )
     store: str = Field(
         default=IN_MEMORY,
+        repr=False,
         pattern=rf"^({IN_MEMORY}|(redis|rediss)(\+cluster)?://.+|unix://.+)$",
         description="where sessions are kept: memory, or a Redis that replicas share, as redis://host:6379/0, "
         "rediss:// with TLS, unix:// for a socket; redis+cluster:// and rediss+cluster:// for a node of a cluster",
@@ -133,6 +148,19 @@ class Settings(BaseModel):
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
     )
+    max_connections: int = Field(default=8192, ge=1, description="connections at a time; more are answered 503")
+    max_header_bytes: int = Field(
+        default=32 * 2**10, ge=1024, description="longest head of a request: its first line and its headers"
+    )
+    header_timeout_s: float = Field(
+        default=10, gt=0, allow_inf_nan=False, description="time that the head of a request has to come in"
+    )
+    body_timeout_s: float = Field(
+        default=20, gt=0, allow_inf_nan=False, description="time that the body of a request has to come in"
+    )
+    send_timeout_s: float = Field(
+        default=30, gt=0, allow_inf_nan=False, description="time after which a client that reads nothing is cut off"
+    )
     stream_idle_s: float = Field(
         default=600, gt=0, allow_inf_nan=False, description="time without a message after which a WebSocket is closed"
     )
@@ -160,6 +188,8 @@ class Settings(BaseModel):
         """One option for each field; what is not given is left out of the namespace."""
         group = parser.add_argument_group("settings", "each may also be given as a WANE_... variable")
         for name, field in cls.model_fields.items():
+            if name in UNTOLD:
+                continue
             unit = next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), None)
             default = "none" if field.default is None else field.default
             about = [unit] if unit else []
@@ -198,8 +228,18 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            value = SECRET.sub("//...@", repr(first["input"]))
+            value = "..." if name in UNTOLD else SECRET.sub("...", repr(first["input"]))
             raise SettingsError(f"{sources[name]} is {value}: {first['msg']}") from None
+
+    @field_validator("api_keys")
+    @classmethod
+    def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            try:
+                of_text(value.get_secret_value())
+            except KeysError as error:
+                raise ValueError(str(error)) from None
+        return value
 
     @field_validator("store_policy")
     @classmethod

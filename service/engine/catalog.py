@@ -21,10 +21,11 @@ from service.engine import loading
 from service.engine.deadline import until
 from service.engine.engine import Engine
 from service.engine.loading import Opened
+from service.engine.ownership import id_of
 from service.engine.presence import Presence
 from service.engine.repository import Found, Repository, RepositoryError, look, tell
 from service.engine.retirement import Retirement
-from service.engine.types import Standing, check_session_id
+from service.engine.types import Standing
 from service.engine.watch import Watch
 from service.errors import (
     InvalidRequest,
@@ -155,24 +156,25 @@ class Catalog:
         return engine
 
     async def engine_for(self, session: str, model: str | None = None) -> Engine:
-        """The engine that a session lives on.
+        """The engine that a session lives on, which goes by its name within: see `ownership`.
 
-        Raises UnknownSession; InvalidRequest for what is no session id, and if `model` is another; TokenizerChanged
-        where its tokens are none of this version's.
+        Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged where its tokens are none of this
+        version's.
         """
         self.check_ready()
-        check_session_id(session)
         assert self._store is not None, "ready without a store: this is a bug"
         record = self._store.recall(session) or await self._store.get(session)
         engine = None if record is None else self._engines.get(record.model)
         if record is None or engine is None:
-            raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
+            raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if model is not None and model != record.model:
-            raise InvalidRequest(f"session {session!r} is of model {record.model!r}, not of {shown(model)}", "model")
+            raise InvalidRequest(
+                f"session {id_of(session)!r} is of model {record.model!r}, not of {shown(model)}", "model"
+            )
         if record.vocabulary != engine.tokenizer:
             older = self._retirement.of(record.model, record.vocabulary)
             if older is None:
-                raise TokenizerChanged(session, engine.name, engine.version)
+                raise TokenizerChanged(id_of(session), engine.name, engine.version)
             return older
         return engine
 

@@ -35,6 +35,7 @@ from service.engine.generation import Generation
 from service.engine.keeper import Keeper
 from service.engine.limits import Limits
 from service.engine.margin import Margin
+from service.engine.ownership import ANYBODY, Owner
 from service.engine.pacing import Pacing
 from service.engine.parallel import Parallel
 from service.engine.prompts import Prompts
@@ -344,10 +345,12 @@ class Engine:
 
     # Sessions
 
-    async def create_session(self, session: str | None = None, mode: Mode | None = None) -> SessionView:
-        """Starts a session, under its owner's id or a fresh one. Raises SessionExists, InvalidRequest."""
+    async def create_session(
+        self, session: str | None = None, mode: Mode | None = None, owner: Owner = ANYBODY
+    ) -> SessionView:
+        """Starts a session, under the id given or a fresh one. Raises SessionExists, InvalidRequest, QuotaExceeded."""
         with self._admitted():
-            return self._steps.view(await self._sessions.create(session, mode))
+            return self._steps.view(await self._sessions.create(session, mode, owner))
 
     async def get_session(self, session: str) -> SessionView:
         """Looks at a session without touching its idle time. Raises UnknownSession."""

@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
+from service.engine.ownership import ANYBODY, Owner, id_of, name_within
 from service.engine.residents import Resident, Residents
 from service.engine.slab import START
 from service.engine.turns import Turn, Turns
-from service.engine.types import Mode, StepRequest, check_session_id
+from service.engine.types import Mode, StepRequest
 from service.errors import InvalidRequest, PositionConflict, SessionExists, TokenizerChanged, UnknownSession
 from service.metrics import Metrics
 from service.stores.snapshots import due
 from service.stores.store import LastStep, Ready, Record, Snapshot, Store, digest, follows
 from service.stores.tail import Tail
+
+ID_BYTES = 16
 
 
 class Place(Enum):
@@ -114,17 +117,17 @@ class Sessions:
         self._caught_up = metrics.caught_up.labels(model)
         self._conflicts = metrics.conflicts.labels(model)
 
-    async def create(self, session: str | None, mode: Mode | None) -> Record:
-        """A new session at position 0. Raises SessionExists, InvalidRequest for a bad id, Overloaded."""
-        if session is None:
-            session = secrets.token_urlsafe(16)
-        else:
-            check_session_id(session)
+    async def create(self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY) -> Record:
+        """A new session at position 0, of 128 random bits for an id if none is given.
+
+        Raises SessionExists, InvalidRequest for a bad id, Overloaded, QuotaExceeded.
+        """
+        session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
         record = Record(
             session, self._model, self._version, mode or Mode.AUTO, 0, self._empty, vocabulary=self._vocabulary
         )
-        if not await self._store.create(record):
-            raise SessionExists(f"session {session!r} exists already")
+        if not await self._store.create(record, owner.sessions):
+            raise SessionExists(f"session {given!r} exists already")
         return (self._store.recall(session) or record)._replace(idle_s=0.0)
 
     def turn(self, session: str) -> Turn:
@@ -138,9 +141,9 @@ class Sessions:
     def _known(self, session: str, record: Record | None) -> Record:
         if record is None or record.model != self._model:
             self._residents.drop(session)
-            raise UnknownSession(f"there is no session {session!r}: it never was, was deleted, or has expired")
+            raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if record.vocabulary != self._vocabulary:
-            raise TokenizerChanged(session, self._model, self._version)
+            raise TokenizerChanged(id_of(session), self._model, self._version)
         return record
 
     # Of a store that answers at once
@@ -303,7 +306,7 @@ class Sessions:
         await self.read(session)
         self._residents.drop(session)
         if not await self._store.delete(session):
-            raise UnknownSession(f"there is no session {session!r}")
+            raise UnknownSession(f"there is no session {id_of(session)!r}")
 
     async def expire(self) -> int:
         """Forgets states that were idle for too long, and sessions that are over; the number of those that are left."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
+from service.engine.ownership import id_of
 from service.errors import Overloaded
 
 MOST_WAITERS = 64  # requests that may wait for one session: they are not in the batcher's bounded queue yet
@@ -57,7 +58,7 @@ class Turn:
         if queue is None:
             queue = self._waiting[session] = deque()
         if len(queue) >= MOST_WAITERS:
-            raise Overloaded(f"{MOST_WAITERS} requests are waiting for session {session!r}, the most that may")
+            raise Overloaded(f"{MOST_WAITERS} requests are waiting for session {id_of(session)!r}, the most that may")
         mine = asyncio.get_running_loop().create_future()
         queue.append(mine)
         try:

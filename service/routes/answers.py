@@ -31,6 +31,7 @@ from service.documents import (
     StoreDocument,
 )
 from service.engine.engine import Engine
+from service.engine.ownership import id_of
 from service.engine.types import (
     Agreement,
     Answer,
@@ -118,7 +119,7 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
     if given.agreement is not None:
         document["agreement"] = agreement(given.agreement)
     if given.session is not None:
-        document["session"] = given.session
+        document["session"] = id_of(given.session)
     if given.position is not None:
         document["position"] = given.position
     if given.replayed is not None:
@@ -220,7 +221,7 @@ def session(engine: Engine, given: SessionView) -> SessionDocument:
         "model": given.model,
         "model_version": given.model_version,
         "device": engine.device,
-        "session": given.session,
+        "session": id_of(given.session),
         "mode": given.mode,
         "position": given.position,
         "state": given.state,

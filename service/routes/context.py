@@ -6,6 +6,7 @@ from starlette.requests import HTTPConnection
 
 from service.engine.catalog import Catalog
 from service.engine.engine import Engine
+from service.engine.ownership import Owner, name_within
 from service.engine.types import Answer, Finish
 from service.logs import logs_access
 from service.middleware import context
@@ -32,6 +33,23 @@ def deadline(request: HTTPConnection) -> float | None:
 def header(request: HTTPConnection, name: str) -> str | None:
     """The value of a header, by its lower-case name."""
     return context(request.scope).header(name)
+
+
+def owner(request: HTTPConnection) -> Owner:
+    """Whoever asks."""
+    return context(request.scope).owner
+
+
+def named(request: HTTPConnection, session: str) -> str:
+    """What a session of whoever asks goes by within. Raises InvalidRequest for what is no id."""
+    return name_within(context(request.scope).owner.name, session)
+
+
+def charge(request: HTTPConnection, requests: int) -> None:
+    """Counts so many requests more than the one that this is counted as. Raises RateLimited, Unauthorized."""
+    holder = context(request.scope).holder
+    if holder is not None and requests:
+        holder.charge(requests)
 
 
 def note_model(request: HTTPConnection, engine: Engine) -> None:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.errors import SHOWN_CHARACTERS, Abandoned, InvalidRequest, NotJson
+from service.errors import SHOWN_CHARACTERS, Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson
 from service.middleware import context
 from service.routes.errors import invalid_request
 from service.schemas import Body
@@ -21,10 +21,19 @@ B = TypeVar("B", bound=Body)
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     """The body as `model`; one of no bytes is `empty`.
 
-    Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded, Abandoned.
+    Raises NotJson, InvalidRequest, TooLarge, BodyTimeout, DeadlineExceeded, Abandoned.
     """
-    async with until(context(request.scope).deadline, "the deadline passed while the body was still coming in"):
-        raw = await _body(request)
+    here = context(request.scope)
+    deadline = here.deadline
+    if deadline is not None and here.body_timeout_s < here.timeout_s:
+        deadline -= here.timeout_s - here.body_timeout_s
+    try:
+        async with until(deadline, "the deadline passed while the body was still coming in"):
+            raw = await _body(request)
+    except DeadlineExceeded:
+        if deadline == here.deadline:
+            raise
+        raise BodyTimeout(f"the body was not there after {here.body_timeout_s:g} s") from None
     return parse(raw or empty, model)
 
 

@@ -25,11 +25,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from service.errors import InvalidRequest, Overloaded, TooLarge, Unavailable, WaneError
+from service.errors import BodyTimeout, InvalidRequest, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from service.logs import SERVICE
 from service.middleware import context
 
 INTERNAL = "internal"
+BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 INFERENCE_PROTOCOL = "/v2/"
 UNEXPECTED = "something went wrong here, and it is not your request; the log has it under this request id"
 
@@ -77,8 +78,10 @@ def describe(error: Exception) -> Failure:
         headers: dict[str, str] = {}
         if isinstance(error, Overloaded | Unavailable):
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        if isinstance(error, TooLarge):
+        if isinstance(error, TooLarge | BodyTimeout | Unauthorized):
             headers["connection"] = "close"  # the rest of the body is not read
+        if isinstance(error, Unauthorized):
+            headers["www-authenticate"] = BASIC if error.basic else BEARER
         return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase

@@ -6,20 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from service import pages
 from service.documents import LivenessDocument, ReadinessDocument
 from service.metrics import Metrics
 from service.routes import answers
 from service.routes.context import catalog
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>Wane</title>
-<p>Wane serves recurrent next-token models whose memory provably fades, as a stream or as a window of the last k tokens,
-and says how far the two are apart: <a href="docs">try the API</a>, or read its <a href="openapi.json">description</a>,
-the <a href="v1/models">models</a> and the <a href="v1/report">report</a>.</p>
-</html>
-"""
 
 router = APIRouter(tags=["operations"])
 
@@ -65,4 +56,10 @@ async def metrics(request: Request) -> Response:
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """A first page for people."""
-    return HTMLResponse(PAGE)
+    return HTMLResponse(pages.first(), headers=pages.HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """Every route, for people."""
+    return HTMLResponse(pages.reference(request.app.openapi()), headers=pages.HEADERS)

@@ -20,7 +20,7 @@ from service.engine.engine import Engine
 from service.engine.types import CompareRequest, PredictRequest
 from service.errors import InvalidRequest
 from service.routes import answers
-from service.routes.context import catalog, deadline, note_answer, note_model, settings
+from service.routes.context import catalog, charge, deadline, named, note_answer, note_model, settings
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
@@ -33,21 +33,23 @@ router = APIRouter(tags=["predict"])
 async def predict(request: Request) -> Response:
     """What comes next: as the recurrent model, as a window of it, or both and how far they are apart."""
     body = await decode(request, PredictBody)
+    session: str | None = None
     if body.session is None:
         engine = catalog(request).get(body.model)
     else:
-        engine = await catalog(request).engine_for(body.session, body.model)
+        session = named(request, body.session)
+        engine = await catalog(request).engine_for(session, body.model)
     note_model(request, engine)
     async with until_hangup(request):
         if body.inputs is not None:
             return answers.reply(await _predict_many(request, engine, body, body.inputs))
-        given = await engine.predict(await _predict_request(request, engine, body, body.sequence))
+        given = await engine.predict(await _predict_request(request, engine, body, body.sequence, session))
     note_answer(request, given)
     return answers.reply(answers.answer(engine, given))
 
 
 async def _predict_request(
-    request: Request, engine: Engine, body: PredictBody, given: str | list[int]
+    request: Request, engine: Engine, body: PredictBody, given: str | list[int], session: str | None = None
 ) -> PredictRequest:
     return PredictRequest(
         tokens=await tokens_of(engine, given, deadline(request)),
@@ -55,7 +57,7 @@ async def _predict_request(
         window=body.window,
         tolerance=body.tolerance,
         top_k=body.top_k,
-        session=body.session,
+        session=session,
         deadline=deadline(request),
     )
 
@@ -67,6 +69,7 @@ async def _predict_many(
     most = settings(request).max_inputs
     if len(inputs) > most:
         raise InvalidRequest(f"inputs holds {len(inputs)} inputs, but at most {most} are answered at once", "inputs")
+    charge(request, len(inputs) - 1)
     asked: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):

@@ -13,7 +13,7 @@ from service.documents import AnswerDocument, SessionDocument
 from service.engine.types import StepRequest
 from service.errors import InvalidRequest, shown
 from service.routes import answers
-from service.routes.context import catalog, deadline, header, note_answer, note_model
+from service.routes.context import catalog, deadline, header, named, note_answer, note_model, owner
 from service.routes.decode import decode, headers, json_body, tokens_of
 from service.routes.hangup import until_hangup
 from service.schemas import RewindBody, SessionBody, StepBody
@@ -34,26 +34,27 @@ async def create(request: Request) -> Response:
     body = await decode(request, SessionBody)
     engine = catalog(request).get(body.model)
     note_model(request, engine)
-    view = await engine.create_session(body.session, body.mode)
-    location = {"location": f"/v1/sessions/{view.session}"}
-    return answers.reply(answers.session(engine, view), 201, location)
+    document = answers.session(engine, await engine.create_session(body.session, body.mode, owner(request)))
+    return answers.reply(document, 201, {"location": f"/v1/sessions/{document['session']}"})
 
 
 @router.get("/{session}", response_model=SessionDocument)
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""
-    engine = await catalog(request).engine_for(session)
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
     note_model(request, engine)
-    return answers.reply(answers.session(engine, await engine.get_session(session)))
+    return answers.reply(answers.session(engine, await engine.get_session(name)))
 
 
 @router.delete("/{session}", status_code=204)
 async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
-    engine = await catalog(request).engine_for(session)
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     async with until_hangup(request):
-        await engine.delete_session(session, deadline(request))
+        await engine.delete_session(name, deadline(request))
     return Response(status_code=204)
 
 
@@ -62,11 +63,12 @@ async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
     body = await decode(request, StepBody)
     position = _position(request, body)
-    engine = await catalog(request).engine_for(session)
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     async with until_hangup(request):
         step = StepRequest(
-            session=session,
+            session=name,
             tokens=await tokens_of(engine, body.sequence, deadline(request)),
             mode=body.mode,
             expected_position=position,
@@ -98,8 +100,9 @@ def _position(request: Request, body: StepBody) -> int | None:
 async def rewind(request: Request, session: SessionId) -> Response:
     """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
     body = await decode(request, RewindBody)
-    engine = await catalog(request).engine_for(session)
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     async with until_hangup(request):
-        view = await engine.rewind(session, body.position, deadline(request))
+        view = await engine.rewind(name, body.position, deadline(request))
     return answers.reply(answers.session(engine, view))

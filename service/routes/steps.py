@@ -14,7 +14,7 @@ from service.engine.engine import Engine
 from service.engine.types import Answer, StepRequest
 from service.errors import EarlierStepFailed, InvalidRequest
 from service.routes import answers
-from service.routes.context import catalog, deadline, header, settings
+from service.routes.context import catalog, charge, deadline, header, named, settings
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
@@ -36,6 +36,7 @@ async def append_many(request: Request) -> Response:
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
+    charge(request, len(body.steps) - 1)
     async with until_hangup(request):
         outcomes = await _step_many(request, body.steps)
     document: StepsDocument = {"results": [_document(request, outcome) for outcome in outcomes]}
@@ -54,7 +55,7 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
         try:
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
-            engine = engines.get(body.session) or await catalog(request).engine_for(body.session)
+            engine = engines.get(body.session) or await catalog(request).engine_for(named(request, body.session))
             engines[body.session] = engine
             by_engine.setdefault(engine, []).append((index, await _step_request(request, engine, body)))
         except Exception as error:
@@ -74,7 +75,7 @@ async def _step_request(request: Request, engine: Engine, body: SessionStepBody)
     if body.input is not None:
         await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
     return StepRequest(
-        session=body.session,
+        session=named(request, body.session),
         tokens=await tokens_of(engine, body.sequence, deadline(request)),
         mode=body.mode,
         expected_position=body.expected_position,

@@ -7,6 +7,7 @@
 One message is answered at a time; others may be sent meanwhile and wait their turn. A failure that leaves the session
 as the client knows it leaves the socket open; else the document is the last message, and the socket is closed:
 
+    1008   there is no key, or it is not good, or no more
     1009   the message is longer than a body may be (there is no document)
     1011   nobody expected this
     1012   the server is loading or stopping: come again
@@ -29,23 +30,27 @@ from service.documents import AnswerDocument, FailureDocument
 from service.engine.deadline import until
 from service.engine.engine import Engine
 from service.engine.types import PredictRequest, StepRequest
-from service.errors import Abandoned, Conflict, DeadlineExceeded, Unavailable, UnknownSession, WaneError
+from service.errors import Abandoned, Conflict, DeadlineExceeded, Unauthorized, Unavailable, UnknownSession, WaneError
+from service.guard import chosen
 from service.metrics import Metrics
-from service.middleware import context
+from service.middleware import begin_trace, context, end_trace
 from service.routes import answers
-from service.routes.context import catalog, settings
+from service.routes.context import catalog, charge, named, settings
 from service.routes.decode import parse, tokens_of
 from service.routes.errors import described
 from service.routes.hangup import until_hangup
 from service.routes.reply import encode
 from service.schemas import StreamBody
+from service.tracing import CURRENT, Traced, Tracing
 
 NORMAL = 1000
 INTERNAL = 1011
+POLICY = 1008
 RESTART = 1012
 NO_SESSION = 4404
 CONFLICT = 4409
 CLOSES: tuple[tuple[type[WaneError], int], ...] = (
+    (Unauthorized, POLICY),
     (UnknownSession, NO_SESSION),
     (Conflict, CONFLICT),
     (Unavailable, RESTART),
@@ -58,24 +63,28 @@ router = APIRouter()
 async def stream(socket: WebSocket, session: str) -> None:
     """See the module's text."""
     metrics: Metrics = socket.app.state.metrics
-    await socket.accept()
+    await socket.accept(chosen(socket.scope))
     with metrics.websockets.track_inprogress():
         try:
-            engine = await catalog(socket).engine_for(session)
+            name = named(socket, session)
+            engine = await catalog(socket).engine_for(name)
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
-        await Stream(socket, engine, session, metrics).run()
+        await Stream(socket, engine, name, metrics).run()
 
 
 class Stream:
     """One WebSocket, until it is closed by either side."""
 
     def __init__(self, socket: WebSocket, engine: Engine, session: str, metrics: Metrics) -> None:
+        """`session` is its name within."""
         self.socket = socket
         self.engine = engine
         self.session = session
         self.metrics = metrics
+        self.tracing: Tracing | None = socket.app.state.tracing
+        self.traced: Traced | None = None
         self.early: deque[Message] = deque()
         self.idle_s = settings(socket).stream_idle_s
         self.timeout_s = context(socket.scope).timeout_s
@@ -88,6 +97,7 @@ class Stream:
         try:
             while (message := await self.receive()) is not None:
                 started_s = time.perf_counter()
+                self.begin_trace(started_s)
                 wave = catalog(self.socket).presence.enter()
                 try:
                     await self.send(await self.answer(message))
@@ -127,6 +137,7 @@ class Stream:
 
     async def answer(self, message: str | bytes) -> AnswerDocument:
         """The prediction after one message."""
+        charge(self.socket, 1)
         body = parse(message, StreamBody)
         session = self.session
         if self.engine.retired:
@@ -152,7 +163,7 @@ class Stream:
         """Tells a failure, and whether it was the end."""
         failure, code = described(self.socket.scope, error), _close_code(error)
         await self.send({"error": failure.body(context(self.socket.scope).request_id)})
-        self.count(failure.status, started_s)
+        self.count(failure.status, started_s, failure.code)
         if code is not None:
             self.log["error"] = failure.code
             await self.close(code, failure.code)
@@ -161,10 +172,20 @@ class Stream:
     async def send(self, document: AnswerDocument | FailureDocument) -> None:
         await self.socket.send({"type": "websocket.send", "text": encode(document).decode()})
 
-    def count(self, status: int, started_s: float) -> None:
+    def count(self, status: int, started_s: float, error: str | None = None) -> None:
         """One message was answered."""
         self.answered += 1
-        self.metrics.count_message(status, time.perf_counter() - started_s)
+        ended_s = time.perf_counter()
+        traced = self.traced
+        self.metrics.count_message(status, ended_s - started_s, None if traced is None else traced.trace_id)
+        if traced is not None:
+            end_trace(traced, self.socket.scope, context(self.socket.scope), status, ended_s, error)
+
+    def begin_trace(self, started_s: float) -> None:
+        """One message has come: each is traced for itself."""
+        if self.tracing is not None:
+            self.traced = begin_trace(self.tracing, self.socket.scope, context(self.socket.scope), started_s)
+            CURRENT.set(self.traced)
 
     async def close(self, code: int, reason: str) -> None:
         self.log["code"] = code

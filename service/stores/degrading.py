@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from service.engine.ownership import owner_of
 from service.engine.types import Standing
-from service.errors import PositionConflict, Unavailable
+from service.errors import PositionConflict, QuotaExceeded, Unavailable
 from service.metrics import Metrics
 from service.stores import written
 from service.stores.redis import NOBODY, RedisStore, Unanswered, branch
@@ -70,11 +71,18 @@ class DegradingStore:
         trips = self._shared.trips
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._loose))
 
-    async def create(self, record: Record) -> bool:
-        """See `Store`."""
+    async def create(self, record: Record, most: int | None = None) -> bool:
+        """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have."""
         session = record.session
         if self._loose.get(session) is not None:
             return False
+        if most is not None:
+            try:
+                await self._shared.claim(session, most)
+            except Unavailable:
+                owner = owner_of(session)
+                if sum(owner_of(loose) == owner for loose in self._loose) >= most:
+                    raise QuotaExceeded(owner, most) from None
         fresh = record._replace(revision=branch())
         try:
             created = await self._shared.replace(fresh, [NOBODY]) is not None

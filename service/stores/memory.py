@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
+from service.engine.ownership import owner_of
 from service.engine.types import Standing
-from service.errors import Overloaded
+from service.errors import Overloaded, QuotaExceeded
 from service.stores import saved
 from service.stores.packed import Packing, entry_bytes, revision, tail_bytes, touched, touched_s
 from service.stores.shard import Shard
@@ -53,14 +54,20 @@ class MemoryStore:
         self._packing = Packing()
         self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
+        self._owned: Counter[str] = Counter()  # by owner
 
-    async def create(self, record: Record) -> bool:
+    async def create(self, record: Record, most: int | None = None) -> bool:
         """See `Store`."""
         session = record.session
         if self._find(session) is not None:
             return False
         self._forget(session)  # one of that id may be over and still be there
         self._expire([self._shard(session)])
+        owner = owner_of(session)
+        if most is not None and self._owned[owner] >= most:
+            self._expire(self._shards)
+            if self._owned[owner] >= most:
+                raise QuotaExceeded(owner, most)
         whole = entry_bytes(session, (1 + self.tail_tokens) * record.tail.width)  # with <eos>
         if self.used_bytes + whole > self._budget_bytes:
             self._expire(self._shards)
@@ -69,9 +76,7 @@ class MemoryStore:
                 f"the {sum(map(len, self._shards))} sessions that there are take {self.used_bytes} bytes, and one more "
                 f"takes up to {whole}: too much for session_budget_bytes, which is {self._budget_bytes}"
             )
-        self._counts[record.model] += 1
-        self.used_bytes += entry_bytes(session, len(record.tail.data))
-        self._put(record)
+        self._add(record)
         return True
 
     async def get(self, session: str) -> Record | None:
@@ -147,9 +152,7 @@ class MemoryStore:
         if self._is_closed:
             return
         for record in records:
-            self._counts[record.model] += 1
-            self.used_bytes += entry_bytes(record.session, len(record.tail.data))
-            self._put(record)
+            self._add(record)
         while self.used_bytes > self._budget_bytes:
             self._squeeze()
         self._put_aside(self._file)
@@ -200,6 +203,13 @@ class MemoryStore:
             self._squeeze()
         return record
 
+    def _add(self, record: Record) -> None:
+        """One more session."""
+        self._counts[record.model] += 1
+        self._owned[owner_of(record.session)] += 1
+        self.used_bytes += entry_bytes(record.session, len(record.tail.data))
+        self._put(record)
+
     def _put(self, record: Record) -> None:
         self._shard(record.session).put(record.session, self._packing.pack(record, self._clock() - record.idle_s))
 
@@ -207,6 +217,10 @@ class MemoryStore:
         packed = self._shard(session).pop(session)
         if packed is not None:
             self._counts[self._packing.model(packed)] -= 1
+            owner = owner_of(session)
+            self._owned[owner] -= 1
+            if not self._owned[owner]:
+                del self._owned[owner]
             self.used_bytes -= entry_bytes(session, tail_bytes(packed))
 
     def _expire(self, shards: Sequence[Shard]) -> None:

@@ -4,6 +4,8 @@ A session is one key, `wane:<namespace>:{<session>}`, laid out as in `written.py
 is another, with `:state` behind it. The braces put both on one node of a cluster. Both end when the session has been
 idle for its time to live.
 
+Where an owner may have so many sessions and no more, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts them.
+
 Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. Whoever
 gets no answer may run it again: what it did it will not do twice, for it finds the revision that it would have set.
 Hence revisions are never used twice: the upper half of one is random, drawn anew for a session that is created or
@@ -12,13 +14,16 @@ rewound, and by the first change after Redis was started anew, which may have lo
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
+from service.engine.ownership import SLASH, owner_of
 from service.engine.types import Standing
-from service.errors import Unavailable
+from service.errors import QuotaExceeded, Unavailable
 from service.metrics import Metrics
 from service.stores import written
 from service.stores.redis_trips import KIND, Script, Trips
@@ -27,6 +32,9 @@ from service.stores.snapshots import read_snapshot, write_snapshot
 from service.stores.store import LastStep, Record, Snapshot, appended
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
+CLAIM, SETTLE = Script("claim"), Script("settle")
+COUNTED = 1
+"""What the script of a claim says where the session is counted; else it gives those whose time has come."""
 BRANCH_BITS = 32
 DONE = (1, 2)
 """What the script of an append says where it appended: at the next revision, or at the other."""
@@ -66,9 +74,29 @@ class RedisStore:
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._remembered = Remembered(budget_bytes, ttl_s, clock)
 
-    async def create(self, record: Record) -> bool:
+    async def create(self, record: Record, most: int | None = None) -> bool:
         """See `Store`."""
+        if most is not None:
+            await self.claim(record.session, most)
         return await self.replace(record._replace(revision=branch()), [NOBODY]) is not None
+
+    async def claim(self, session: str, most: int) -> None:
+        """Counts a session that is to be made among its owner's, of which there may be so many. Raises QuotaExceeded.
+
+        Sessions end by themselves in Redis, which tells nobody: so they are counted in a sorted set, by when each ends
+        if it is not used. Those whose time has come are looked for when the set is full, and only then: they are taken
+        out of it, or, if they were used, given the time that they have now.
+        """
+        owner = owner_of(session)
+        owned = self._owned(owner)
+        while True:
+            over = await self.trips.run(CLAIM, [owned], session, most, self._ttl_ms)
+            if over == COUNTED:
+                return
+            if not over:
+                raise QuotaExceeded(owner, most)
+            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self._keys(one.decode())[0]) for one in over))
+            await self.trips.run(SETTLE, [owned], *chain.from_iterable(zip(over, left_ms, strict=True)))
 
     async def get(self, session: str) -> Record | None:
         """See `Store`."""
@@ -180,6 +208,9 @@ class RedisStore:
         self._remembered.forget(session)
         key, state = self._keys(session)
         deleted = await self.trips.do("DEL", key, state)
+        owner = owner_of(session)
+        if owner:
+            self.trips.tell("ZREM", self._owned(owner), session)
         return bool(deleted)
 
     async def count(self, model: str) -> int:
@@ -198,6 +229,10 @@ class RedisStore:
     async def close(self) -> None:
         """See `Store`."""
         await self.trips.close()
+
+    def _owned(self, owner: str) -> str:
+        """The key of the sessions that an owner has: no session is called so."""
+        return f"{self._prefix}{{{owner}{SLASH}}}:sessions"
 
     def _keys(self, session: str) -> tuple[str, str]:
         key = f"{self._prefix}{{{session}}}"

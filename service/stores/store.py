@@ -105,8 +105,9 @@ class Store(Protocol):
 
     tail_tokens: int
 
-    async def create(self, record: Record) -> bool:
-        """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many."""
+    async def create(self, record: Record, most: int | None = None) -> bool:
+        """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many, and
+        QuotaExceeded when its owner has `most` already."""
         ...
 
     async def get(self, session: str) -> Record | None:

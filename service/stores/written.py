@@ -16,6 +16,7 @@ import secrets
 import struct
 from functools import lru_cache
 
+from service.engine.ownership import id_of
 from service.engine.types import Mode
 from service.stores.store import DIGEST_BYTES, LastStep, Record
 from service.stores.tail import Tail
@@ -66,15 +67,15 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> Record:
         about = data[_FRONT.size : _FRONT.size + length]
         form, _, position, start, tokens, key = _HEAD.unpack_from(about)
         if form != FORMAT:
-            raise Unreadable(f"session {session!r} is written in format {form}, and this version reads {FORMAT}")
+            raise Unreadable(f"session {id_of(session)!r} is written in format {form}, and this version reads {FORMAT}")
         model, version, mode, width, vocabulary = _read_identity(about[_HEAD.size :])
     except (struct.error, ValueError, TypeError) as error:
         if isinstance(error, Unreadable):
             raise
-        raise Unreadable(f"what is kept of session {session!r} cannot be read") from error
+        raise Unreadable(f"what is kept of session {id_of(session)!r} cannot be read") from error
     ids = data[_FRONT.size + length :]
     if not ids or len(ids) % width:
-        raise Unreadable(f"the tail of session {session!r} has {len(ids)} bytes, of {width} for each token")
+        raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, of {width} for each token")
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = Tail(ids if position <= keep else ids[-keep * width :], width)
     return Record(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from models.manifest import Manifest
 from service.engine.abreast import abreast
 from service.engine.catalog import Entry
+from service.engine.ownership import ANYBODY, Owner, id_of, name_within
 from service.engine.presence import Presence
 from service.engine.quick import QuickStep
 from service.engine.types import (
@@ -221,9 +222,11 @@ class FakeEngine:
 
         return Comparison(request.repeat, line(None), tuple(line(window) for window in request.windows))
 
-    async def create_session(self, session: str | None = None, mode: Mode | None = None) -> SessionView:
+    async def create_session(
+        self, session: str | None = None, mode: Mode | None = None, owner: Owner = ANYBODY
+    ) -> SessionView:
         await self._ask((session, mode))
-        return self._view(session or "new", mode or Mode.AUTO)
+        return self._view(name_within(owner.name, session or "new"), mode or Mode.AUTO)
 
     async def get_session(self, session: str) -> SessionView:
         await self._ask(session)
@@ -279,8 +282,8 @@ class FakeCatalog:
         return self.engine
 
     async def engine_for(self, session: str, model: str | None = None) -> FakeEngine:
-        if session == "unknown":
-            raise UnknownSession(f"there is no session {session!r}")
+        if id_of(session) == "unknown":
+            raise UnknownSession(f"there is no session {id_of(session)!r}")
         return self.get(model)
 
     def list(self) -> list[FakeEngine]:
