@@ -24,11 +24,11 @@ Span = tuple[float, float]
 
 @asynccontextmanager
 async def crowd(
-    port: int, first: Sequence[int], *, retries: bool = True, yields: bool = False
+    port: int, first: Sequence[int], *, retries: bool = True, yields: bool = False, name: str = "session"
 ) -> AsyncIterator[list[Player]]:
     """Players of as many sessions as there are numbers in `first`, each started with so many tokens."""
     players = [
-        Player(port, f"session-{number}", Random(number), VOCABULARY, retries, yields) for number in range(len(first))
+        Player(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields) for number in range(len(first))
     ]
     turns = asyncio.Semaphore(AT_ONCE)
 

@@ -1,0 +1,105 @@
+"""`scripts/ray`: Wane on a Ray of its own on this machine, with Redis, until it is interrupted.
+
+SIGHUP reads the configuration again, and Ray makes it so: more replicas or fewer, other settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from deploy.ray.cluster import Cluster, DeployFailed
+from deploy.ray.store import redis
+from deploy.stack.local import ROOT
+from deploy.stack.process import ProcessFailed
+
+CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
+LOOK_EVERY_S = 0.2
+
+
+class Stopped(Exception):
+    """It was asked to stop."""
+
+
+class Signals:
+    """What the process was told since the last look."""
+
+    def __init__(self) -> None:
+        self.again = False
+
+    def listen(self) -> None:
+        """Takes the signals; again where a library has taken them for itself."""
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, self._stop)
+        signal.signal(signal.SIGHUP, self._hang_up)
+
+    def _stop(self, _: int, __: FrameType | None) -> None:
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sign, signal.SIG_IGN)
+        raise Stopped
+
+    def _hang_up(self, _: int, __: FrameType | None) -> None:
+        self.again = True
+
+
+@contextmanager
+def store(folder: Path) -> Iterator[str]:
+    """The address of the sessions' store: that of WANE_STORE, else of a Redis that is there for the block."""
+    given = os.environ.get("WANE_STORE")
+    if given is not None:
+        yield given
+        return
+    with redis(folder) as process:
+        address = f"redis://127.0.0.1:{process.port}/0"
+        print(f"sessions are in {address} (pid {process.pid})", flush=True)
+        yield address
+
+
+def main() -> int:
+    """Returns the exit code: 2 with a message where something did not start."""
+    parser = argparse.ArgumentParser("scripts/ray", description=__doc__)
+    parser.add_argument("--config", type=Path, default=CONFIGURATION, help="default: deploy/ray/serve.yaml")
+    parser.add_argument("--port", type=int, help="where clients come; default: the configuration's")
+    parser.add_argument("--cpus", type=int, help="cores that Ray is to count on; default: those of the machine")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build" / "ray", help="for Redis's log and file; default: build/ray"
+    )
+    parser.add_argument("--ray-folder", type=Path, help="for Ray's logs and sockets; default: Ray's own, /tmp/ray")
+    options = parser.parse_args()
+    signals = Signals()
+    signals.listen()
+    try:
+        print("starting; Ctrl-C stops it ...", flush=True)
+        with store(options.folder.resolve()) as address:
+            os.environ["WANE_STORE"] = address
+            with Cluster(options.config, options.port, options.cpus, options.ray_folder) as cluster:
+                signals.listen()
+                cluster.deploy()
+                told = ""
+                while True:
+                    if signals.again:
+                        signals.again = False
+                        print(f"{options.config} is read again", flush=True)
+                        cluster.deploy()
+                    state = cluster.state()
+                    if state != told:
+                        print(state, flush=True)
+                        told = state
+                    time.sleep(LOOK_EVERY_S)
+    except Stopped:
+        print("stopped")
+        return 0
+    except (DeployFailed, ProcessFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

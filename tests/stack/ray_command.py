@@ -1,0 +1,116 @@
+"""scripts/ray as the tests run it: the command on free ports and in a folder of its own, and what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.stack.local import ROOT
+from tests.service.stores.redis_server import REQUIRED, free_port, program
+from tests.stack.conftest import BUNDLE
+
+CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
+REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
+STORE = re.compile(r"sessions are in (\S+) \(pid (\d+)\)\n")
+READY = ": ready at "
+WAIT_S = 60
+
+
+class RayCommand:
+    """The command, the configuration that it reads, and the replicas that it last told of."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        """Starts it. `folder` has a short path: there are sockets in it."""
+        program("redis-server")
+        if find_spec("ray") is None:
+            (pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip)("ray is not installed; scripts/test does")
+        self.port = free_port()
+        self.folder = folder
+        self.configuration = folder / "serve.yaml"
+        self.configuration.write_text(CONFIGURATION.read_text(encoding="utf-8"), encoding="utf-8")
+        command = [sys.executable, "-m", "deploy.ray", f"--config={self.configuration}", f"--port={self.port}"]
+        command += [f"--folder={folder / 'redis'}", f"--ray-folder={folder / 'ray'}", *arguments]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**inherited, "WANE_BUNDLES": str(BUNDLE), "HOME": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.printed: Queue[str] = Queue()
+        self.reader = Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.printed.put(line)
+        self.printed.put("")
+
+    def until(self, wanted: Callable[[str], object]) -> str:
+        """The first line from here on that is wanted."""
+        lines: list[str] = []
+        while not lines or not wanted(lines[-1]):
+            line = self.printed.get(timeout=WAIT_S)
+            assert line, f"it ended before it printed what was waited for; it printed {lines}"
+            lines.append(line)
+        return lines[-1]
+
+    def until_ready(self, replicas: int, without: Sequence[int] = ()) -> list[int]:
+        """Waits for so many replicas and no other, none of them of a process in `without`; the ids of theirs."""
+
+        def wanted(line: str) -> bool:
+            pids = running(line)
+            return READY in line and len(pids) == replicas == line.count("(pid") and not set(pids) & set(without)
+
+        return running(self.until(wanted))
+
+    def scale(self, replicas: int) -> None:
+        """Writes the configuration with so many replicas, and has it read."""
+        document: Any = yaml.safe_load(self.configuration.read_text(encoding="utf-8"))
+        for deployment in document["applications"][0]["deployments"]:
+            deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
+        self.configuration.write_text(yaml.safe_dump(document), encoding="utf-8")
+        self.process.send_signal(signal.SIGHUP)
+        self.until(lambda line: "is read again" in line)
+
+    def processes(self) -> list[int]:
+        """Every process that runs because the command does: Ray's are in sessions of their own, and all have the
+        command's environment."""
+        mark = f"HOME={self.folder}".encode()
+        found: list[int] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended meanwhile
+                continue
+        return found
+
+    def end(self) -> None:
+        """Kills what there is of it still."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(WAIT_S)
+        self.reader.join(WAIT_S)
+
+
+def running(line: str) -> list[int]:
+    """The processes of the replicas that a line calls running."""
+    return [int(pid) for pid in REPLICA.findall(line)]

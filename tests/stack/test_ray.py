@@ -1,0 +1,101 @@
+"""Ray Serve, started by its one command: sessions outlive a replica that is killed, and replicas that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.player import Player
+from tests.stack.ray_command import STORE, WAIT_S, RayCommand
+from tests.stack.test_streams import Streaming, play
+from tests.stack.twin import Twin
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+SESSIONS = 100
+LONG = 10
+STREAMS = 12
+RATE = 0.8
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One with a short path, for sockets."""
+    made = Path(tempfile.mkdtemp(prefix="wane-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def command(folder: Path) -> Iterator[RayCommand]:
+    """Started, and gone with the test."""
+    started = RayCommand(folder)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+async def a_step_each(players: list[Player]) -> None:
+    await asyncio.gather(*(player.step((player.random.randrange(1, player.vocabulary),)) for player in players))
+
+
+async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replicas_come_and_go(
+    command: RayCommand, figures: Figures
+) -> None:
+    store = STORE.fullmatch(await asyncio.to_thread(command.until, STORE.fullmatch))
+    assert store is not None
+    pids = await asyncio.to_thread(command.until_ready, 2)
+    first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
+    async with crowd(command.port, first) as players, crowd(command.port, [40] * STREAMS, name="stream") as others:
+        streams = [Streaming(player) for player in others]
+        await play(streams)
+
+        positions = [player.position for player in players]
+        async with playing(players, RATE):
+            os.kill(pids[0], signal.SIGKILL)
+            await play(streams)
+            after = await asyncio.to_thread(command.until_ready, 2, [pids[0]])
+        await a_step_each(players)
+        assert all(player.position > before for player, before in zip(players, positions, strict=True))
+        killed_gap_s = longest_gap_s(players)
+        assert {stream.opened for stream in streams} == {1, 2}
+
+        for player in players:
+            player.retries = False
+            player.timed.clear()
+        async with playing(players, RATE):
+            await asyncio.to_thread(command.scale, 1)
+            for stream in streams:  # a replica waits for its WebSockets before it ends
+                await stream.close()
+            remaining = await asyncio.to_thread(command.until_ready, 1)
+            await asyncio.to_thread(command.scale, 2)
+            grown = await asyncio.to_thread(command.until_ready, 2)
+        await a_step_each(players)
+        assert set(remaining) < set(after) and set(remaining) < set(grown)
+
+        figures(
+            repeated_by_clients=sum(player.repeated for player in players),
+            longest_gap_of_the_killed_s=killed_gap_s,
+            longest_gap_while_scaled_s=longest_gap_s(players),
+        )
+        assert failures(players) == []
+        assert await histories([*players, *others], store[1], TAIL_TOKENS) == []
+    compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(one.tokens, one.answers) for one in (*players, *others)])
+    figures(compared=compared)
+    assert compared.broken == ()
+    assert compared.rebuilt > 0 and compared.bounded > 0
+
+    command.process.send_signal(signal.SIGINT)
+    await asyncio.to_thread(command.until, "stopped\n".__eq__)
+    assert command.process.wait(WAIT_S) == 0
+    assert command.processes() == []
