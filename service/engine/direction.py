@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.outward import Matrix, roundoff
-from models.certificate.request import RequestBound
+from models.certificate.request import RequestBound, WindowBound
 from models.certificate.top1 import Top1
 from models.manifest import Manifest
 from models.weights import head_weight
@@ -42,6 +42,9 @@ FIRST, AT_ONCE = 16, 512
 
 WINDOWS = 8
 """As many are run to measure what float32 makes of stream, states and errors."""
+
+SHORTEST = np.zeros((1, 1), np.int64)
+"""A window of one token, whichever it is."""
 
 
 class Direction:
@@ -65,13 +68,7 @@ class Direction:
 
     def proves(self, ending: Ending, first: int, rivals: NDArray[np.intp]) -> bool:
         """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
-        bound = self._request.resume(
-            ending.stream[None].astype(np.float64),
-            np.array([ending.length]),
-            [ending.states[name][None].astype(np.float64) for name in self._names],
-            [ending.errors[name][None].astype(np.float64) for name in self._names],
-            self.rounding,
-        )
+        bound = self._bound(ending)
         if not np.isfinite(bound.radius[0]):
             return False
         hidden = bound.hidden[0]
@@ -95,6 +92,22 @@ class Direction:
             if not (lead[now] > self._top1.moved(bound, gap, np.zeros(len(now), np.intp))).all():
                 return False
         return True
+
+    def rehearse(self) -> None:
+        """The largest piece of a test, for nothing: to be called on the thread of the tests, which then has the memory
+        that they take."""
+        gap = self._rows[0] - self._rows[1 : 1 + AT_ONCE]
+        self._top1.moved(self._request(SHORTEST), gap, np.zeros(len(gap), np.intp))
+
+    def _bound(self, ending: Ending) -> WindowBound:
+        """Where the exact run is that ends so."""
+        return self._request.resume(
+            ending.stream[None].astype(np.float64),
+            np.array([ending.length]),
+            [ending.states[name][None].astype(np.float64) for name in self._names],
+            [ending.errors[name][None].astype(np.float64) for name in self._names],
+            self.rounding,
+        )
 
     def _measured(self, runner: Runner, window: int) -> float:
         """The most that the stream, a state, or an error that is too small, is off after windows of random tokens."""

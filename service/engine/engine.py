@@ -232,7 +232,8 @@ class Engine:
         self._costs.measure(self._runner, self._slab, self.vocabulary.eos_id, lengths)
         self._pacing.measure(self._runner, self._slab, self.manifest, self._max_batch)
         if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
-            self._answering.direction = Direction(self.manifest, self._margin, self._runner)
+            direction = self._answering.direction = Direction(self.manifest, self._margin, self._runner)
+            self._prover.submit(direction.rehearse).result()
 
     # Questions
 

@@ -68,5 +68,6 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
         self._alarm.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # its end would hold on to this, and this to it, until the garbage collector comes
         if self._gone and self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
             raise Abandoned("the client hung up before the answer") from error

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from models.certificate.outward import Matrix, Vector
+from models.certificate.request import WindowBound
+from models.certificate.top1 import Top1
 from service.engine.answering import MOST_PROOFS
 from service.engine.types import Mode, PredictRequest
 from tests.service.engine.oracle import Small
@@ -111,6 +114,20 @@ def test_what_rounding_may_have_moved_is_not_proved() -> None:
     direction.rounding = 1e3
     after = proofs(small, windows)
     assert sum(first is not None for first in after) < sum(first is not None for first in before)
+
+
+def test_the_thread_of_the_tests_has_run_a_whole_one_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def moved(self: Top1, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
+        ran.append((threading.current_thread().name, len(gap)))
+        return held(self, bound, gap, rows)
+
+    held = Top1.moved
+    monkeypatch.setattr(Top1, "moved", moved)
+    small = model(0, 1, front=True)
+    thread = small.engine._prover._thread_name_prefix
+    assert ran == [(f"{thread}_0", VOCABULARY - 1)]
 
 
 def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_by_what_there_is() -> None:
