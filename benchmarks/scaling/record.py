@@ -1,0 +1,66 @@
+"""What became of steps: when each was due, how long it took, whether its state was rebuilt or it was refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class Record:
+    """Seconds, of the simulation's clock."""
+
+    due_s: list[float] = field(default_factory=list)
+    taken_s: list[float] = field(default_factory=list)
+    rebuilt: list[bool] = field(default_factory=list)
+    refused: int = 0
+    refused_s: list[float] = field(default_factory=list)
+    asked: int = 0
+
+    def ask(self) -> None:
+        """A step is due."""
+        self.asked += 1
+
+    def answer(self, due_s: float, now_s: float, refused: bool, rebuilt: bool) -> None:
+        """It is over."""
+        if refused:
+            self.refused += 1
+            self.refused_s.append(due_s)
+            return
+        self.due_s.append(due_s)
+        self.taken_s.append(now_s - due_s)
+        self.rebuilt.append(rebuilt)
+
+    @property
+    def answered(self) -> int:
+        """Steps that were."""
+        return len(self.due_s)
+
+    def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
+        """Of what was due in that time: how many, percentiles in ms, shares."""
+        due, taken, rebuilt = self.arrays()
+        chosen = (due >= begin_s) & (due < end_s)
+        refused = np.array(self.refused_s)
+        lost = int(((refused >= begin_s) & (refused < end_s)).sum())
+        count = int(chosen.sum())
+        p50, p99 = (1e3 * np.percentile(taken[chosen], (50, 99))).tolist() if count else (float("nan"),) * 2
+        return {
+            "steps": count,
+            "steps_per_s": count / (end_s - begin_s),
+            "p50_ms": p50,
+            "p99_ms": p99,
+            "rebuilt": int(rebuilt[chosen].sum()),
+            "refused_share": lost / max(lost + count, 1),
+        }
+
+    def over_time(self, begin_s: float, end_s: float, slice_s: float) -> list[dict[str, Any]]:
+        """The same, slice by slice, each with its middle as `at_s`."""
+        starts = np.arange(begin_s, end_s - slice_s / 2, slice_s)
+        return [{"at_s": float(at + slice_s / 2), **self.between(at, at + slice_s)} for at in starts]
+
+    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+        """due_s, taken_s, rebuilt, by when they were answered."""
+        return np.array(self.due_s), np.array(self.taken_s), np.array(self.rebuilt, bool)
