@@ -16,11 +16,12 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from service import logs
-from service.app import create_app
+from service.app import VERSION, create_app
 from service.engine.catalog import Catalog
 from service.metrics import Metrics
 from service.server import spare_the_collector
 from service.settings import Settings
+from service.tracing import Tracing
 
 NAME = "wane"
 Chosen = Mapping[str, object]
@@ -42,8 +43,21 @@ class Replica:
         logs.configure(self.settings.log_level)
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         metrics = Metrics()
-        catalog = Catalog(self.settings, metrics)
-        return create_app(self.settings, catalog, metrics, on_load_failure=self._fail, on_ready=self._ready)
+        self.tracing = Tracing.open(os.environ, VERSION)
+        return create_app(
+            self.settings,
+            Catalog(self.settings, metrics),
+            metrics,
+            on_load_failure=self._fail,
+            on_ready=self._ready,
+            tracing=self.tracing,
+        )
+
+    def __del__(self) -> None:
+        """Ray calls this once the lifespan is over."""
+        if self.tracing is not None:
+            self.tracing.close()
+        logs.flush()
 
     async def check_health(self) -> None:
         """Healthy is a replica that answers. The first time, before it is sent any request, this waits for the models.

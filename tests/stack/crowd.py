@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -24,11 +24,18 @@ Span = tuple[float, float]
 
 @asynccontextmanager
 async def crowd(
-    port: int, first: Sequence[int], *, retries: bool = True, yields: bool = False, name: str = "session"
+    port: int,
+    first: Sequence[int],
+    *,
+    retries: bool = True,
+    yields: bool = False,
+    name: str = "session",
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[Player]]:
     """Players of as many sessions as there are numbers in `first`, each started with so many tokens."""
     players = [
-        Player(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields) for number in range(len(first))
+        Player(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
+        for number in range(len(first))
     ]
     turns = asyncio.Semaphore(AT_ONCE)
 
@@ -67,9 +74,9 @@ def failures(players: Iterable[Player]) -> list[str]:
     return [failure for player in players for failure in player.failures]
 
 
-async def histories(players: Sequence[Player], store: str, tail_tokens: int) -> list[str]:
+async def histories(players: Sequence[Player], store: str, tail_tokens: int, owner: str | None = None) -> list[str]:
     """Every session's history, held against what the store holds in the end. What is no longer in its tail, the
-    beginning of one long first step, is taken to be as it was acknowledged."""
+    beginning of one long first step, is taken to be as it was acknowledged. `owner` is the name of the clients' key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(
@@ -84,7 +91,7 @@ async def histories(players: Sequence[Player], store: str, tail_tokens: int) -> 
     await reader.open()
     try:
         for player in players:
-            record = await reader.get(player.session)
+            record = await reader.get(player.session if owner is None else f"{owner}/{player.session}")
             if record is None:
                 found.append(f"{player.session} is lost")
                 continue

@@ -70,7 +70,7 @@ class Player:
     async def begin(self, first: int) -> None:
         """Starts the session with so many tokens."""
         reply = await self.connection.ask(
-            "POST", "/v1/sessions", {"session": self.session}, {"x-session-id": self.session}
+            "POST", "/v1/sessions", {"session": self.session}, {**self.headers, "x-session-id": self.session}
         )
         if reply.status != 201:
             raise Failed(f"creating {self.session} gave {reply.status}: {reply.document}")

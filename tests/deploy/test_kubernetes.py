@@ -1,0 +1,339 @@
+"""The manifests: valid by Kubernetes's own schemas, and at one with the server, the image and the compose file.
+
+What `kubectl kustomize` makes of them is made here by hand, as far as these kustomizations go: their resources, the
+namespace, the images' tags, ConfigMaps from files, and the patch of one overlay.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.stack.local import ROOT
+from service.app import ROUTES
+from service.metrics import Metrics
+from service.server import CLOSE_S
+from service.settings import Settings
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
+OLDEST, LATEST = "1.30", "1.37"
+"""The versions whose schemas they are held to: `lifecycle.preStop.sleep` is on by default from the first."""
+
+Resource = dict[str, Any]
+
+
+def load(file: Path) -> list[Any]:
+    return [one for one in yaml.safe_load_all(file.read_text(encoding="utf-8")) if one]
+
+
+def built(folder: Path) -> list[Resource]:
+    """The resources of a kustomization, those of the folders that it names among them."""
+    (kustomization,) = load(folder / "kustomization.yaml")
+    found: list[Resource] = []
+    for name in kustomization.get("resources", ()):
+        path = (folder / name).resolve()
+        found += built(path) if path.is_dir() else load(path)
+    for one in kustomization.get("configMapGenerator", ()):
+        data = {file: (folder / file).read_text(encoding="utf-8") for file in one["files"]}
+        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": one["name"]}, "data": data})
+    for resource in found:
+        if "namespace" in kustomization and resource["kind"] != "Namespace":
+            resource["metadata"]["namespace"] = kustomization["namespace"]
+    tags = {image["name"]: str(image["newTag"]) for image in kustomization.get("images", ())}
+    for pod in map(pod_of, found):
+        for container in pod["containers"] if pod else ():
+            name = container["image"].split(":")[0]
+            container["image"] = f"{name}:{tags[name]}" if name in tags else container["image"]
+    for patch in kustomization.get("patches", ()):
+        target = patch["target"]
+        (resource,) = [
+            one for one in found if (one["kind"], one["metadata"]["name"]) == (target["kind"], target["name"])
+        ]
+        merge(resource, yaml.safe_load(patch["patch"]))
+    return found
+
+
+def merge(into: Resource, patch: Resource) -> None:
+    """A strategic merge, as far as it is used: lists of things with names are merged by these, others are replaced."""
+    for key, value in patch.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        elif isinstance(value, list) and key in ("containers", "env"):
+            there = {one["name"]: one for one in into[key]}
+            for one in value:
+                if one["name"] in there:
+                    merge(there[one["name"]], one)
+                else:
+                    into[key].append(one)
+        else:
+            into[key] = copy.deepcopy(value)
+
+
+def pod_of(resource: Resource) -> Resource | None:
+    """The pod that a resource makes, if it makes any."""
+    if resource["kind"] not in ("Deployment", "StatefulSet"):
+        return None
+    pod: Resource = resource["spec"]["template"]["spec"]
+    return pod
+
+
+BASE = built(FOLDER / "base")
+GPU = built(FOLDER / "gpu")
+MONITORING = built(FOLDER / "monitoring")
+PODS = {one["metadata"]["name"]: pod for one in BASE if (pod := pod_of(one)) is not None}
+
+
+def get(kind: str, name: str, among: list[Resource] = BASE) -> Resource:
+    (found,) = [one for one in among if one["kind"] == kind and one["metadata"]["name"] == name]
+    return found
+
+
+def container(name: str, among: list[Resource] = BASE) -> Resource:
+    kind = "StatefulSet" if name == "redis" else "Deployment"
+    (found,) = get(kind, name, among)["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def environment(among: list[Resource] = BASE) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container("wane", among)["env"]}
+
+
+def ports(name: str) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container(name)["ports"]}
+
+
+def probes(name: str) -> Iterator[tuple[str, Resource]]:
+    for kind, probe in container(name).items():
+        if kind.endswith("Probe"):
+            yield kind, probe
+
+
+SETTINGS = Settings.read(environment())
+
+
+@pytest.mark.parametrize("version", [OLDEST, LATEST])
+@pytest.mark.parametrize(
+    "resource", [pytest.param(one, id=f"{one['kind']}-{one['metadata']['name']}") for one in [*BASE, *GPU]]
+)
+def test_every_resource_is_valid_by_the_schemas_of_kubernetes(resource: Resource, version: str) -> None:
+    assert kubernetes_validate.validate(resource, version, strict=True) == version
+
+
+def test_a_misspelt_field_is_not_valid() -> None:
+    wrong = copy.deepcopy(get("Deployment", "wane"))
+    wrong["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, LATEST, strict=True)
+
+
+def test_every_file_is_in_a_kustomization() -> None:
+    for folder in FOLDER.iterdir():
+        (kustomization,) = load(folder / "kustomization.yaml")
+        files = {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml", "adapter.yaml"}
+        assert files == {name for name in kustomization["resources"] if name.endswith(".yaml")}
+
+
+def test_the_replicas_variables_are_settings_those_of_the_compose_file_among_them() -> None:
+    assert SETTINGS.store == COMPOSE["wane-1"]["environment"]["WANE_STORE"]
+    assert SETTINGS.drain_notice_ms == COMPOSE["wane-1"]["environment"]["WANE_DRAIN_NOTICE_MS"]
+    assert Settings.read(environment(GPU)).device == "cuda"
+
+
+def test_kubernetes_adds_no_variables_that_would_be_taken_for_settings() -> None:
+    for pod in PODS.values():
+        assert pod["enableServiceLinks"] is False
+
+
+def test_images_and_users_are_those_of_the_dockerfile_and_of_the_compose_file() -> None:
+    user = re.search(r"useradd .*--uid (\d+) .*wane", DOCKERFILE)
+    assert user is not None and PODS["wane"]["securityContext"]["runAsUser"] == int(user[1])
+    assert container("wane")["image"].split(":")[0] == COMPOSE["wane-1"]["image"]
+    assert container("wane", GPU)["image"] == COMPOSE["wane-gpu"]["image"]
+    assert container("redis")["image"] == COMPOSE["redis"]["image"]
+    assert container("haproxy")["image"].split(":")[0] == COMPOSE["haproxy"]["image"].split(":")[0]
+    assert "command" not in container("wane") and "args" not in container("wane"), "the image says what is run"
+
+
+@pytest.mark.parametrize("name", ["haproxy", "redis"])
+def test_haproxy_and_redis_run_the_command_of_the_compose_file_with_the_same_file(name: str) -> None:
+    assert container(name)["command"] == COMPOSE[name]["command"]
+    source, target, _ = next(one for one in COMPOSE[name]["volumes"] if one.startswith("./")).split(":")
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(name)["volumeMounts"]}
+    assert str(Path(target).parent) == mounts["configuration"]
+    assert get("ConfigMap", name)["data"] == {Path(target).name: (ROOT / source).read_text(encoding="utf-8")}
+    volumes = {volume["name"]: volume for volume in PODS[name]["volumes"]}
+    assert volumes["configuration"]["configMap"] == {"name": name}
+
+
+def test_haproxy_s_variables_are_those_that_its_file_names() -> None:
+    text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text(encoding="utf-8")
+    variables = {one["name"]: one["value"] for one in container("haproxy")["env"]}
+    for name in variables:
+        assert f"#   {name} " in text
+    assert (variables["LISTEN"], variables["OPERATIONS"]) == ("*:8000", "*:8404")
+    assert ports("haproxy") == {"http": 8000, "operations": 8404}
+    port, protocol, service, namespace, *_ = variables["REPLICAS"].split(".")
+    headless = get("Service", service)
+    assert (headless["metadata"]["namespace"], headless["spec"]["clusterIP"]) == (namespace, "None")
+    assert protocol == "_tcp" and headless["spec"]["ports"][0]["name"] == port.removeprefix("_")
+    assert headless["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_haproxy_has_a_place_for_every_replica_and_for_those_that_come_and_go_in_an_update() -> None:
+    places = re.findall(
+        r'server-template wane- (\d+) "\$\{REPLICAS\}"', get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
+    )
+    most = get("HorizontalPodAutoscaler", "wane")["spec"]["maxReplicas"]
+    surge = get("Deployment", "wane")["spec"]["strategy"]["rollingUpdate"]["maxSurge"]
+    assert len(places) == 2 and all(int(number) >= most + 2 * surge for number in places)
+
+
+@pytest.mark.parametrize(
+    "service", [one for one in BASE if one["kind"] == "Service"], ids=lambda one: one["metadata"]["name"]
+)
+def test_every_service_finds_pods_and_a_port_of_theirs(service: Resource) -> None:
+    (name,) = service["spec"]["selector"].values()
+    for port in service["spec"]["ports"]:
+        assert ports(name)[port["targetPort"]] == port["port"]
+
+
+def test_the_replicas_listen_where_they_are_asked() -> None:
+    assert ports("wane") == {"http": SETTINGS.port}
+    assert ports("redis") == {"redis": 6379}
+    assert SETTINGS.store.startswith("redis://redis:6379/")
+
+
+def test_probes_ask_paths_that_there_are_and_need_no_key() -> None:
+    paths = {getattr(route, "path", None) for route in ROUTES}
+    asked = {kind: probe["httpGet"] for kind, probe in probes("wane")}
+    assert {kind: get["path"] for kind, get in asked.items()} == {
+        "startupProbe": "/healthz",
+        "livenessProbe": "/healthz",
+        "readinessProbe": "/readyz",
+    }
+    assert {get["path"] for get in asked.values()} <= paths
+    for name in PODS:
+        for _, probe in probes(name):
+            assert "exec" in probe or probe["httpGet"]["port"] in ports(name)
+
+
+def test_a_replica_that_is_to_go_has_time_for_all_that_it_does_then() -> None:
+    sleep_s = container("wane")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    takes_s = sleep_s + SETTINGS.drain_notice_ms / 1000 + SETTINGS.drain_timeout_ms / 1000 + CLOSE_S
+    assert takes_s < PODS["wane"]["terminationGracePeriodSeconds"]
+
+
+def test_haproxy_outlives_the_requests_that_it_has_when_it_is_to_go() -> None:
+    sleep_s = container("haproxy")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    grace_s = PODS["haproxy"]["terminationGracePeriodSeconds"]
+    assert sleep_s + SETTINGS.request_timeout_ms / 1000 < grace_s
+
+
+def test_the_hpa_scales_the_replicas_by_a_metric_that_the_adapter_makes_of_one_of_the_server_s() -> None:
+    scaler = get("HorizontalPodAutoscaler", "wane")["spec"]
+    target = get(scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"])
+    assert scaler["scaleTargetRef"]["apiVersion"] == target["apiVersion"]
+    assert "replicas" not in target["spec"], "it would undo what the HPA does at every apply"
+    (metric,) = [one["pods"]["metric"]["name"] for one in scaler["metrics"] if one["type"] == "Pods"]
+    (adapter,) = load(FOLDER / "monitoring" / "adapter.yaml")
+    (rule,) = adapter["rules"]["custom"]
+    assert rule["name"]["as"] == metric
+    series = re.match(r'\{__name__="(\w+)_sum",phase="(\w+)"', rule["seriesQuery"])
+    assert series is not None
+    metrics = Metrics()
+    metrics.answer_seconds.labels("m", "recurrent", series[2]).observe(0.001)
+    assert f'{series[1]}_sum{{mode="recurrent",model="m",phase="{series[2]}"}}' in metrics.render()[0].decode()
+
+
+def test_what_scales_it_down_and_what_empties_nodes_takes_one_replica_at_a_time() -> None:
+    assert get("HorizontalPodAutoscaler", "wane")["spec"]["minReplicas"] > 1
+    for name in ("wane", "haproxy"):
+        budget = get("PodDisruptionBudget", name)["spec"]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"] == get("Deployment", name)["spec"]["selector"]
+    (policy,) = get("HorizontalPodAutoscaler", "wane")["spec"]["behavior"]["scaleDown"]["policies"]
+    assert (policy["type"], policy["value"]) == ("Pods", 1)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_every_pod_keeps_to_the_restricted_standard_on_a_root_that_is_only_read(name: str) -> None:
+    pod, own = PODS[name], container(name)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert own["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert set(own["resources"]["requests"]) == {"cpu", "memory"} and "memory" in own["resources"]["limits"]
+    assert get("Namespace", "wane")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_every_mount_is_of_a_volume_that_there_is() -> None:
+    for resource in BASE:
+        pod = pod_of(resource)
+        if pod is not None:
+            volumes = {volume["name"] for volume in pod.get("volumes", ())}
+            volumes |= {claim["metadata"]["name"] for claim in resource["spec"].get("volumeClaimTemplates", ())}
+            assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
+
+
+def test_keys_come_from_a_secret_that_is_mounted_as_a_folder_and_is_in_no_file() -> None:
+    (volume,) = [one["secret"]["secretName"] for one in PODS["wane"]["volumes"] if "secret" in one]
+    (mount,) = [one for one in container("wane")["volumeMounts"] if one["name"] == "keys"]
+    assert "subPath" not in mount and "optional" not in volume
+    assert SETTINGS.api_keys_file == Path(mount["mountPath"]) / "keys"
+    assert f"create secret generic {volume} --from-file=keys" in (FOLDER / "base" / "kustomization.yaml").read_text()
+    assert not [one for one in [*BASE, *GPU, *MONITORING] if one["kind"] == "Secret"]
+
+
+def test_each_pod_is_reached_by_those_who_need_it_and_by_nobody_else() -> None:
+    policies = [one["spec"] for one in BASE if one["kind"] == "NetworkPolicy"]
+    assert {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]} in policies
+    reached: set[tuple[str, int, str]] = set()
+    reaching: set[tuple[str, int, str]] = set()
+    for policy in policies:
+        own = policy["podSelector"].get("matchLabels", {}).get("app", "all")
+        for rules, found in ((policy.get("ingress", ()), reached), (policy.get("egress", ()), reaching)):
+            for rule in rules:
+                peers = rule.get("from", rule.get("to", [{}]))
+                for peer in peers:
+                    labels = peer.get("podSelector", peer.get("namespaceSelector", {})).get("matchLabels", {})
+                    found |= {(own, port["port"], "/".join(labels.values())) for port in rule["ports"]}
+    assert reached == {
+        ("haproxy", 8000, ""),
+        ("haproxy", 8404, "true"),
+        ("wane", 8000, "haproxy"),
+        ("wane", 8000, "true"),
+        ("redis", 6379, "wane"),
+    }
+    assert reaching == {("haproxy", 8000, "wane"), ("wane", 6379, "redis"), ("all", 53, "kube-system")}
+
+
+def test_prometheus_scrapes_each_pod_where_its_metrics_are_and_the_replicas_with_a_key() -> None:
+    for name, path in (("wane", "/metrics"), ("haproxy", "/metrics")):
+        monitor = get("PodMonitor", name, MONITORING)
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in ports(name) and endpoint["path"] == path
+        labels = get("Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert "/metrics" in {getattr(route, "path", None) for route in ROUTES}
+    (endpoint,) = get("PodMonitor", "wane", MONITORING)["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["type"] == "Bearer"
+
+
+def test_redis_keeps_what_it_writes_on_a_volume_of_its_own() -> None:
+    claim = get("StatefulSet", "redis")["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container("redis")["volumeMounts"]}
+    assert mounts[claim] == container("redis")["workingDir"] == "/data"
+    assert "dir ./" in get("ConfigMap", "redis")["data"]["redis.conf"]

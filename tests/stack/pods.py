@@ -1,0 +1,87 @@
+"""What a node does with the pods of the manifests, done with processes of this machine: the command of the image, the
+variables, the probes, and at the end preStop, SIGTERM, and SIGKILL when the grace period is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy.stack.compose import Mount, Service
+from deploy.stack.local import ROOT, Addresses, command
+from deploy.stack.process import Process
+from tests.deploy.test_kubernetes import PODS
+
+WAIT_S = 60.0
+
+
+class Pod:
+    """One pod of a Deployment or StatefulSet, by its name. `port` is that of its first container port here; `addresses`
+    has those of the others, `variables` what is set over the manifest's, `files` where mounted files are here."""
+
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        addresses: Addresses,
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
+        pod: Any = PODS[name]
+        (self.container,) = pod["containers"]
+        self.port = port
+        service = Service(
+            name=name,
+            image=self.container["image"].split(":")[0],
+            command=tuple(self.container.get("command", ())),
+            environment={one["name"]: one["value"] for one in self.container.get("env", ())} | dict(variables or {}),
+            mounts=(
+                *(Mount(f"./{os.path.relpath(path, ROOT)}", target) for target, path in (files or {}).items()),
+                *(
+                    Mount(one["name"], one["mountPath"])
+                    for one in self.container["volumeMounts"]
+                    if one["mountPath"] == self.container.get("workingDir")
+                ),
+            ),
+            ports=tuple(one["containerPort"] for one in self.container["ports"]),
+            published={},
+            after=frozenset(),
+            grace_s=float(pod["terminationGracePeriodSeconds"]),
+        )
+        self.places = {**addresses, (name, service.ports[0]): port}
+        self.process = Process(service, command(service, self.places, folder), port, folder / f"{name}-{port}.log")
+
+    def start(self) -> None:
+        """Its process runs, and is not ready."""
+        self.process.start()
+
+    async def ready(self) -> None:
+        """Waits until the startup probe has succeeded, if there is one, and then the readiness probe."""
+        async with asyncio.timeout(WAIT_S):
+            for kind in ("startupProbe", "readinessProbe"):
+                if kind in self.container:
+                    await self._succeeds(self.container[kind])
+
+    async def _succeeds(self, probe: Mapping[str, Any]) -> None:
+        path, named = probe["httpGet"]["path"], probe["httpGet"]["port"]
+        (container_port,) = [one["containerPort"] for one in self.container["ports"] if one["name"] == named]
+        url = f"http://127.0.0.1:{self.places[self.process.name, container_port]}"
+        async with httpx.AsyncClient(base_url=url, timeout=probe.get("timeoutSeconds", 1)) as client:
+            while True:
+                try:
+                    if (await client.get(path)).is_success:
+                        return
+                except httpx.TransportError:
+                    assert self.process.running, self.process.log.read_text()
+                await asyncio.sleep(0.1)
+
+    async def delete(self) -> int:
+        """As kubelet does it; the exit code, which is negative where it had to be killed."""
+        await asyncio.sleep(self.container["lifecycle"]["preStop"]["sleep"]["seconds"])
+        self.process.terminate()
+        return await asyncio.to_thread(self.process.wait)

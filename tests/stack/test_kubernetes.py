@@ -1,0 +1,96 @@
+"""What the manifests of Kubernetes say, done without a cluster: replicas come and go as an HPA would have it, and no
+request fails, though no client asks twice. HAProxy has the file of its ConfigMap, and finds the replicas by DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from deploy.stack.local import ROOT
+from tests.deploy.test_kubernetes import PODS, get
+from tests.service.stores.redis_server import free_port, program
+from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.names import Names, names
+from tests.stack.pods import Pod
+from tests.stack.states import until
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+SESSIONS = 100
+RATE = 1.0
+OWNER, KEY = "clients", "a key that is long enough for a test"
+CONFIGURATION = "/usr/local/etc/haproxy/haproxy.cfg"
+VARIABLES = {one["name"]: one["value"] for one in PODS["haproxy"]["containers"][0]["env"]}
+RESOLVER = "    parse-resolv-conf\n"
+
+
+@pytest.fixture
+def pods() -> Iterator[ExitStack]:
+    """What is put there is killed with the test."""
+    program("redis-server")
+    program("haproxy")
+    with ExitStack() as stack:
+        yield stack
+
+
+def haproxy_file(folder: Path, dns: Names) -> Path:
+    """The file of the ConfigMap; a pod's /etc/resolv.conf would name the server that is named here."""
+    text = get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
+    assert text.count(RESOLVER) == 1
+    file = folder / "haproxy.cfg"
+    file.write_text(text.replace(RESOLVER, f"    nameserver dns 127.0.0.1:{dns.port}\n"), encoding="utf-8")
+    return file
+
+
+async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_twice(
+    tmp_path: Path, pods: ExitStack, figures: Figures
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{OWNER}:sha256:{hashlib.sha256(KEY.encode()).hexdigest()}\n", encoding="utf-8")
+    variables = {"WANE_API_KEYS_FILE": str(keys), "WANE_BUNDLES": str(BUNDLE)}
+    addresses = {("redis", 6379): free_port(), ("haproxy", 8404): free_port()}
+
+    def run(name: str, port: int, own: Mapping[str, str], files: Mapping[str, Path]) -> Pod:
+        pod = Pod(name, port, addresses, tmp_path, own, files)
+        pods.callback(pod.process.kill)
+        pod.start()
+        return pod
+
+    async with names(VARIABLES["REPLICAS"]) as dns:
+
+        def replica() -> Pod:
+            """One more, which DNS tells of at once, ready or not."""
+            pod = run("wane", free_port(), variables, {})
+            dns.ports.add(pod.port)
+            return pod
+
+        run("redis", addresses["redis", 6379], {}, {"/etc/redis/redis.conf": ROOT / "deploy" / "redis" / "redis.conf"})
+        first = [replica(), replica()]
+        await asyncio.gather(*(pod.ready() for pod in first))
+        entrance = run("haproxy", free_port(), {}, {CONFIGURATION: haproxy_file(tmp_path, dns)})
+        await entrance.ready()
+        await until(addresses["haproxy", 8404], wane_1="UP", wane_2="UP")
+
+        bearer = {"authorization": f"Bearer {KEY}"}
+        async with crowd(entrance.port, [40] * SESSIONS, retries=False, headers=bearer) as players:
+            async with playing(players, RATE):
+                third = replica()
+                await third.ready()
+                await until(addresses["haproxy", 8404], wane_3="UP")
+                # Both of the first go. DNS forgets one as soon as it is to go, and the other once it is gone.
+                dns.ports.remove(first[0].port)
+                codes = await asyncio.gather(*(pod.delete() for pod in first))
+                dns.ports.remove(first[1].port)
+            figures(steps=sum(len(player.timed) for player in players), longest_gap_s=longest_gap_s(players))
+            assert codes == [0, 0]
+            assert failures(players) == []
+            assert await histories(players, f"redis://127.0.0.1:{addresses['redis', 6379]}/0", TAIL_TOKENS, OWNER) == []
+        rebuilt = sum(answer["state"] == "rebuilt" for player in players for answer in player.answers.values())
+        figures(rebuilt=rebuilt)
+        assert rebuilt >= SESSIONS
