@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from service.settings import SNAPSHOT_TOKENS
 
 FIGURES = Path("docs/figures")
 FILE = FIGURES / "scaling_costs.json"
@@ -25,7 +28,8 @@ class Costs:
 
     loop_*: the replica's event loop, for a step and for a batch with its trip; a rebuilt one takes `loop_rebuilt_s`
     more. run_*: the model, for a batch of steps and for each in it; `windows` has seconds by tokens, for states
-    rebuilt from the tail; `restored_s` is the run of one that goes on from a state that the store keeps. front_s:
+    rebuilt from the tail; `restored_s` is the run of one that goes on from a state that the
+    store keeps, with the tokens since: half of those between two states. front_s:
     HAProxy, a request. store_*: Redis's thread, for a trip and for a command of it. `write_s`: quantiles of what a
     write to the disk adds, by `appendfsync`."""
 
@@ -58,19 +62,19 @@ class Costs:
     trips: int = 2
     """Trips to the store that a replica has under way at a time."""
 
-    @property
-    def replica_step_s(self) -> float:
-        """What a step takes of a replica's event loop that is busy, in batches of eight."""
-        return self.loop_step_s + self.loop_batch_s / 8
-
     def window_s(self, tokens: int) -> float:
-        """The run of a window: linear between what was measured, proportional beyond."""
-        (low, low_s), *rest = self.windows
-        for high, high_s in rest:
-            if tokens <= high:
-                return low_s + max(tokens - low, 0) * (high_s - low_s) / (high - low)
-            low, low_s = high, high_s
-        return low_s * tokens / low
+        """The run of a window."""
+        return window_s(self.windows, tokens)
+
+
+def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
+    """Linear between what was measured, proportional beyond."""
+    (low, low_s), *rest = windows
+    for high, high_s in rest:
+        if tokens <= high:
+            return low_s + max(tokens - low, 0) * (high_s - low_s) / (high - low)
+        low, low_s = high, high_s
+    return low_s * tokens / low
 
 
 def read(policy: str = "tail", file: Path = FILE) -> Costs:
@@ -86,6 +90,7 @@ def of(document: dict[str, Any], policy: str) -> Costs:
     run_batch, run_step = two_parts(few, crowded, "runner_us", "batches")
     trip, command = two_parts(few, crowded, "store_us", "trips")
     stores = json.loads((FIGURES / "stores.json").read_text(encoding="utf-8"))
+    windows = tuple((one["tokens"], 1e-3 * one["compute_ms"]) for one in document["window_ms"])
     plain = [MICRO * 1e3 * value for value in document["write_ms"]["everysec"]]
     return Costs(
         loop_step_s=MICRO * loop_step,
@@ -93,8 +98,9 @@ def of(document: dict[str, Any], policy: str) -> Costs:
         loop_rebuilt_s=MICRO * max(statistics.mean(one["loop_more_us"] for one in found["moved"]), 0),
         run_batch_s=MICRO * run_batch,
         run_step_s=MICRO * run_step,
-        windows=tuple((one["tokens"], 1e-3 * one["compute_ms"]) for one in document["window_ms"]),
-        restored_s=MICRO * max(statistics.mean(one["runner_more_us"] for one in found["moved"]), 0),
+        windows=windows,
+        restored_s=MICRO * max(statistics.mean(one["runner_more_us"] for one in found["moved"]), 0)
+        + window_s(windows, SNAPSHOT_TOKENS // 2),
         front_s=MICRO * some["front_us"],
         store_trip_s=MICRO * trip,
         store_command_s=MICRO * command,
