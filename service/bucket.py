@@ -30,10 +30,6 @@ class Bucket:
         self._held = held - amount
         return 0.0
 
-    def spend(self, amount: float) -> None:
-        """Takes so much, be it there or not."""
-        self._held -= amount
-
     def adopt(self, before: Bucket) -> None:
         """Goes on from what another one holds, of the same owner under other limits."""
         self._held = min(self._burst, before._held)

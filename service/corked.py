@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+LINGER_S = 30  # for the other side to take what is left to it when a connection is closed
+
 
 class Corked:
     """A transport that holds back what is written until the event loop's next turn, or until there is a good deal."""
@@ -46,6 +48,8 @@ class Corked:
         """As a transport's: what was written before it still goes out."""
         self.flush()
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(LINGER_S, self._transport.abort)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the transport's own."""

@@ -16,11 +16,11 @@ import uvicorn
 
 from service import logs
 from service.app import VERSION, create_app
-from service.corked import CorkedProtocol
 from service.engine.catalog import Catalog
 from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
+from service.patience import protocols
 from service.settings import Settings, SettingsError
 from service.tracing import Tracing
 
@@ -124,8 +124,7 @@ def run(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         workers=1,
-        http=CorkedProtocol,
-        **WEBSOCKETS,
+        **(WEBSOCKETS | protocols(settings)),
         ws_max_size=settings.max_body_bytes,
         lifespan="on",
         log_config=None,

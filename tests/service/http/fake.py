@@ -226,7 +226,7 @@ class FakeEngine:
         self, session: str | None = None, mode: Mode | None = None, owner: Owner = ANYBODY
     ) -> SessionView:
         await self._ask((session, mode))
-        return self._view(name_within(owner.name, session or "new"), mode or Mode.AUTO)
+        return self._view(name_within(owner.name, "new" if session is None else session), mode or Mode.AUTO)
 
     async def get_session(self, session: str) -> SessionView:
         await self._ask(session)

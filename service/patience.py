@@ -1,0 +1,212 @@
+"""How long the server waits for a client, and how much it keeps for one: what its connections may cost.
+
+uvicorn reads what comes, and writes what there is to write, however long that takes. Here a connection has so much time
+for the head of a request, so much for its body, and so much to read what it is sent; and there are so many connections.
+What went wrong before there is a request to answer is answered here, in bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from service.corked import CorkedProtocol
+from service.settings import Settings
+
+HEAD_END = b"\r\n\r\n"
+MOST_UNREAD_BYTES = 1 << 20  # that a WebSocket may leave unread: the answers to its pings wait for nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """`connections` at a time; `header_bytes` of a request's head; seconds for a head, for a body, and until something
+    that was sent is read."""
+
+    connections: int
+    header_bytes: int
+    header_s: float
+    body_s: float
+    send_s: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> Patience:
+        """What the operator chose."""
+        return cls(
+            settings.max_connections,
+            settings.max_header_bytes,
+            settings.header_timeout_s,
+            settings.body_timeout_s,
+            settings.send_timeout_s,
+        )
+
+
+class Unread:
+    """Cuts a connection whose client reads nothing for so long."""
+
+    __slots__ = ("_after_s", "_timer", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, after_s: float) -> None:
+        self._transport = transport
+        self._after_s = after_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """There is more to read than the network takes."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._after_s, self._transport.abort)
+
+    def end(self) -> None:
+        """It was read, or the connection is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class PatientProtocol(CorkedProtocol):
+    """HTTP, with an end to patience."""
+
+    def __init__(self, *given: Any, patience: Patience, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.patience = patience
+        self.whole = True  # between requests, as far as is known of what comes in
+        self.head_bytes = (
+            0  # of a head that is not whole, behind what came with its first; -1: nothing came behind that
+        )
+        self.timer: asyncio.TimerHandle | None = None
+        self.unread: Unread | None = None
+        self.graced = False  # the timer has run out once
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        is_full = len(self.connections) >= self.patience.connections
+        super().connection_made(transport)
+        self.unread = Unread(transport, self.patience.send_s)
+        if is_full:
+            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE)
+        else:
+            self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.at_ease()
+        if self.unread is not None:
+            self.unread.end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        most = self.patience.header_bytes
+        if len(data) > most and not self.in_body() and not 0 <= data.find(HEAD_END) <= most:
+            self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
+        super().data_received(data)
+        if self.whole:
+            if self.timer is not None:
+                self.at_ease()
+            return
+        if self.timer is None:
+            self.graced = False
+            self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+        if not self.in_body():
+            self.head_bytes = self.head_bytes + len(data) if self.head_bytes >= 0 else 0
+            if self.head_bytes > most:
+                self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        self.whole = False
+        self.head_bytes = -1
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+        super().on_message_complete()
+
+    def in_body(self) -> bool:
+        """Whether the head of the request that comes in is whole, and its body is not."""
+        return not self.whole and self.cycle is not None and self.cycle.scope is self.scope
+
+    def at_ease(self) -> None:
+        """Nothing is waited for."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def too_slow(self) -> None:
+        """The time is up for what comes in: for a body once the door has had the time to say so itself."""
+        self.timer = None
+        if self.in_body() and not self.graced:
+            self.graced = True
+            self.timer = self.loop.call_later(self.patience.body_s, self.too_slow)
+        elif self.scope is None:  # not a byte has come
+            self.transport.close()
+        else:
+            self.refuse(HTTPStatus.REQUEST_TIMEOUT)
+
+    def refuse(self, status: HTTPStatus) -> None:
+        """Ends the connection; with an answer, unless there was one, or one to an earlier request is on its way."""
+        self.at_ease()
+        if self.is_free_to_answer():
+            self.transport.write(
+                b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, status.phrase.encode())
+            )
+        self.transport.close()
+
+    def is_free_to_answer(self) -> bool:
+        """Whether what is written now is taken for the answer to the request that comes in."""
+        if self.pipeline:
+            return False
+        if self.in_body():
+            return not self.cycle.response_started
+        return self.cycle is None or self.cycle.response_complete
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.unread is not None:
+            self.unread.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.unread is not None:
+            self.unread.end()
+
+
+class PatientWebSocket(WebSocketsSansIOProtocol):
+    """A WebSocket, with an end to patience."""
+
+    def __init__(self, *given: Any, patience: Patience, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.patience = patience
+        self.unread: Unread | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.unread = Unread(transport, self.patience.send_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.unread is not None:
+            self.unread.end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.writable.is_set() and self.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            self.transport.abort()
+            return
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.unread is not None:
+            self.unread.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.unread is not None:
+            self.unread.end()
+
+
+def protocols(settings: Settings) -> dict[str, Any]:
+    """What uvicorn is to be configured with."""
+    patience = Patience.of(settings)
+    return {"http": partial(PatientProtocol, patience=patience), "ws": partial(PatientWebSocket, patience=patience)}

@@ -1,0 +1,230 @@
+"""Clients that are slow, too many or too much: what a connection may cost, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from service.app import create_app
+from service.engine.catalog import Catalog
+from service.metrics import Metrics
+from service.patience import protocols
+from service.server import WEBSOCKETS
+from service.settings import Settings
+from tests.service.http.conftest import SocketServer, never
+from tests.service.http.fake import FakeCatalog
+
+SOON_S, LATE_S = 0.2, 60.0
+"""What is to run out, and what is not to."""
+
+GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
+POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
+WAIT_S = 20.0
+
+
+class Patient(SocketServer):
+    """The server over a fake engine, with settings of the test's own."""
+
+    def __init__(self, app: FastAPI, catalog: FakeCatalog, settings: Settings) -> None:
+        super().__init__(app, catalog)
+        named = WEBSOCKETS | protocols(settings)
+        self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
+
+
+@asynccontextmanager
+async def serving(**changes: float) -> AsyncIterator[Patient]:
+    """A server that has time for everything but for what `changes` say."""
+    late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
+    settings = Settings.model_validate({"request_timeout_ms": 100_000, **late, **changes})
+    catalog = FakeCatalog()
+    app = create_app(settings, cast(Catalog, catalog), Metrics(), on_load_failure=never)
+    server = Patient(app, catalog, settings)
+    task = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield server
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def dialogue(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
+    """What the server says until it hangs up, to somebody who says `first` and goes on with `drip`, bit by bit."""
+    reader, writer = await asyncio.open_connection(*server.address)
+
+    async def go_on() -> None:
+        while drip:
+            writer.write(drip)
+            await writer.drain()
+            await asyncio.sleep(SOON_S / 10)
+
+    writer.write(first)
+    going_on = asyncio.create_task(go_on())
+    try:
+        return await reader.read()
+    finally:
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
+        writer.close()
+
+
+async def test_a_connection_on_which_nothing_comes_is_closed() -> None:
+    async with serving(header_timeout_s=SOON_S) as server:
+        assert await dialogue(server, b"") == b""
+
+
+@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", GET + b"GET /hea"], ids=["first", "second"])
+async def test_a_head_that_drips_in_is_timed_out(first: bytes) -> None:
+    async with serving(header_timeout_s=SOON_S) as server:
+        said = await dialogue(server, first, b"x: y\r\n" if first.endswith(b"\r\n") else b"l")
+    assert b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n" in said
+    assert said.startswith(b"HTTP/1.1 200 OK") == (first != b"GET / HTTP/1.1\r\n")
+
+
+async def test_a_body_that_drips_in_is_timed_out_with_a_problem_document() -> None:
+    async with serving(body_timeout_s=SOON_S) as server:
+        head, _, body = (await dialogue(server, POST, b" ")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
+    assert json.loads(body)["code"] == "body_timeout"
+
+
+async def test_a_body_that_nobody_reads_does_not_drip_in_for_ever() -> None:
+    async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
+        said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
+    assert said.startswith(b"HTTP/1.1 404 ") and said.count(b"HTTP/1.1 ") == 1
+
+
+async def test_a_deadline_that_is_shorter_than_the_time_for_a_body_is_a_deadline() -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(POST.replace(b"host", b"x-request-timeout-ms: 100\r\nhost"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 504 ")
+        writer.close()
+
+
+async def test_a_connection_that_is_used_now_and_then_is_left_alone() -> None:
+    async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for _ in range(3):
+            writer.write(GET)
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(2 * SOON_S)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [b"GET / HTTP/1.1\r\nx: " + b"y" * 5000 + b"\r\n\r\n"],
+        [b"GET / HTTP/1.1\r\n", *[b"x: " + b"y" * 500 + b"\r\n"] * 5],
+        [b"GET /" + b"y" * 5000],
+    ],
+    ids=["at once", "bit by bit", "path"],
+)
+async def test_a_head_that_is_too_long_is_refused(chunks: list[bytes]) -> None:
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for chunk in chunks:
+            writer.write(chunk)
+            await asyncio.sleep(0.01)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+
+async def test_many_requests_at_once_and_long_bodies_are_no_long_heads() -> None:
+    body = json.dumps({"tokens": [1] * 5000}).encode()
+    post = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET * 200 + post * 5 + GET)
+        said = b""
+        while said.count(b"HTTP/1.1 200 ") < 206:
+            said += await reader.read(2**16)
+        assert b"HTTP/1.1 4" not in said
+        writer.close()
+
+
+async def test_a_connection_too_many_is_told_so_and_the_next_has_its_place() -> None:
+    async with serving(max_connections=2) as server:
+        kept = [await asyncio.open_connection(*server.address) for _ in range(2)]
+        for reader, writer in kept:
+            writer.write(GET)
+            await reader.readuntil(b"}")
+        assert (await dialogue(server, b"")).startswith(b"HTTP/1.1 503 ")
+        kept[0][1].close()
+        await kept[0][1].wait_closed()
+        async with asyncio.timeout(WAIT_S):
+            while b"503" in (said := await dialogue(server, GET.replace(b"host", b"connection: close\r\nhost"))):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert said.startswith(b"HTTP/1.1 200 ")
+        kept[1][1].close()
+
+
+def deaf(server: Patient) -> socket.socket:
+    """A connection whose client takes next to nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.setblocking(False)
+    return connection
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=SOON_S) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+
+            async def ask() -> None:
+                while True:
+                    await loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100)
+
+            with pytest.raises(OSError):
+                await ask()
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+            handshake = (
+                b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+                b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            )
+            await loop.sock_sendall(connection, handshake)
+            ping = b"\x89\xfd" + bytes(4) + b"p" * 125  # masked by zeros
+
+            async def ask() -> None:
+                while True:
+                    await loop.sock_sendall(connection, ping * 500)
+
+            with pytest.raises(OSError):
+                await ask()
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_message_of_a_websocket_that_is_too_long_closes_it() -> None:
+    async with serving(max_body_bytes=2048) as server:
+        url = f"ws://{server.address[0]}:{server.address[1]}/v1/sessions/s/stream"
+        async with connect(url) as client:
+            await client.send(" " * 2049)
+            with pytest.raises(ConnectionClosed) as caught:
+                await client.recv()
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
