@@ -9,10 +9,13 @@ from typing import Any, Self
 
 import httpx
 
+from service.tracing import Parent, Tracing
+
 Document = dict[str, Any]
 
 TIMEOUT_S = 60
 KEY_VARIABLE = "WANE_API_KEY"
+PARENT_VARIABLE = "TRACEPARENT"
 
 
 class ClientError(Exception):
@@ -22,9 +25,18 @@ class ClientError(Exception):
 class Client:
     """One connection to one server. Every method raises ClientError."""
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None, key: str | None = None) -> None:
-        """`key`: the API key that is sent; if none is given, the one in the variable WANE_API_KEY, if it is set."""
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.BaseTransport | None = None,
+        key: str | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """`key`: the API key that is sent; if none is given, the one in the variable WANE_API_KEY, if it is set.
+        `tracing`: every call is a span; their parent is the one of the variable TRACEPARENT, if it is set."""
         self._url = url
+        self._tracing = tracing
+        self._parent = Parent.of(os.environ.get(PARENT_VARIABLE, "").encode())
         key = key or os.environ.get(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, transport=transport, headers=headers)
@@ -77,7 +89,7 @@ class Client:
 
     def _call(self, method: str, path: str, body: Document | None = None) -> Document:
         try:
-            response = self._http.request(method, path, json=body)
+            response = self._request(method, path, body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ClientError(f"{self._url} does not answer: {error}") from error
         if response.is_success:
@@ -88,3 +100,9 @@ class Client:
         except (ValueError, KeyError, TypeError):
             detail = response.text[:200]
         raise ClientError(f"{method} {path}: {response.status_code}: {detail}")
+
+    def _request(self, method: str, path: str, body: Document | None) -> httpx.Response:
+        if self._tracing is None:
+            return self._http.request(method, path, json=body)
+        with self._tracing.calling(method, path, self._parent) as headers:
+            return self._http.request(method, path, json=body, headers=headers)

@@ -54,6 +54,12 @@ class Metrics:
         self.http_request_seconds = histogram(
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
         )
+        self.failures = counter(
+            "wane_failures",
+            "Requests and messages that failed, by the failure's code and the name of the key, which may be none.",
+            "code",
+            "key",
+        )
         self.websockets = gauge("wane_websockets", "WebSockets that are open.")
         self.websocket_messages = counter("wane_websocket_messages", "Messages answered, by their status.", "status")
         self.websocket_message_seconds = histogram(

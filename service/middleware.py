@@ -257,6 +257,8 @@ class Door:
         self.metrics.count_request(
             route(scope), known, status, seconds, traced.trace_id if traced is not None else None
         )
+        if "error" in here.fields:
+            self.metrics.failures.labels(here.fields["error"], here.owner.name or "").inc()
         if not logs_access():
             return
         line = self.line(scope, here, seconds)

@@ -204,7 +204,7 @@ class Tracing:
         self._sampling = sampling
 
     @classmethod
-    def open(cls, environment: Mapping[str, str], version: str) -> Tracing | None:
+    def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
         """As the OTEL_... variables have it; None where they name no endpoint, or want no traces. Where they do and
         the extra is not installed, it says so in the log, and there are no traces."""
         if not any(environment.get(name) for name in ENDPOINTS):
@@ -225,7 +225,7 @@ class Tracing:
         protocol = next(filter(None, map(environment.get, PROTOCOLS)), PROTOCOL)
         if protocol != PROTOCOL:
             _warn(f"traces are exported by {PROTOCOL}, not by {protocol}: the endpoint must take that")
-        attributes = {"service.version": version}
+        attributes: dict[str, Attribute] = {} if version is None else {"service.version": version}
         if not environment.get("OTEL_SERVICE_NAME") and "service.name=" not in environment.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
         ):

@@ -44,7 +44,7 @@ class Ticket:
 
     `admitted`: some work of it was let into the queue; what follows is not refused half-way.
     `entered`: binding work of it is or was in a batch: the request will be carried through.
-    `traced`: the request, if it is one that is traced.
+    `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
     """
 
     deadline: float | None = None
@@ -53,6 +53,7 @@ class Ticket:
     started_s: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    batch_items: int = 0
     traced: Traced | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +67,7 @@ class Ticket:
             queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
             compute_ms=1e3 * (self.compute_s - (since.compute_s if since else 0.0)),
             total_ms=1e3 * (time.perf_counter() - started_s),
+            batch_items=self.batch_items,
         )
 
     def mark(self) -> Ticket:
@@ -301,6 +303,8 @@ class Batcher:
         for item, row in zip(items, rows, strict=True):
             item.ticket.queue_s += started_s - item.queued_s
             item.ticket.compute_s += compute_s
+            if len(items) > item.ticket.batch_items:
+                item.ticket.batch_items = len(items)
             if isinstance(row, Exception):
                 self._failed.inc()
                 logger.error("a run of %s failed", role, exc_info=row)

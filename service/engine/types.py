@@ -243,12 +243,14 @@ class Prediction(NamedTuple):
 class Latency(NamedTuple):
     """Where a request's time went in the engine: waiting for the runner, running, and all of it.
 
-    It begins with the tokens in hand: reading a request, and tokenising its text, come before.
+    It begins with the tokens in hand: reading a request, and tokenising its text, come before. `batch_items`: how many
+    shared the largest batch that it was in.
     """
 
     queue_ms: float
     compute_ms: float
     total_ms: float
+    batch_items: int = 0
 
 
 @dataclass(frozen=True, slots=True)

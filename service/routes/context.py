@@ -11,6 +11,7 @@ from service.engine.types import Answer, Finish
 from service.logs import logs_access
 from service.middleware import context
 from service.settings import Settings
+from service.tracing import CURRENT
 
 
 def catalog(request: HTTPConnection) -> Catalog:
@@ -58,12 +59,13 @@ def note_model(request: HTTPConnection, engine: Engine) -> None:
 
 
 def note_answer(request: HTTPConnection, given: Answer | Finish) -> None:
-    """Adds how the answer came about to the request's line in the access log."""
-    if not logs_access():
+    """Adds how the answer came about to the request's line in the access log, and to its span."""
+    if not logs_access() and CURRENT.get() is None:
         return
     context(request.scope).fields.update(
         mode=given.mode.value,
         state=given.state.value,
         queue_ms=round(given.latency.queue_ms, 3),
         compute_ms=round(given.latency.compute_ms, 3),
+        batch_items=given.latency.batch_items,
     )

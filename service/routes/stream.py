@@ -175,6 +175,8 @@ class Stream:
     def count(self, status: int, started_s: float, error: str | None = None) -> None:
         """One message was answered."""
         self.answered += 1
+        if error is not None:
+            self.metrics.failures.labels(error, context(self.socket.scope).owner.name or "").inc()
         ended_s = time.perf_counter()
         traced = self.traced
         self.metrics.count_message(status, ended_s - started_s, None if traced is None else traced.trace_id)

@@ -117,7 +117,7 @@ def test_another_protocol_than_is_there_is_told_of(caplog: pytest.LogCaptureFixt
 def test_without_the_extra_the_service_is_imported_and_says_that_there_will_be_no_traces() -> None:
     program = """
 import sys
-sys.modules["opentelemetry"] = None  # as if it were not installed
+sys.modules["opentelemetry.sdk"] = None  # as if it were not installed
 from service import server
 from service.tracing import Tracing
 assert Tracing.open({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "1") is None

@@ -80,6 +80,7 @@ async def test_each_request_is_one_line_with_what_it_was_and_how_it_was_answered
         "model": "fake",
         "mode": "auto",
         "state": "full",
+        "batch_items": 0,
         "queue_ms": 0.25,
         "compute_ms": 0.5,
     }
