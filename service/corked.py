@@ -8,6 +8,7 @@ what an answer takes otherwise. Here what is written in one turn of the event lo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,6 +26,7 @@ class Corked:
         self._loop = loop
         self._held: list[bytes] = []
         self._bytes = 0
+        self.delays_closing: Callable[[], bool] = lambda: False  # whether whoever is asked will close it later
 
     def write(self, data: bytes) -> None:
         """As a transport's."""
@@ -47,6 +49,8 @@ class Corked:
     def close(self) -> None:
         """As a transport's: what was written before it still goes out."""
         self.flush()
+        if self.delays_closing():
+            return
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._loop.call_later(LINGER_S, self._transport.abort)

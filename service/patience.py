@@ -11,14 +11,15 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from service.corked import CorkedProtocol
+from service.corked import Corked, CorkedProtocol
 from service.settings import Settings
 
 HEAD_END = b"\r\n\r\n"
+DEAF_S = 2.0  # for a client to read its answer, after which what it still sends is no longer taken
 MOST_UNREAD_BYTES = 1 << 20  # that a WebSocket may leave unread: the answers to its pings wait for nobody
 
 
@@ -80,10 +81,12 @@ class PatientProtocol(CorkedProtocol):
         self.timer: asyncio.TimerHandle | None = None
         self.unread: Unread | None = None
         self.graced = False  # the timer has run out once
+        self.deaf = False  # the last answer is given, and what still comes is thrown away
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         is_full = len(self.connections) >= self.patience.connections
         super().connection_made(transport)
+        cast(Corked, self.transport).delays_closing = self.delays_closing
         self.unread = Unread(transport, self.patience.send_s)
         if is_full:
             self.refuse(HTTPStatus.SERVICE_UNAVAILABLE)
@@ -97,6 +100,8 @@ class PatientProtocol(CorkedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.deaf:
+            return
         most = self.patience.header_bytes
         if len(data) > most and not self.in_body() and not 0 <= data.find(HEAD_END) <= most:
             self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -152,6 +157,18 @@ class PatientProtocol(CorkedProtocol):
                 b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, status.phrase.encode())
             )
         self.transport.close()
+
+    def delays_closing(self) -> bool:
+        """Whether the connection is closed a little later: while a request still comes in. A connection with something
+        unread in it is not closed but reset, and whoever sent too much would not be told so."""
+        if self.whole or self.deaf or self.transport.is_closing() or self.scope is None:
+            return False
+        self.deaf = True
+        self.at_ease()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self.timer = self.loop.call_later(DEAF_S, self.transport.close)
+        return True
 
     def is_free_to_answer(self) -> bool:
         """Whether what is written now is taken for the answer to the request that comes in."""

@@ -99,6 +99,20 @@ async def test_a_body_that_drips_in_is_timed_out_with_a_problem_document() -> No
     assert json.loads(body)["code"] == "body_timeout"
 
 
+@pytest.mark.parametrize("declared", [True, False])
+async def test_whoever_sends_too_much_is_told_so_however_much_it_is(declared: bool) -> None:
+    length = b"content-length: 99999999" if declared else b"transfer-encoding: chunked"
+    head = POST.partition(b"content-length")[0] + length + b"\r\n\r\n"
+    body = b"%x\r\n%s\r\n" % (2**20, b" " * 2**20)
+    async with serving(max_body_bytes=2048) as server:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(head + body * 4)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+            assert (await reader.read()).endswith(b"}")
+            writer.transport.abort()
+
+
 async def test_a_body_that_nobody_reads_does_not_drip_in_for_ever() -> None:
     async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
         said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
