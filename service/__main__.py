@@ -3,16 +3,18 @@
 python -m service [serve] [settings]       serve; --help lists every setting
 python -m service compare URL [options]    drive both modes over a text: latency and agreement
 python -m service key NAME >> FILE         make an API key, and add its hash to a file of keys
-python -m service report URL               what a server has measured so far
+python -m service report URL...            what a server has measured so far, or replicas of one together
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -20,14 +22,16 @@ from rich.progress import Progress
 
 from models.bundle import BundleError
 from service import plot, server
-from service.client import Client, ClientError
+from service.client import Client, ClientError, Document
 from service.compare import choose, measure, requests_needed
 from service.console import agreement_table, latency_table, report_tables
 from service.engine.catalog import CatalogError
 from service.keys import KeysError, make_key
+from service.merged import MergeError, merge
 from service.runners.runner import DeviceError
 from service.settings import Settings, SettingsError
 from service.stores.store import StoreError
+from service.tracing import Tracing
 
 CHARACTERS_OF_A_TOKEN = 32  # at most, on the average of a text: no more of it is sent to be tokenised
 SAMPLE = Path(__file__).with_name("sample.txt")
@@ -67,7 +71,7 @@ def compare(arguments: Sequence[str]) -> None:
 
     screen = Console(stderr=True)
     bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
-    with Client(options.url) as client, bar as progress:
+    with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:
         card = choose(client, options.model)
         k = card["k"] if options.window is None else options.window
         tokens = client.score(card["id"], text)["tokens"][: options.tokens]
@@ -83,12 +87,41 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Shows what a server has measured so far."""
+    """Shows what servers have measured so far: one, or replicas of one added up."""
     parser = argparse.ArgumentParser("python -m service report", description=report.__doc__)
-    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="of a server, such as http://127.0.0.1:8000")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
-    with Client(options.url) as client:
-        Console().print(*report_tables(client.report()))
+    reports: list[Document] = []
+    failures: list[str] = []
+    with traced() as tracing:
+        for url in dict.fromkeys(options.urls):
+            try:
+                with Client(url, tracing=tracing) as client:
+                    reports.append(client.report())
+            except ClientError as error:
+                failures.append(str(error) if url in str(error) else f"{url}: {error}")
+    if reports:
+        found = reports[0] if len(options.urls) == 1 else merge(reports)
+        if options.json:
+            print(json.dumps(found, indent=2))  # noqa: T201  (what was asked for)
+        else:
+            Console().print(*report_tables(found))
+    if failures:
+        missing = f"{len(failures)} of {len(options.urls)} did not report, and are not in it: " if reports else ""
+        raise CommandError(missing + "; ".join(failures))
+
+
+@contextmanager
+def traced() -> Iterator[Tracing | None]:
+    """Tracing for the calls of one command, where OpenTelemetry's variables ask for it."""
+    logging.basicConfig(format="%(message)s")
+    tracing = Tracing.open(os.environ)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 def key(arguments: Sequence[str]) -> None:
@@ -119,6 +152,7 @@ FAILURES = (
     BundleError,
     DeviceError,
     ClientError,
+    MergeError,
     OSError,
     UnicodeError,
 )

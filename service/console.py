@@ -51,13 +51,16 @@ def agreement_table(compared: Measurements) -> Table:
 
 def report_tables(report: Document) -> list[Table]:
     """What a server has measured so far: latency by model and mode, agreement by model, sessions by model."""
-    latency = _table(f"Latency, ms ({report['device']})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
+    of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
+    latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(
         "Agreement (TV: total variation)",
         ("model",),
         ("pairs", "top-1", "proved", "TV mean", "TV max", "bound mean", "bound max", "over bound"),
     )
-    sessions = _table("Sessions", ("model",), ("resident", "parked", "rebuilt"))
+    if "replicas" in report:
+        latency.caption = "quantiles are read from the buckets' sums"
+    sessions = _table("Sessions", ("model", "version"), ("resident", "parked", "rebuilt"))
     for model in report["models"]:
         name = model["model"]
         for mode, measured in model["modes"].items():
@@ -76,7 +79,9 @@ def report_tables(report: Document) -> list[Table]:
             _number(found["error_bound"]["max"], ".2e"),
             str(found["bound_violations"]),
         )
-        sessions.add_row(name, *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt")))
+        sessions.add_row(
+            name, model["model_version"], *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt"))
+        )
     return [latency, agreement, sessions]
 
 

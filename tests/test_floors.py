@@ -35,7 +35,7 @@ TORCH_MODELS = (
     "models/export/",
 )
 HTTP = ("service/app", "service/direct", "service/middleware", "service/routes/", "service/schemas")
-CLIENTS = ("service/client", "service/compare", "service/console", "service/plot")
+CLIENTS = ("service/client", "service/compare", "service/console", "service/merged", "service/plot")
 
 ONLY_IN = {
     "fastapi": HTTP,

@@ -186,3 +186,24 @@ def test_a_bound_that_one_pair_lacks_is_no_bound_of_all() -> None:
     bounded = AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": 0.3}])
     assert bounded.error_bound == 0.3
     assert AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": None}]).error_bound is None
+
+
+def test_replicas_reports_are_added_up_and_one_that_does_not_answer_is_named(
+    live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = http.post("/v1/predict", json={"tokens": [1]}).json()
+    again = live.url.replace("127.0.0.1", "localhost")  # the same server, as if it were another
+    assert main(["report", live.url, again, "--json"]) == 0
+    merged = json.loads(capsys.readouterr().out)
+    once = http.get("/v1/report").json()
+    of_one, of_two = (
+        next(model for model in report["models"] if model["model"] == asked["model"]) for report in (once, merged)
+    )
+    assert (merged["replicas"], of_two["replicas"]) == (2, 2)
+    assert of_two["modes"]["recurrent"]["requests"] == 2 * of_one["modes"]["recurrent"]["requests"] > 0
+    absent = "http://127.0.0.1:1"
+    assert main(["report", live.url, absent]) == 2
+    printed = capsys.readouterr()
+    assert "1 replicas" in printed.out and f"1 of 2 did not report, and are not in it: {absent} does not" in printed.err
+    assert main(["report", live.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["models"][0].keys() == once["models"][0].keys()
