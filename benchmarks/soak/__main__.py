@@ -1,11 +1,14 @@
 """A soak: minutes of churned sessions at 80 % of what the server can do, everything counted on both sides.
 
-    python -m benchmarks.soak [--minutes M] [--load SHARE] [--json FILE] [--figure FILE]
+    python -m benchmarks.soak [--minutes M] [--load SHARE] [--hostile] [--json FILE] [--figure FILE]
 
 A real server, and clients on real connections: sessions are started, stepped, looked at, rewound, ended and left to
 expire; some clients hang up on a step and ask again. There are several times more sessions than states, so that states
 are evicted and rebuilt all the time. First the rate is measured that the server and its clients reach together, on the
 same cores, with every connection busy; then they go on at a share of it, in an open loop: requests come when they come.
+
+With `--hostile` the server asks for keys, and other clients are beside them who try what they can (`attacks.py`). What
+they are answered is judged by itself, and no request at all may end in a status of 500 or more.
 
 Passes (exit code 0) if every answer was the one expected, every position too; if the server has counted, by route and
 status, as many requests as the clients have sent and had answered; if its checks of what it keeps found nothing; and if
@@ -21,6 +24,7 @@ import platform
 import random
 import sys
 import time
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.soak.attacks import Target
 from benchmarks.soak.connection import Connection
+from benchmarks.soak.hostile import Hostiles, keys
 from benchmarks.soak.plot import plot
 from benchmarks.soak.server import Server
 from benchmarks.soak.visitors import ROUTES, Ledger, Visitors, closed, opened
 from models.bundle import Bundle
+from service.settings import Settings
 
 SHIPPED = Path("models/bundles/gated-stable")
 CONNECTIONS = 64
@@ -79,19 +86,30 @@ def sum_of(counts: dict[str, float], name: str) -> float:
     return sum(value for key, value in counts.items() if key.split(":")[0] == name)
 
 
-async def soak(server: Server, ledger: Ledger, minutes: float, share: float) -> dict[str, Any]:
-    """The whole run."""
+async def soak(
+    server: Server,
+    ledger: Ledger,
+    minutes: float,
+    share: float,
+    key: str | None = None,
+    hostiles: Hostiles | None = None,
+    measured_s: float = MEASURED_S,
+) -> dict[str, Any]:
+    """The whole run. `key` is the visitors'; `hostiles` are beside them while it lasts."""
     visitors = Visitors(ledger)
-    connections = [Connection(server.port) for _ in range(CONNECTIONS)]
+    connections = [Connection(server.port, key) for _ in range(CONNECTIONS)]
     await visitors.populate(connections[0], LIVELY, OTHERS)
-    await closed(connections, visitors, MEASURED_S / 4)
-    capacity = await closed(connections, visitors, MEASURED_S)
+    await closed(connections, visitors, measured_s / 4)
+    capacity = await closed(connections, visitors, measured_s)
     rate = share * capacity
     print(f"{capacity:.0f} actions/s at most; {minutes:g} minutes at {rate:.0f}", flush=True)
     ledger.latencies_s.clear()
     samples = Samples()
     sampling = asyncio.create_task(sample(server, samples))
-    actions = await opened(connections, visitors, rate, 60 * minutes)
+    async with AsyncExitStack() as beside:
+        if hostiles is not None:
+            await beside.enter_async_context(hostiles.beside())
+        actions = await opened(connections, visitors, rate, 60 * minutes)
     sampling.cancel()
     compared = await compare(connections[0], ledger)
     for connection in connections:
@@ -128,8 +146,9 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
     return len(chosen)
 
 
-def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Where the two sides have counted differently. A request that was hung up on may have any status."""
+def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float], others: bool = False) -> list[str]:
+    """Where the two sides have counted differently. A request that was hung up on may have any status. With `others` on
+    the same routes the server may have counted more."""
     found = []
     for method, route in sorted(set(ROUTES.values())):
         key = f"wane_http_requests_total:method={method}:route={route}:status="
@@ -139,40 +158,36 @@ def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float
             if status.startswith(key)
         }
         asked = ledger.asked[f"{method} {route}"]
-        if sum(served.values()) != asked:
+        if sum(served.values()) < asked or (sum(served.values()) > asked and not others):
             found.append(f"{method} {route}: {sum(served.values())} requests counted there, {asked} here")
         left = asked - sum(n for name, n in ledger.answered.items() if name.rpartition(" ")[0] == f"{method} {route}")
         for status, count in served.items():
             here = ledger.answered[f"{method} {route} {status}"]
-            if not here <= count <= here + left:
+            if count < here or (count > here + left and not others):
                 found.append(f"{method} {route} {status}: {count} counted there, {here} here")
     return found
+
+
+def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """Requests of whomever that ended in a status of 500 or more."""
+    return [
+        f"{name}: {value - before.get(name, 0):.0f}"
+        for name, value in after.items()
+        if name.startswith("wane_http_requests_total:") and ":status=5" in name and value > before.get(name, 0)
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--load", type=float, default=0.8, help="share of what can be reached")
+    parser.add_argument("--load", type=float, help="share of what can be reached; default 0.8, with --hostile 0.5")
+    parser.add_argument("--hostile", action="store_true", help="ask for keys, and have hostile clients beside")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="what the server logs")
     arguments = parser.parse_args()
-    manifest = Bundle.open(SHIPPED).manifest
-    floats = manifest.architecture.hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
-    settings = {
-        "bundles": SHIPPED,
-        "state_budget_bytes": 4 * floats * STATES,
-        "session_ttl_s": SESSION_TTL_S,
-        "log_level": "info",
-    }
-    random.seed(0)
-    ledger = Ledger(manifest.vocabulary.size, SESSION_TTL_S)
-    with Server(settings, arguments.log) as server:
-        before = server.counts()
-        result = asyncio.run(soak(server, ledger, arguments.minutes, arguments.load))
-        after = server.counts()
-        integrity = server.report()["integrity"]
-    result |= verdict(result, ledger, before, after, integrity)
+    share = arguments.load or (0.5 if arguments.hostile else 0.8)
+    result = run(arguments.minutes, share, arguments.log, hostile=arguments.hostile)
     show(result)
     result["command"] = " ".join(["python -m benchmarks.soak", *sys.argv[1:]])
     result["python"] = platform.python_version()
@@ -181,6 +196,43 @@ def main() -> int:
     if arguments.figure is not None:
         plot(result, arguments.figure)
     return 0 if result["passed"] else 1
+
+
+def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: float = MEASURED_S) -> dict[str, Any]:
+    """A server, its visitors, and those beside them; what came of it."""
+    manifest = Bundle.open(SHIPPED).manifest
+    floats = manifest.architecture.hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
+    settings: dict[str, object] = {
+        "bundles": SHIPPED,
+        "state_budget_bytes": 4 * floats * STATES,
+        "session_ttl_s": SESSION_TTL_S,
+        "log_level": "info",
+    }
+    random.seed(0)
+    ledger = Ledger(manifest.vocabulary.size, SESSION_TTL_S)
+    with ExitStack() as stack:
+        key, hostiles, own = None, None, None
+        if hostile:
+            own = stack.enter_context(keys())
+            key, settings["api_keys_file"] = own.visitor, own.file
+        server = stack.enter_context(Server(settings, log, key))
+        if own is not None:
+            target = Target(
+                server.port,
+                own.hostile,
+                Settings().max_body_bytes,
+                manifest.vocabulary.size,
+                lambda: [kept.name for kept in ledger.lively],
+            )
+            hostiles = Hostiles(target)
+        before = server.counts()
+        result = asyncio.run(soak(server, ledger, minutes, share, key, hostiles, measured_s))
+        after = server.counts()
+        integrity = server.report()["integrity"]
+    if hostiles is not None:
+        result["hostile"] = {name: dict(told) for name, told in sorted(hostiles.told.items())}
+        ledger.wrong += hostiles.wrong
+    return result | {"load": share} | verdict(result, ledger, before, after, integrity)
 
 
 def verdict(
@@ -199,7 +251,8 @@ def verdict(
         name: round(sum_of(after, f"wane_{name}_total") - sum_of(before, f"wane_{name}_total"))
         for name in ("sessions_rebuilt", "sessions_evicted", "refused_items", "failed_items", "state_faults")
     }
-    apart = differences(ledger, before, after)
+    apart = differences(ledger, before, after, others="hostile" in result)
+    failed = failures(before, after)
     return {
         "asked": dict(ledger.asked),
         "answered": dict(ledger.answered),
@@ -210,7 +263,9 @@ def verdict(
         "resident_mib": {"settled": first, "end": last},
         "wrong": ledger.wrong[:20],
         "counted_differently": apart,
+        "failed": failed,
         "passed": not ledger.wrong
+        and not failed
         and not apart
         and not integrity["faults"]
         and integrity["rounds"] > 0
@@ -235,8 +290,10 @@ def show(result: dict[str, Any]) -> None:
         "resident_mib",
         "wrong",
         "counted_differently",
+        "failed",
+        "hostile",
     ):
-        value = result[name]
+        value = result.get(name)
         table.add_row(name, f"{value:,.0f}" if isinstance(value, float | int) else json.dumps(value, indent=1))
     Console().print(table)
 

@@ -19,8 +19,10 @@ class Reply:
 class Connection:
     """Opened when it is first needed, and again after it was closed."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, key: str | None = None) -> None:
+        """`key`: sent with every request; None where none is asked for."""
         self._port = port
+        self._authorization = "" if key is None else f"authorization: Bearer {key}\r\n"
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: dict[str, object] | None = None) -> Reply:
@@ -45,7 +47,7 @@ class Connection:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        self._streams[1].write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        self._streams[1].write(f"{head}{self._authorization}content-length: {len(data)}\r\n\r\n".encode() + data)
         return self._streams
 
     def close(self) -> None:

@@ -21,7 +21,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 5.2), sharex=True, layout="constrained")
     above.plot(minutes, samples["resident_mib"], color="C0")
     above.set(ylabel="resident memory, MiB", ylim=(0, 1.15 * max(samples["resident_mib"])))
-    above.set_title(f"{result['rate']:,.0f} actions/s, 80 % of what can be reached, on churned sessions")
+    beside = ", hostile clients beside" if "hostile" in result else ""
+    share = f"{100 * result['load']:.0f} % of what can be reached"
+    above.set_title(f"{result['rate']:,.0f} actions/s, {share}, on churned sessions{beside}", fontsize=10)
     for name, label in (("requests", "requests"), ("rebuilt", "states rebuilt from tails")):
         below.plot(middle, np.diff(samples[name]) / width, label=label)
     below.set(ylabel="a second", xlabel="minutes", ylim=(0, None))

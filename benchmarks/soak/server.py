@@ -20,10 +20,12 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 class Server:
     """`python -m service` with these settings, as a context: ready for requests, and stopped at the end."""
 
-    def __init__(self, settings: dict[str, object], log: Path) -> None:
+    def __init__(self, settings: dict[str, object], log: Path, key: str | None = None) -> None:
+        """`key`: by which the server tells what it counts, where it asks for one."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         self.command = [sys.executable, "-m", "service", "--port=0", *options]
         self._log = log
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.port = 0
         self.exit_code: int | None = None
 
@@ -41,6 +43,8 @@ class Server:
         self._process.terminate()
         self.exit_code = self._process.wait(60)
         self._reader.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
     def _read(self, ready: threading.Event) -> None:
         """Writes down what the server logs, but for its requests, of which there are too many."""
@@ -63,7 +67,7 @@ class Server:
 
     def counts(self) -> dict[str, float]:
         """Its Prometheus metrics, by name and labels: `wane_x:method=GET:status=200`."""
-        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", trust_env=False, timeout=60).text
+        text = self._get("/metrics").text
         found = {}
         for name, labels, value in METRIC.findall(text):
             pairs = sorted(LABEL.findall(labels))
@@ -72,6 +76,9 @@ class Server:
 
     def report(self) -> dict[str, Any]:
         """The first model's part of /v1/report."""
-        report = httpx.get(f"http://127.0.0.1:{self.port}/v1/report", trust_env=False, timeout=60).json()
-        model: dict[str, Any] = report["models"][0]
+        model: dict[str, Any] = self._get("/v1/report").json()["models"][0]
         return model
+
+    def _get(self, path: str) -> httpx.Response:
+        url = f"http://127.0.0.1:{self.port}{path}"
+        return httpx.get(url, headers=self._headers, trust_env=False, timeout=60).raise_for_status()

@@ -1,0 +1,87 @@
+"""Hostile clients beside the others: some at a time, each taking one attack after the other, until they are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.soak.attacks import ATTACKS, WITH_KEYS, Attack, Target
+from service.keys import make_key
+
+AT_ONCE = 12
+PAUSE_S = 0.2
+QUOTA = 50
+CUT_OFF_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Of the visitors, who also look after the server, and of those who are hostile, who may have `QUOTA` sessions; and
+    the file that the server reads them from."""
+
+    visitor: str
+    hostile: str
+    file: Path
+
+
+@contextmanager
+def keys() -> Iterator[Keys]:
+    """Fresh ones."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "keys"
+        visitor, admin = make_key("visitor", ["scope=admin"])
+        hostile, few = make_key("hostile", [f"sessions={QUOTA}"])
+        file.write_text(f"{admin.line()}\n{few.line()}\n", encoding="utf-8")
+        yield Keys(visitor, hostile, file)
+
+
+@dataclass
+class Hostiles:
+    """`told` counts what was answered to each attack; `wrong` has what should not have been."""
+
+    target: Target
+    told: dict[str, Counter[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    async def attack(self, attack: Attack) -> None:
+        """Once."""
+        told = self.told.setdefault(attack.__name__, Counter())
+        try:
+            async with asyncio.timeout(CUT_OFF_S):
+                async for answer in attack(self.target):
+                    told[answer] += 1
+                    if answer not in ATTACKS[attack]:
+                        self.wrong.append(f"{attack.__name__} was answered {answer}")
+        except OSError as error:
+            told[type(error).__name__] += 1
+        except TimeoutError:
+            self.wrong.append(f"{attack.__name__} took more than {CUT_OFF_S:.0f} s")
+
+    async def one(self) -> None:
+        """One client, until it is cancelled."""
+        attacks = [attack for attack in ATTACKS if self.target.key is not None or attack not in WITH_KEYS]
+        while True:
+            random.shuffle(attacks)
+            for attack in attacks:
+                await self.attack(attack)
+                await asyncio.sleep(PAUSE_S * random.random())
+
+    @asynccontextmanager
+    async def beside(self) -> AsyncIterator[None]:
+        """All of them, as long as the block takes."""
+        tasks = [asyncio.create_task(self.one()) for _ in range(AT_ONCE)]
+        try:
+            yield
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,36 @@
+"""Sessions made, used, dropped and expired, with hostile clients beside: `benchmarks.soak`, for half a minute.
+
+Ten minutes of it are `python -m benchmarks.soak --minutes 10 --hostile`; only those can tell whether memory is flat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak.__main__ import run
+from benchmarks.soak.attacks import ATTACKS
+from tests.stack.conftest import Figures
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+MINUTES = 0.5
+MEASURED_S = 3.0
+SHARE = 0.4
+GROWTH = 1.1  # of resident memory in half a minute, in which it may still come to its level
+
+
+async def test_nothing_fails_while_hostile_clients_try_what_they_can(tmp_path: Path, figures: Figures) -> None:
+    log = tmp_path / "log"
+    result = await asyncio.to_thread(run, MINUTES, SHARE, log, hostile=True, measured_s=MEASURED_S)
+    memory = result["resident_mib"]
+    figures(actions=result["actions"], states=result["states"], hostile=result["hostile"], resident_mib=memory)
+    assert result["wrong"] == []
+    assert result["failed"] == []
+    assert result["counted_differently"] == []
+    assert result["integrity"]["faults"] == 0 and result["integrity"]["rounds"] > 0
+    assert set(result["hostile"]) == {attack.__name__ for attack in ATTACKS}
+    assert memory["end"] <= GROWTH * memory["settled"]
+    assert "Traceback" not in log.read_text()
