@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--core-hour P] [--gib-hour P] [--load SHARE]   docs/scaling.md's figures and tables
     python -m benchmarks.scaling measure [--seconds S]   what the parts cost, on the real stack: scaling_costs.json
-    python -m benchmarks.scaling check [--seconds S]     the real stack beside the simulation: scaling_check.json
+    python -m benchmarks.scaling check [--seconds S]     the real stack under the load to compare: scaling_check.json
 
 `measure` and `check` take about three minutes each on two cores, and want the machine for themselves; the rest takes
 one, anywhere, and gives the same figures each time."""
@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> None:
         )
     result["costs"] = {policy: asdict(own) for policy, own in by_policy.items()}
     checked = json.loads(check.FILE.read_text(encoding="utf-8"))
+    result["check"] = check.simulate(costs.read("tail"), checked)
     write(RESULTS, result)
     plot_all(result, checked)
     made = tables.all_of(result, checked)
@@ -78,17 +79,16 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=("run", "measure", "check"), default="run")
     parser.add_argument("--seconds", type=float, default=measure.SECONDS, help="of each load that is measured")
     parser.add_argument(
-        "--core-hour", type=float, default=costs.Prices.core_hour, help="price of a core for an hour, USD"
+        "--core-hour", type=float, default=costs.Prices().core_hour, help="price of a core, USD an hour"
     )
-    parser.add_argument("--gib-hour", type=float, default=costs.Prices.gib_hour, help="price of a GiB for an hour, USD")
-    parser.add_argument("--load", type=float, default=costs.Limits.load, help="share of a thread's time to plan with")
+    parser.add_argument("--gib-hour", type=float, default=costs.Prices().gib_hour, help="price of a GiB, USD an hour")
+    parser.add_argument("--load", type=float, default=costs.Limits().load, help="share of a thread's time to plan with")
     parser.add_argument("--wire-us", type=float, default=100.0, help="one way between two machines, microseconds")
     options = parser.parse_args()
     if options.command == "measure":
         write(costs.FILE, measure.measure(options.seconds))
     elif options.command == "check":
-        found = check.measure(options.seconds)
-        write(check.FILE, {"measured": found, "simulated": check.simulate(costs.read("tail"), found)})
+        write(check.FILE, check.measure(options.seconds))
     else:
         run(options)
 

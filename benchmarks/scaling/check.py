@@ -146,6 +146,9 @@ class _Parked:
         self._seen.add(session)
         return found
 
+    def drop(self, session: int) -> None:
+        self._seen.discard(session)
+
     @property
     def resident(self) -> int:
         return len(self._seen)
@@ -227,7 +230,7 @@ def simulate(costs: Costs, measured: Result) -> Result:
     }
 
 
-def rows(document: Result) -> list[list[str]]:
+def rows(real: Result, model: Result) -> list[list[str]]:
     """Side by side: what was measured, what was simulated (the median of its seeds), and how far off that is."""
     made = []
 
@@ -237,7 +240,6 @@ def rows(document: Result) -> list[list[str]]:
         spread = f"{middle:,.1f} ({min(simulated):,.1f} to {max(simulated):,.1f})"
         made.append([what, f"{measured:,.1f} {unit}", f"{spread} {unit}", f"{off:+.0f} %"])
 
-    real, model = document["measured"], document["simulated"]
     for key, unit in (("steps_per_s", "steps/s"), ("p50_ms", "ms"), ("p99_ms", "ms")):
         middle = statistics.median(one[key] for one in real["closed"])
         row(f"closed loop, 32 connections: {NAMES[key]}", unit, middle, [one[key] for one in model["closed"]])

@@ -32,6 +32,10 @@ class States(Protocol):
         """A session steps, and its state is there afterwards."""
         ...
 
+    def drop(self, session: int) -> None:
+        """Its step came to nothing: there is no state."""
+        ...
+
     @property
     def resident(self) -> int:
         """How many states there are."""
@@ -57,6 +61,10 @@ class Slab:
         if len(self._resident) > self._capacity:
             self._resident.popitem(last=False)
         return found
+
+    def drop(self, session: int) -> None:
+        """See `States`."""
+        self._resident.pop(session, None)
 
     @property
     def resident(self) -> int:
@@ -87,6 +95,10 @@ class Population:
             found = Found.REMEMBERED
         self._resident = min(self._resident + 1, self._capacity)
         return found
+
+    def drop(self, session: int) -> None:  # noqa: ARG002
+        """See `States`."""
+        self._resident = max(self._resident - 1, 0)
 
     @property
     def resident(self) -> int:

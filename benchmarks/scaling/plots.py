@@ -25,7 +25,7 @@ def plot_all(result: Result, checked: Result) -> None:
     storms(result, FIGURES / "scaling_storms.png")
     money(result, FIGURES / "scaling_cost.png")
     skew(result, FIGURES / "scaling_skew.png")
-    comparison(checked, FIGURES / "scaling_check.png")
+    comparison(result, checked, FIGURES / "scaling_check.png")
 
 
 def saturation(result: Result, path: Path) -> None:
@@ -139,11 +139,11 @@ def skew(result: Result, path: Path) -> None:
     save(figure, axes, path)
 
 
-def comparison(checked: Result, path: Path) -> None:
+def comparison(result: Result, checked: Result, path: Path) -> None:
     """Measured and simulated, side by side."""
     from benchmarks.scaling import check
 
-    rows = [row for row in check.rows(checked) if row[1].endswith(" ms")]
+    rows = [row for row in check.rows(checked, result["check"]) if row[1].endswith(" ms")]
     names = [row[0] for row in rows]
     measured = [float(row[1].split()[0].replace(",", "")) for row in rows]
     simulated = [float(row[2].split()[0].replace(",", "")) for row in rows]

@@ -29,6 +29,9 @@ PIECE = 512
 WINDOW = 64
 """Tokens from which a state is rebuilt where states do not last; else from all that is held (`rebuilt_from`)."""
 
+DEADLINE_S = 30.0
+"""Of a request (WANE_REQUEST_TIMEOUT_MS), from when the event loop has read it."""
+
 
 @cache
 def work(tokens: int) -> Work:
@@ -44,6 +47,7 @@ class Item:
     found: Found
     session: int
     then: Callable[[bool, bool], None]
+    begun_s: float
 
 
 class Replica:
@@ -63,6 +67,7 @@ class Replica:
     ) -> None:
         """`held`: tokens that are kept of a session. `turns`: steps of one session wait for each other, which takes
         sessions with names."""
+        self._env = env
         self._costs = costs
         self.states = states
         self._store = store
@@ -104,7 +109,7 @@ class Replica:
         self.steps += 1
         found = self.states.use(session)
         self._found += NEWEST * ((found is Found.RESIDENT) - self._found)
-        item = Item(work(1), found, session, then)
+        item = Item(work(1), found, session, then, self._env.now)
         if found is Found.RESIDENT:
             self._enqueue(item)
             return
@@ -126,17 +131,29 @@ class Replica:
 
     def _enqueue(self, item: Item) -> None:
         if self._queue.before(item.work.role) >= self._costs.max_queue:
-            self.refused += 1
-            self._over(item.session)
-            item.then(True, False)
+            self._refuse(item)
             return
         self._queue.put(item)
         if not self._running:
             self._running = True
             self.loop.do(0.0, self._start)
 
+    def _refuse(self, item: Item) -> None:
+        """It is too much, or too late: 429 or 504."""
+        self.refused += 1
+        if item.found is not Found.RESIDENT:
+            self.states.drop(item.session)
+        self._over(item.session)
+        item.then(True, False)
+
+    def _in_time(self, item: Item) -> bool:
+        if self._env.now - item.begun_s <= DEADLINE_S:
+            return True
+        self._refuse(item)
+        return False
+
     def _start(self) -> None:
-        items = self._queue.take(lambda _: True)
+        items = self._queue.take(self._in_time)
         if not items:
             self._running = False
             return

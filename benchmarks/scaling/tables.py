@@ -14,7 +14,9 @@ def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
     """Each by its name on the page."""
     return {
         "costs": of_costs(result["costs"]),
-        "check": markdown(("what", "measured", "simulated: median (of five seeds)", "off by"), check.rows(checked)),
+        "check": markdown(
+            ("what", "measured", "simulated: median (of five seeds)", "off by"), check.rows(checked, result["check"])
+        ),
         "sizes": of_sizes(result),
         "saturation": of_saturation(result),
         "money": of_money(result),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -64,3 +66,13 @@ def test_states_that_have_no_room_are_rebuilt_by_as_many_steps() -> None:
     record = Fleet(ROUND, shape, 0).run(60.0)
     found = record.between(20.0, 60.0)
     assert found["rebuilt"] / found["steps"] == pytest.approx(0.75, abs=0.02)
+
+
+def test_what_is_too_much_is_refused_and_has_no_state_afterwards() -> None:
+    few = replace(ROUND, max_queue=4, windows=((1.0, 50e-3), (64.0, 50e-3), (512.0, 50e-3)))
+    shape = Shape(replicas=1, sessions=200, rate=2.0, warm=False)
+    fleet = Fleet(few, shape, 0)
+    record = fleet.run(3.0)
+    assert record.refused > 0
+    assert record.answered + record.refused == record.asked
+    assert fleet.replicas[1].states.resident == sum(record.rebuilt) < shape.sessions
