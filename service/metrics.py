@@ -116,6 +116,9 @@ class Metrics:
 
         # Sessions.
         self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
+        self.sessions_parked = gauge(
+            "wane_sessions_parked", "Sessions that were used here and have no state in memory; once a second.", "model"
+        )
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
         self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
         self.caught_up = counter(

@@ -122,6 +122,9 @@ class Settings(BaseModel):
         default=None,
         description="where sessions in memory are written when the server has drained, and read when it starts",
     )
+    store_password_file: Path | None = Field(
+        default=None, description="a file with the password for Redis, where the address has none"
+    )
     store_namespace: str = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._~-]{1,64}$",

@@ -11,6 +11,7 @@ from types import FrameType
 
 from deploy.stack.local import ROOT
 from deploy.stack.process import ProcessFailed
+from deploy.stack.secrets import CLIENT_KEY
 from deploy.stack.stack import COMPOSE, ENTRANCE, Stack, replicas
 
 LOOK_EVERY_S = 0.5
@@ -34,8 +35,12 @@ def main() -> int:
     parser.add_argument(
         "--operations-port", type=int, default=8404, help="of HAProxy's own page and metrics; default: %(default)s"
     )
+    parser.add_argument("--prometheus-port", type=int, default=9090, help="of Prometheus; default: %(default)s")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build" / "stack", help="for logs and volumes; default: build/stack"
+        "--folder",
+        type=Path,
+        default=ROOT / "build" / "stack",
+        help="for logs, volumes and secrets; default: build/stack",
     )
     parser.add_argument("--bundles", type=Path, help="a folder of bundles, or one; default: those of the compose file")
     options = parser.parse_args()
@@ -43,12 +48,13 @@ def main() -> int:
         signal.signal(sign, stop)
     try:
         bundles = {} if options.bundles is None else {"WANE_BUNDLES": str(options.bundles.resolve())}
-        published = {8000: options.port, 8404: options.operations_port}
-        stack = Stack(options.folder.resolve(), published, dict.fromkeys(replicas(), bundles))
+        published = {8000: options.port, 8404: options.operations_port, 9090: options.prometheus_port}
+        stack = Stack(options.folder.resolve(), published, dict.fromkeys(replicas(), bundles), whole=True)
         print(f"starting the services of {COMPOSE.name} ...", flush=True)
         with stack:
             for process in stack.processes.values():
                 print(f"  {process.name:10} 127.0.0.1:{process.port}  pid {process.pid}")
+            print(f"  the key for it is in {stack.secrets / CLIENT_KEY}")
             print(f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops it", flush=True)
             while True:
                 time.sleep(LOOK_EVERY_S)

@@ -10,6 +10,9 @@ from typing import Any
 
 import yaml
 
+SECRETS = "/run/secrets"
+"""Where a container finds its secrets, each a file of its name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mount:
@@ -28,9 +31,10 @@ class Mount:
 class Service:
     """One service.
 
-    `command` is empty where the image says what is run. A variable without a value is that of the surroundings, and
-    not in `environment`. `published` has the host's port by the container's; `after` names the services that must be
-    ready before this one starts; `grace_s` is the time that it has to end.
+    `command` begins with the program, and is empty where the image says what is run. A variable without a value is that
+    of the surroundings, and not in `environment`. `published` has the host's port by the container's; `after` names the
+    services that must be ready before this one starts; `secrets` the files that it finds in `SECRETS`; `grace_s` is the
+    time that it has to end.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Service:
     ports: tuple[int, ...]
     published: Mapping[int, int]
     after: frozenset[str]
+    secrets: tuple[str, ...]
     grace_s: float
 
 
@@ -60,11 +65,12 @@ def _service(name: str, body: Mapping[str, Any]) -> Service:
     return Service(
         name=name,
         image=body["image"],
-        command=tuple(body.get("command", ())),
+        command=(*body.get("entrypoint", ()), *body.get("command", ())),
         environment={key: str(value) for key, value in body.get("environment", {}).items() if value is not None},
         mounts=tuple(Mount(*entry.split(":")[:2]) for entry in body.get("volumes", ())),
         ports=(*(int(port) for port in body.get("expose", ())), *published),
         published=published,
         after=frozenset(body.get("depends_on", ())),
+        secrets=tuple(body.get("secrets", ())),
         grace_s=float(body["stop_grace_period"].removesuffix("s")),
     )

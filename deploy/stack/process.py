@@ -98,7 +98,7 @@ class Process:
             if path is None:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                     connection.sendall(b"PING\r\n")
-                    return connection.recv(64).startswith(b"+PONG")
+                    return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
             with urllib.request.urlopen(self.url + path, timeout=1) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from deploy.stack import secrets
 from deploy.stack.compose import Service, read
-from deploy.stack.local import ROOT, SERVER, command
+from deploy.stack.local import ELSEWHERE, PROMETHEUS, ROOT, SERVER, Place, command
 from deploy.stack.process import Process
 
 COMPOSE = ROOT / "docker-compose.yml"
 ENTRANCE = "haproxy"
 STORE = "redis"
+KEYS = "WANE_API_KEYS_FILE"
 
 
 def replicas() -> list[str]:
@@ -23,12 +25,18 @@ def replicas() -> list[str]:
     return sorted(service.name for service in read(COMPOSE) if service.image == SERVER)
 
 
+def run_here() -> list[Service]:
+    """The services of the compose file whose programs this machine may have."""
+    return [service for service in read(COMPOSE) if service.image.partition(":")[0] not in ELSEWHERE]
+
+
 class Stack:
     """Every service, started after those that it needs, and stopped before them; a context.
 
     `folder` takes logs and volumes. `published` has the port for those that the compose file publishes, by the port
     that it publishes; without it every port is a free one. `variables` are set for services, by name, beside those of
-    the compose file.
+    the compose file. `whole` is all of it: else nobody is asked for a key, and Prometheus is left out, for those who
+    look at something else. Secrets that are not in the `folder` are made.
     """
 
     def __init__(
@@ -36,17 +44,23 @@ class Stack:
         folder: Path,
         published: Mapping[int, int] | None = None,
         variables: Mapping[str, Mapping[str, str]] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        services = read(COMPOSE)
+        services = [service for service in run_here() if whole or service.name != PROMETHEUS]
         self.addresses = _addresses(services, published or {})
         self.logs = folder / "logs"
+        self.secrets = folder / "secrets"
+        secrets.make(self.secrets)
+        place = Place(self.addresses, self.secrets, folder / "volumes", folder / "copies")
         self.processes: dict[str, Process] = {}
         for service in services:
             added = (variables or {}).get(service.name, {})
-            service = replace(service, environment={**service.environment, **added})
+            own = {name: value for name, value in service.environment.items() if whole or name != KEYS}
+            service = replace(service, environment={**own, **added})
             self.processes[service.name] = Process(
                 service,
-                command(service, self.addresses, folder / "volumes"),
+                command(service, place),
                 self.addresses[service.name, service.ports[0]],
                 self.logs / f"{service.name}.log",
             )
@@ -69,7 +83,11 @@ class Stack:
     @property
     def store(self) -> str:
         """The address of the sessions' store."""
-        return f"redis://127.0.0.1:{self.processes[STORE].port}/0"
+        return f"redis://:{self.secret(secrets.REDIS_PASSWORD)}@127.0.0.1:{self.processes[STORE].port}/0"
+
+    def secret(self, name: str) -> str:
+        """One of the secrets, by the name of its file."""
+        return (self.secrets / name).read_text(encoding="utf-8").strip()
 
     @property
     def replicas(self) -> list[Process]:

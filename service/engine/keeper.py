@@ -35,6 +35,7 @@ class Keeper:
         self._next = RESERVED
         self._rounds = 0
         self._faults = 0
+        self._parked = metrics.sessions_parked.labels(model)
         self._faults_metric = metrics.state_faults.labels(model)
 
     async def run(self) -> None:
@@ -48,7 +49,8 @@ class Keeper:
 
     async def look(self) -> None:
         """Forgets what is over, and checks the bookkeeping and the next few states."""
-        await self._sessions.expire()
+        known = await self._sessions.expire()
+        self._parked.set(max(known - len(self._residents), 0))
         idle = self._is_idle()
         slots = range(self._next, min(self._next + SLOTS_AT_ONCE, self._residents.untouched))
         self._next = slots.stop

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote, urlsplit
+
 from service.metrics import Metrics
 from service.settings import IN_MEMORY, Settings
 from service.stores.memory import MemoryStore
-from service.stores.store import Store
+from service.stores.store import Store, StoreError
 
 
 def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
-    """The store of the sessions, which is not open yet. `tail_tokens` are kept of each."""
+    """The store of the sessions, which is not open yet. `tail_tokens` are kept of each. Raises StoreError where the
+    file of its password cannot be read."""
     if settings.store == IN_MEMORY:
         return MemoryStore(
             tail_tokens=tail_tokens,
@@ -23,7 +26,7 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
     from service.stores.redis import RedisStore
 
     shared = RedisStore(
-        settings.store,
+        _with_password(settings),
         namespace=settings.store_namespace,
         tail_tokens=tail_tokens,
         ttl_s=settings.session_ttl_s,
@@ -32,3 +35,16 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
         metrics=metrics,
     )
     return shared if settings.store_away == "reject" else DegradingStore(shared, settings.session_ttl_s, metrics)
+
+
+def _with_password(settings: Settings) -> str:
+    """The address of Redis, with the password of the file if it has none of its own."""
+    if settings.store_password_file is None or urlsplit(settings.store).password is not None:
+        return settings.store
+    try:
+        password = settings.store_password_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise StoreError(f"store_password_file, {error.filename}, cannot be read: {error.strerror}") from error
+    scheme, rest = settings.store.split("://", 1)
+    user, at, place = rest.rpartition("@")
+    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{place}"

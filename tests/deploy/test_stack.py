@@ -9,54 +9,103 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.stack.compose import Service, read
-from deploy.stack.local import ROOT, SERVER
+from deploy.stack.compose import SECRETS, Service, read
+from deploy.stack.local import ELSEWHERE, PROMETHEUS, ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
 from service.settings import Settings
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
-CONFIGURATION = {"redis": "deploy/redis/redis.conf", "haproxy": "deploy/haproxy/haproxy.cfg"}
-RUN = {name: body for name, body in DOCUMENT["services"].items() if "profiles" not in body}
+CONFIGURATION = {
+    "redis": "deploy/redis/redis.conf",
+    "haproxy": "deploy/haproxy/haproxy.cfg",
+    "prometheus": "deploy/prometheus/prometheus.yml",
+}
+SERVICES = {name: body for name, body in DOCUMENT["services"].items() if "profiles" not in body}
+RUN = {name: body for name, body in SERVICES.items() if body["image"].partition(":")[0] not in ELSEWHERE}
 each = pytest.mark.parametrize("name", RUN)
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Stack:
     """Nothing of it is started."""
-    return Stack(tmp_path)
+    return Stack(tmp_path, whole=True)
 
 
-def test_every_service_without_a_profile_is_run_and_no_other(stack: Stack) -> None:
-    assert set(stack.processes) == set(RUN)
+def in_the_container(stack: Stack, name: str, text: str) -> str:
+    """A text of this machine, with the container's addresses and secrets in it again."""
+    for (service, port), here in stack.addresses.items():
+        text = text.replace(f"127.0.0.1:{here}", f"{service}:{port}")
+    return text.replace(str(stack.secrets), SECRETS)
+
+
+def test_every_service_without_a_profile_is_run_but_one_whose_program_no_distribution_has(stack: Stack) -> None:
+    assert set(stack.processes) == set(RUN) == set(SERVICES) - {"grafana"}
     assert len(stack.replicas) == 3
     assert stack.url == f"http://127.0.0.1:{stack.addresses[ENTRANCE, 8000]}"
 
 
 @each
-def test_a_process_runs_what_its_container_runs(stack: Stack, name: str) -> None:
+def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, name: str) -> None:
     service, command = stack.processes[name].service, stack.processes[name].command
     if service.image == SERVER:
         entry_point = re.search(r"^ENTRYPOINT (.*)$", (ROOT / "service" / "Dockerfile").read_text(), re.MULTILINE)
         assert entry_point is not None
         assert list(command.arguments[1:]) == yaml.safe_load(entry_point[1])[1:]
-    else:
-        assert command.arguments[0] == RUN[name]["command"][0]
+        return
+    program, *arguments = [*RUN[name].get("entrypoint", []), *RUN[name]["command"]]
+    assert command.arguments[0] == Path(program).name
+    for here, there in zip(command.arguments[1:], arguments, strict=False):
+        file = here.rpartition("=")[2]
+        if Path(file).is_absolute() and not there.endswith(in_the_container(stack, name, file)):
+            assert Path(file).name == Path(there).name  # where it lies is what the next tests are about
+        else:
+            own = in_the_container(stack, name, here)
+            assert own in (there, there.replace("0.0.0.0:", f"{name}:").replace("*:", f"{name}:"))
+    assert command.arguments[1 + len(arguments) :] == (
+        ("--bind", "127.0.0.1", "--port", str(stack.processes[name].port)) if name == "redis" else ()
+    )
 
 
 @each
 def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name: str) -> None:
     process = stack.processes[name]
     mounts = [mount for mount in process.service.mounts if not mount.is_volume]
+    (mount,) = mounts
     if process.service.image == SERVER:
-        (bundles,) = mounts
         settings = Settings.read(dict(process.command.environment))
-        assert (process.command.folder / settings.bundles).samefile(ROOT / bundles.source)
-    else:
-        (configuration,) = mounts
-        assert (ROOT / configuration.source).samefile(ROOT / CONFIGURATION[name])
-        assert RUN[name]["command"].count(configuration.target) == 1
-        at = RUN[name]["command"].index(configuration.target)
-        assert Path(process.command.arguments[at]).samefile(ROOT / configuration.source)
+        assert (process.command.folder / settings.bundles).samefile(ROOT / mount.source)
+        return
+    configuration = ROOT / CONFIGURATION[name]
+    (at,) = [n for n, argument in enumerate(process.command.arguments) if argument.endswith(configuration.name)]
+    read = Path(process.command.arguments[at].rpartition("=")[2])
+    if read.samefile(configuration):
+        return
+    for file in (ROOT / mount.source).iterdir():
+        here = (read.parent / file.name).read_text()
+        assert in_the_container(stack, name, here) == file.read_text()
+
+
+@each
+def test_a_process_finds_the_secrets_that_its_container_has(stack: Stack, name: str) -> None:
+    process = stack.processes[name]
+    declared = {Path(entry["file"]).name for entry in DOCUMENT["secrets"].values()}
+    assert all((stack.secrets / secret).is_file() for secret in process.service.secrets)
+    assert set(process.service.secrets) <= declared
+    texts = [str(RUN[name]), *((ROOT / path).read_text() for of, path in CONFIGURATION.items() if of == name)]
+    assert set(re.findall(rf"{SECRETS}/(\w+)", " ".join(texts))) == set(process.service.secrets)
+
+
+def test_no_secret_is_in_a_command_a_variable_or_the_compose_file(stack: Stack) -> None:
+    known = [stack.secret(name) for name in ("client_key", "metrics_key", "redis_password", "grafana_password")]
+    for process in stack.processes.values():
+        said = [*process.command.arguments, *process.command.environment.values()]
+        assert not any(secret in text for secret in known for text in said)
+
+
+def test_without_all_of_it_nobody_is_asked_for_a_key_and_nothing_is_scraped(tmp_path: Path) -> None:
+    part = Stack(tmp_path)
+    assert set(part.processes) == set(RUN) - {PROMETHEUS}
+    assert not any("WANE_API_KEYS_FILE" in process.command.environment for process in part.replicas)
 
 
 @each
@@ -68,7 +117,9 @@ def test_a_process_has_its_container_s_variables_with_addresses_of_this_machine(
     names = "|".join(map(re.escape, RUN))
     for variable, value in given.items():
         address = re.search(rf"({names}|\*):(\d+)", value)
-        if address is None:
+        if SECRETS in value:
+            assert in_the_container(stack, name, found[variable]) == value
+        elif address is None:
             assert found[variable] == value
         else:
             port = stack.addresses[name if address[1] == "*" else address[1], int(address[2])]
@@ -87,7 +138,8 @@ def test_services_come_behind_those_that_they_wait_for() -> None:
     services = read(COMPOSE)
     for number, service in enumerate(services):
         assert service.after <= {earlier.name for earlier in services[:number]}
-    assert services[-1].name == ENTRANCE
+    (entrance,) = [service for service in services if service.name == ENTRANCE]
+    assert entrance.after == {service.name for service in services if service.image == SERVER}
 
 
 def test_haproxy_knows_every_replica_of_the_compose_file() -> None:
@@ -113,10 +165,10 @@ def _timeouts(text: str) -> list[tuple[str, str, str]]:
 
 
 def test_published_ports_may_be_chosen_and_all_others_are_free_ones(tmp_path: Path) -> None:
-    stack = Stack(tmp_path, {8000: 1234})
+    stack = Stack(tmp_path, {8000: 1234}, whole=True)
     ports = list(stack.addresses.values())
     assert stack.addresses[ENTRANCE, 8000] == 1234
-    assert len(set(ports)) == len(ports) == sum(len(service.ports) for service in read(COMPOSE))
+    assert len(set(ports)) == len(ports) == sum(len(service.ports) for service in read(COMPOSE) if service.name in RUN)
 
 
 def test_variables_can_be_added_for_a_service(tmp_path: Path) -> None:
@@ -139,6 +191,7 @@ services:
     expose: ["70"]
     environment: {X: 1, Y: }
     volumes: ["./a.conf:/etc/a.conf:ro", "data:/data"]
+    secrets: [word]
     stop_grace_period: 2s
   c: {image: c, profiles: [other]}
 """)
@@ -146,4 +199,5 @@ services:
     assert (a.name, a.command, a.ports, a.environment, a.grace_s) == ("a", ("run", "*:70"), (70,), {"X": "1"}, 2)
     assert [(mount.source, mount.is_volume) for mount in a.mounts] == [("./a.conf", False), ("data", True)]
     assert (b.name, b.command, b.ports, b.published, b.after) == ("b", (), (80,), {80: 9000}, {"a"})
+    assert (a.secrets, b.secrets) == (("word",), ())
     assert isinstance(b, Service)

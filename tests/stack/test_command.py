@@ -56,14 +56,22 @@ class Command:
 def test_one_command_starts_everything_and_one_signal_stops_it(tmp_path: Path) -> None:
     program("redis-server")
     program("haproxy")
+    program("prometheus")
     port = free_port()
     command = Command(
-        f"--port={port}", f"--operations-port={free_port()}", f"--folder={tmp_path}", f"--bundles={BUNDLE}"
+        f"--port={port}",
+        f"--operations-port={free_port()}",
+        f"--prometheus-port={free_port()}",
+        f"--folder={tmp_path}",
+        f"--bundles={BUNDLE}",
     )
     try:
         pids = {match[1]: int(match[2]) for line in command.until("ready at") if (match := LINE.fullmatch(line))}
-        assert set(pids) == {"redis", "wane-1", "wane-2", "wane-3", "haproxy"}
+        assert set(pids) == {"redis", "wane-1", "wane-2", "wane-3", "haproxy", "prometheus"}
+        key = (tmp_path / "secrets" / "client_key").read_text().strip()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            assert client.post("/v1/sessions", json={}).status_code == 401
+            client.headers["authorization"] = f"Bearer {key}"
             assert client.get("/readyz").json()["store"]["kind"] == "redis"
             created = client.post("/v1/sessions", json={"session": "one"})
             assert created.status_code == 201
@@ -83,7 +91,13 @@ def test_one_command_starts_everything_and_one_signal_stops_it(tmp_path: Path) -
 def test_a_service_that_does_not_start_ends_the_command_with_its_log(tmp_path: Path) -> None:
     program("redis-server")
     program("haproxy")
-    command = Command(f"--port={free_port()}", f"--folder={tmp_path}", f"--bundles={tmp_path / 'nothing'}")
+    program("prometheus")
+    command = Command(
+        f"--port={free_port()}",
+        f"--prometheus-port={free_port()}",
+        f"--folder={tmp_path}",
+        f"--bundles={tmp_path / 'nothing'}",
+    )
     try:
         command.until("bundles is")
         assert command.process.wait(WAIT_S) == 2

@@ -1,0 +1,64 @@
+"""Passwords and keys of the services of docker-compose.yml, each in a file of its own; what is there stays as it is.
+
+    python3 -m deploy.stack.secrets [FOLDER]      FOLDER: secrets, where docker-compose.yml looks for them
+
+    api_keys            who may ask, by hashes: `client`, and `prometheus`, for the metrics alone
+    client_key          the first one's key
+    metrics_key         the second one's
+    redis_acl           who may use Redis, by a hash: whoever has
+    redis_password      this one
+    grafana_password    of Grafana's user admin
+
+The folder is for its owner alone. Its files can be read by all who can reach them: a container is given a file as it
+is, and those in it are not its owner. Further keys: `python -m service key NAME >> secrets/api_keys`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+API_KEYS = "api_keys"
+CLIENT_KEY = "client_key"
+METRICS_KEY = "metrics_key"
+REDIS_ACL = "redis_acl"
+REDIS_PASSWORD = "redis_password"
+GRAFANA_PASSWORD = "grafana_password"
+PREFIX = {CLIENT_KEY: "wane_", METRICS_KEY: "wane_"}
+RANDOM_BYTES = 32
+
+
+def make(folder: Path) -> list[str]:
+    """Makes what is missing, and what hashes of it; the names of the files that were made."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made: list[str] = []
+
+    def keep(name: str, text: str) -> str:
+        """What the file holds, which is the text if there was none."""
+        file = folder / name
+        if not file.exists():
+            file.write_text(text + "\n", encoding="utf-8")
+            file.chmod(0o644)
+            made.append(name)
+        return file.read_text(encoding="utf-8").strip()
+
+    drawn = {
+        name: keep(name, PREFIX.get(name, "") + secrets.token_urlsafe(RANDOM_BYTES))
+        for name in (CLIENT_KEY, METRICS_KEY, REDIS_PASSWORD, GRAFANA_PASSWORD)
+    }
+    hashes = {name: sha256(secret.encode()).hexdigest() for name, secret in drawn.items()}
+    keep(API_KEYS, f"client:sha256:{hashes[CLIENT_KEY]}\nprometheus:sha256:{hashes[METRICS_KEY]} scope=metrics")
+    keep(REDIS_ACL, f"user default on #{hashes[REDIS_PASSWORD]} ~* &* +@all")
+    return made
+
+
+def main() -> None:
+    """Makes them, and says which."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "secrets")
+    print(f"{folder}: made {', '.join(make(folder)) or 'nothing: all is there'}")
+
+
+if __name__ == "__main__":
+    main()
