@@ -18,7 +18,7 @@ THINKS_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0)
 THINK_S = 20.0
 EXPONENTS = (0.0, 0.4, 0.6, 0.8, 1.0, 1.2)
 ZONE = 1 / 3
-JOINED_S = 150.0
+JOINED_S = 100.0
 AT_ONCE = 0.05
 Result = dict[str, Any]
 Advance = Callable[[str], None]
@@ -36,9 +36,12 @@ def compute(
         document["policies"][policy] = of_policy(own, limits, prices, advance)
     tail = document["policies"]["tail"]["sizes"]
     document["skew"] = {}
+    most_per_s = 1e3 / document["policies"]["tail"]["curve"][0]["p50_ms"]
     for one in tail:
         sessions, replicas = int(one["sessions"]), one["replicas"]
-        found = [skew(sessions, replicas, one["steps_per_s"], exponent).document() for exponent in EXPONENTS]
+        found = [
+            skew(sessions, replicas, one["steps_per_s"], exponent, most_per_s).document() for exponent in EXPONENTS
+        ]
         document["skew"][str(sessions)] = {"replicas": replicas, "exponents": found}
         advance(f"skew of {sessions:,}")
     return document

@@ -22,7 +22,7 @@ from service.engine.queue import FairQueue
 
 BEFORE_S, AFTER_S, SLICE_S = 10.0, 60.0, 2.0
 QUEUES: dict[str, Callable[..., Any]] = {"fair": FairQueue, "first come": lambda most, _: FirstCome(most)}
-SLOWSTARTS = (0.0, 10.0, 60.0, 300.0)
+SLOWSTARTS = (0.0, 10.0, 60.0, 180.0)
 RINGS = (3, 10, 30, 100, 300)
 KEYS = 20_000
 Result = dict[str, Any]

@@ -19,7 +19,8 @@ PLACED = 1_000_000
 @dataclass(frozen=True, slots=True)
 class Skew:
     """exponent: of the rank; hottest_per_s: steps a second of the first session; busiest: the busiest replica's rate by
-    the mean one's; resident: share of steps that find their state where a tenth of all states has room."""
+    the mean one's, and `busiest_even` by the ring alone; resident: share of steps that find their state where a tenth
+    of all states has room."""
 
     exponent: float
     hottest_per_s: float
@@ -47,18 +48,26 @@ def power_sum(low: float, high: float, exponent: float) -> float:
     return float((high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent))
 
 
-def skew(sessions: int, replicas: int, steps_per_s: float, exponent: float, seed: int = 0) -> Skew:
-    """One fleet."""
+def skew(
+    sessions: int, replicas: int, steps_per_s: float, exponent: float, most_per_s: float = np.inf, seed: int = 0
+) -> Skew:
+    """One fleet. `most_per_s`: of one session, whose steps wait for each other."""
     first, rest = weights(sessions, exponent)
+    first = np.minimum(first, most_per_s / steps_per_s)
+    whole = float(first.sum()) + rest
     random = np.random.default_rng(seed)
     ring = Ring(full(range(1, replicas + 1)))
     owners = ring.owners(spread(random.integers(0, 2**32, len(first), dtype=np.uint32)))
     shares = ring.shares()
     even = np.array([shares[number] for number in range(1, replicas + 1)])
     load = np.bincount(owners, first, replicas + 1)[1:] + rest * even
-    found = resident(first, rest, sessions, sessions / 10)
+    found = resident(first, rest, sessions, sessions / 10) / whole
     return Skew(
-        exponent, float(first[0] * steps_per_s), float(load.max() * replicas), float(even.max() * replicas), found
+        exponent,
+        float(first[0] * steps_per_s),
+        float(load.max() * replicas / whole),
+        float(even.max() * replicas),
+        found,
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scaling.memory import Found, Population, Slab
-from benchmarks.scaling.skew import resident, weights
+from benchmarks.scaling.skew import resident, skew, weights
 
 USES = 40_000
 
@@ -60,3 +60,9 @@ def test_shares_of_ranks_that_are_not_placed_one_by_one_add_up() -> None:
     whole = np.arange(1, 3_000_001, dtype=np.float64) ** -0.8
     assert rest == pytest.approx(whole[1_000_000:].sum() / whole.sum(), rel=1e-6)
     assert first[0] == pytest.approx(whole[0] / whole.sum(), rel=1e-6)
+
+
+def test_no_session_steps_more_often_than_one_step_after_another() -> None:
+    found = skew(100_000, 10, 5000.0, 1.2, most_per_s=200.0)
+    assert found.hottest_per_s == pytest.approx(200.0)
+    assert 1.0 < found.busiest < skew(100_000, 10, 5000.0, 1.2).busiest
