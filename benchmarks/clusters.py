@@ -1,0 +1,144 @@
+"""What Ray Serve costs: the same replicas behind its proxy, and behind HAProxy.
+
+    python -m benchmarks.clusters [--rounds N] [--seconds S] [--json FILE] [--page FILE]
+
+Two replicas of one model each time, and a Redis that writes every step to the disk before it answers: `scripts/ray`
+with `deploy/ray/serve.yaml`, and the stack of docker-compose.yml without its third replica. Both give each session a
+replica of its own. Connections take steps of one token in a closed loop, each for sessions of its own, in turn. One is
+started after the other, round by round; servers, clients and Redis share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import yaml
+
+from benchmarks.bench.open_loop import summary
+from benchmarks.bench.subjects import cpu
+from benchmarks.page import markdown, put
+from benchmarks.routing import BUNDLE, CONNECTIONS, SESSIONS_EACH, begin, drive
+from deploy.stack.local import ROOT
+from deploy.stack.stack import Stack, replicas
+
+NAME = "clusters"
+COLUMNS = ("two replicas behind", "steps/s: median (smallest to largest)", "p50, ms", "p99, ms")
+SERVE = ROOT / "deploy" / "ray" / "serve.yaml"
+VARIABLES = {"WANE_BUNDLES": str(BUNDLE), "WANE_LOG_LEVEL": "warning"}
+PORT = 18_640
+WARM_UP_S = 2.0
+WAIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One way, once."""
+
+    way: str
+    steps: int
+    steps_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+@contextmanager
+def haproxy() -> Iterator[int]:
+    """The port of the stack, one of whose replicas has been stopped."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Stack(Path(folder), variables=dict.fromkeys(replicas(), VARIABLES)) as it,
+    ):
+        it.replicas[-1].terminate()
+        it.replicas[-1].wait()
+        yield it.port
+
+
+@contextmanager
+def ray() -> Iterator[int]:
+    """The port of Ray's proxy."""
+    document = yaml.safe_load(SERVE.read_text(encoding="utf-8"))
+    document["applications"][0]["args"]["log_level"] = VARIABLES["WANE_LOG_LEVEL"]
+    with tempfile.TemporaryDirectory(prefix="wane-") as folder:
+        configuration = Path(folder) / "serve.yaml"
+        configuration.write_text(yaml.safe_dump(document), encoding="utf-8")
+        command = [sys.executable, "-m", "deploy.ray", f"--config={configuration}", f"--port={PORT}"]
+        command += [f"--folder={folder}/redis", f"--ray-folder={folder}/ray"]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **VARIABLES}, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            if not any(": ready at " in line for line in process.stdout):
+                raise SystemExit("scripts/ray has ended before it was ready")
+            try:
+                yield PORT
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()
+                process.wait(WAIT_S)
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[int]]] = {"HAProxy": haproxy, "Ray Serve's proxy": ray}
+
+
+def measure(way: str, number: int, seconds: float) -> Round:
+    """One round of one way."""
+    random = Random(number)
+    sessions = [[f"{NAME}-{one}-{other}" for other in range(SESSIONS_EACH)] for one in range(CONNECTIONS)]
+    with WAYS[way]() as port:
+        begin(port, [session for own in sessions for session in own], random)
+        drive(port, sessions, WARM_UP_S, random)
+        begun = time.perf_counter()
+        timed = summary(drive(port, sessions, seconds, random), time.perf_counter() - begun)
+    return Round(way, timed.requests, timed.requests / seconds, timed.p50_ms, timed.p99_ms)
+
+
+def rows(rounds: Sequence[Round]) -> Iterator[list[str]]:
+    """One row for each way."""
+    for way in WAYS:
+        own = [one for one in rounds if one.way == way]
+        rates = [one.steps_per_s for one in own]
+        yield [
+            way,
+            f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+            f"{statistics.median(one.p50_ms for one in own):.1f}",
+            f"{statistics.median(one.p99_ms for one in own):.1f}",
+        ]
+
+
+def main() -> None:
+    """Measures, and writes what was asked for."""
+    parser = argparse.ArgumentParser("python -m benchmarks.clusters", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each round")
+    parser.add_argument("--json", type=Path, default=Path("docs/figures/clusters.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/clusters.md"))
+    options = parser.parse_args()
+    rounds: list[Round] = []
+    for number in range(options.rounds):
+        for way in WAYS:
+            rounds.append(measure(way, number, options.seconds))
+            print(rounds[-1], flush=True)
+    table = markdown(COLUMNS, rows(rounds))
+    print("\n".join(table))
+    sessions = f"{CONNECTIONS} connections, {CONNECTIONS * SESSIONS_EACH} sessions"
+    how = f"{cpu()}, {os.cpu_count()} cores; {sessions}; {options.rounds} rounds of {options.seconds:g} s each"
+    options.json.write_text(json.dumps({"how": how, "rounds": [asdict(one) for one in rounds]}, indent=2) + "\n")
+    put(options.page, NAME, [f"{how}:", "", *table])
+
+
+if __name__ == "__main__":
+    main()
