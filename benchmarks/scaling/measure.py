@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from redis import Redis
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.bench.connections import READ_AT_ONCE, HttpAnswers, connect, http_request
+from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect, http_request
 from benchmarks.bench.subjects import cpu
 from benchmarks.routing import BUNDLE, VOCABULARY, begin, drive
 from benchmarks.scaling.processes import Spent, resident_bytes, spent
@@ -175,18 +176,28 @@ def memory(stack: Stack) -> Result:
 
 def disk(stack: Stack, fsync: str) -> list[float]:
     """Milliseconds that writes of 100 bytes take by one connection."""
-    with Redis.from_url(stack.store) as redis:
+    parts = urlsplit(stack.store)
+    taken = []
+    with (
+        Redis.from_url(stack.store) as redis,
+        socket.create_connection(("127.0.0.1", parts.port or 6379)) as connection,
+    ):
         redis.config_set("appendfsync", fsync)
-        host, port = "127.0.0.1", stack.processes[STORE].port
-        taken = []
-        with socket.create_connection((host, port)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            data = b"*3\r\n$3\r\nSET\r\n$5\r\nwrite\r\n$100\r\n" + b"x" * 100 + b"\r\n"
-            for _ in range(WRITES):
-                begun = time.perf_counter()
-                connection.sendall(data)
-                connection.recv(64)
-                taken.append(1e3 * (time.perf_counter() - begun))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def ask(*words: str) -> None:
+            sent = "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
+            connection.sendall(f"*{len(words)}\r\n{sent}".encode())
+            told = connection.recv(1024)
+            if told != b"+OK\r\n":
+                raise BadAnswer(f"Redis said {told!r} to {words[0]}")
+
+        if parts.password:
+            ask("AUTH", unquote(parts.password))
+        for _ in range(WRITES):
+            begun = time.perf_counter()
+            ask("SET", "write", "x" * 100)
+            taken.append(1e3 * (time.perf_counter() - begun))
         redis.config_set("appendfsync", "always")
     return taken
 
