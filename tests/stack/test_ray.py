@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 SESSIONS = 100
 LONG = 10
-STREAMS = 12
-RATE = 0.8
+STREAMS = 16
+RATE = 0.5
 
 
 @pytest.fixture
