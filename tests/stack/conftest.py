@@ -28,19 +28,23 @@ FIGURES = pytest.StashKey[list[str]]()
 @pytest.fixture
 def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
     """Makes a stack on free ports, which is to be started, and is gone with the test. `settings` are for every
-    replica, `own` for some, by name; `balance` is HAProxy's."""
+    replica, `own` for some, by name; `balance` is HAProxy's; `whole`: with keys and Prometheus."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as made:
 
         def make(
-            settings: Variables | None = None, own: Mapping[str, Variables] | None = None, balance: str | None = None
+            settings: Variables | None = None,
+            own: Mapping[str, Variables] | None = None,
+            balance: str | None = None,
+            *,
+            whole: bool = False,
         ) -> Stack:
             every = {"WANE_BUNDLES": str(BUNDLE), **(settings or {})}
             variables = {name: {**every, **(own or {}).get(name, {})} for name in replicas()}
             if balance is not None:
                 variables[ENTRANCE] = {"BALANCE": balance}
-            stack = Stack(tmp_path / "stack", variables=variables)
+            stack = Stack(tmp_path / "stack", variables=variables, whole=whole)
             made.callback(stack.kill)
             return stack
 

@@ -1,0 +1,33 @@
+"""The dashboard of deploy/grafana as Grafana reads it: panels, and what each of them asks Prometheus."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from deploy.stack.local import ROOT
+
+GRAFANA = ROOT / "deploy" / "grafana"
+FILE = GRAFANA / "dashboards" / "wane.json"
+DASHBOARD: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+PANELS: dict[str, dict[str, Any]] = {one["title"]: one for one in DASHBOARD["panels"] if one["type"] != "row"}
+SOURCE: dict[str, Any] = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())[
+    "datasources"
+][0]
+RATES_OVER = 4  # times the interval of scrapes, at least: Grafana's own rule for $__rate_interval
+
+
+def queries(panel: dict[str, Any]) -> list[str]:
+    """A panel's, with `All` for the variables, and rates over the shortest time that Grafana takes them over."""
+    seconds = RATES_OVER * int(SOURCE["jsonData"]["timeInterval"].removesuffix("s"))
+    values = {"$__rate_interval": f"{seconds}s", "$model": ".*", "$replica": ".*"}
+    found: list[str] = []
+    for target in panel["targets"]:
+        query = target["expr"]
+        for variable, value in values.items():
+            query = query.replace(variable, value)
+        assert "$" not in query, f"{panel['title']} asks by a variable that there is not: {query}"
+        found.append(query)
+    return found
