@@ -16,7 +16,7 @@ from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
 from tests.stack.player import Player
 from tests.stack.ray_command import STORE, WAIT_S, RayCommand
-from tests.stack.test_streams import Streaming, play
+from tests.stack.test_streams import RESTART, Streaming, play
 from tests.stack.twin import Twin
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -59,6 +59,7 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
     async with crowd(command.port, first) as players, crowd(command.port, [40] * STREAMS, name="stream") as others:
         streams = [Streaming(player) for player in others]
         await play(streams)
+        sockets = [await stream.open() for stream in streams]
 
         positions = [player.position for player in players]
         async with playing(players, RATE):
@@ -69,6 +70,7 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
         assert all(player.position > before for player, before in zip(players, positions, strict=True))
         killed_gap_s = longest_gap_s(players)
         assert {stream.opened for stream in streams} == {1, 2}
+        assert {socket.close_code for socket in sockets} == {None, RESTART}
 
         for player in players:
             player.retries = False
