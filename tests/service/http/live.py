@@ -31,6 +31,7 @@ class LiveServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._lines: Queue[dict[str, Any] | None] = Queue()
+        self.said: list[str] = []  # all of the log, as it came
         self._reader = Thread(target=self._read)
         self._reader.start()
         self.url = ""
@@ -44,6 +45,7 @@ class LiveServer:
         assert self.process.stderr is not None
         with self.process.stderr as stderr:
             for text in stderr:
+                self.said.append(text)
                 self._lines.put(json.loads(text) if text.startswith("{") else {"message": text.strip()})
         self._lines.put(None)
 
