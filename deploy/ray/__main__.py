@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from deploy.ray.cluster import Cluster, DeployFailed
-from deploy.ray.store import redis
+from deploy.ray.store import PASSWORD, redis
 from deploy.stack.local import ROOT
 from deploy.stack.process import ProcessFailed
 
@@ -50,16 +50,17 @@ class Signals:
 
 
 @contextmanager
-def store(folder: Path) -> Iterator[str]:
-    """The address of the sessions' store: that of WANE_STORE, else of a Redis that is there for the block."""
-    given = os.environ.get("WANE_STORE")
-    if given is not None:
-        yield given
+def store(folder: Path) -> Iterator[None]:
+    """The sessions' store is there for the block: that of WANE_STORE, else a Redis that the environment then names."""
+    if "WANE_STORE" in os.environ:
+        yield
         return
     with redis(folder) as process:
         address = f"redis://127.0.0.1:{process.port}/0"
         print(f"sessions are in {address} (pid {process.pid})", flush=True)
-        yield address
+        os.environ["WANE_STORE"] = address
+        os.environ["WANE_STORE_PASSWORD_FILE"] = str(folder / PASSWORD)
+        yield
 
 
 def main() -> int:
@@ -77,22 +78,23 @@ def main() -> int:
     signals.listen()
     try:
         print("starting; Ctrl-C stops it ...", flush=True)
-        with store(options.folder.resolve()) as address:
-            os.environ["WANE_STORE"] = address
-            with Cluster(options.config, options.port, options.cpus, options.ray_folder) as cluster:
-                signals.listen()
-                cluster.deploy()
-                told = ""
-                while True:
-                    if signals.again:
-                        signals.again = False
-                        print(f"{options.config} is read again", flush=True)
-                        cluster.deploy()
-                    state = cluster.state()
-                    if state != told:
-                        print(state, flush=True)
-                        told = state
-                    time.sleep(LOOK_EVERY_S)
+        with (
+            store(options.folder.resolve()),
+            Cluster(options.config, options.port, options.cpus, options.ray_folder) as cluster,
+        ):
+            signals.listen()
+            cluster.deploy()
+            told = ""
+            while True:
+                if signals.again:
+                    signals.again = False
+                    print(f"{options.config} is read again", flush=True)
+                    cluster.deploy()
+                state = cluster.state()
+                if state != told:
+                    print(state, flush=True)
+                    told = state
+                time.sleep(LOOK_EVERY_S)
     except Stopped:
         print("stopped")
         return 0

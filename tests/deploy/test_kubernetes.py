@@ -16,6 +16,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deploy.stack import secrets
+from deploy.stack.compose import SECRETS
 from deploy.stack.local import ROOT
 from service.app import ROUTES
 from service.metrics import Metrics
@@ -118,6 +120,8 @@ def probes(name: str) -> Iterator[tuple[str, Resource]]:
 
 
 SETTINGS = Settings.read(environment())
+COMPOSED = {"wane": "wane-1", "redis": "redis"}
+HEAD = (FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", [OLDEST, LATEST])
@@ -165,10 +169,7 @@ def test_images_and_users_are_those_of_the_dockerfile_and_of_the_compose_file() 
 
 @pytest.mark.parametrize("name", ["haproxy", "redis"])
 def test_haproxy_and_redis_run_the_command_of_the_compose_file_with_the_same_file(name: str) -> None:
-    command = COMPOSE[name]["command"]
-    if "--aclfile" in command:  # a NetworkPolicy says here who may use Redis
-        command = command[: command.index("--aclfile")]
-    assert container(name)["command"] == command
+    assert container(name)["command"] == COMPOSE[name]["command"]
     source, target, _ = next(one for one in COMPOSE[name]["volumes"] if one.startswith("./")).split(":")
     mounts = {mount["name"]: mount["mountPath"] for mount in container(name)["volumeMounts"]}
     assert str(Path(target).parent) == mounts["configuration"]
@@ -291,12 +292,19 @@ def test_every_mount_is_of_a_volume_that_there_is() -> None:
             assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
 
 
-def test_keys_come_from_a_secret_that_is_mounted_as_a_folder_and_is_in_no_file() -> None:
-    (volume,) = [one["secret"]["secretName"] for one in PODS["wane"]["volumes"] if "secret" in one]
-    (mount,) = [one for one in container("wane")["volumeMounts"] if one["name"] == "keys"]
-    assert "subPath" not in mount and "optional" not in volume
-    assert SETTINGS.api_keys_file == Path(mount["mountPath"]) / "keys"
-    assert f"create secret generic {volume} --from-file=keys" in (FOLDER / "base" / "kustomization.yaml").read_text()
+def test_keys_come_from_a_secret_that_is_mounted_as_a_folder_and_is_in_no_file(tmp_path: Path) -> None:
+    made = tmp_path / "secrets"
+    secrets.make(made)
+    for name in ("wane", "redis"):
+        (volume,) = [one["secret"] for one in PODS[name]["volumes"] if "secret" in one]
+        (mount,) = [one for one in container(name)["volumeMounts"] if one["name"] == "secrets"]
+        assert mount == {"name": "secrets", "mountPath": SECRETS, "readOnly": True}
+        assert [item["key"] for item in volume["items"]] == [item["path"] for item in volume["items"]]
+        assert {item["key"] for item in volume["items"]} == set(COMPOSE[COMPOSED[name]]["secrets"])
+        assert all((made / item["key"]).exists() for item in volume["items"])
+        assert f"create secret generic {volume['secretName']} --from-file=secrets" in HEAD
+    for variable in ("WANE_API_KEYS_FILE", "WANE_STORE_PASSWORD_FILE"):
+        assert environment()[variable] == COMPOSE["wane-1"]["environment"][variable]
     assert not [one for one in [*BASE, *GPU, *MONITORING] if one["kind"] == "Secret"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from deploy.stack.compose import Mount, Service
-from deploy.stack.local import ROOT, Addresses, command
+from deploy.stack.local import ROOT, Addresses, Place, command
 from deploy.stack.process import Process
 from tests.deploy.test_kubernetes import PODS
 
@@ -21,7 +21,8 @@ WAIT_S = 60.0
 
 class Pod:
     """One pod of a Deployment or StatefulSet, by its name. `port` is that of its first container port here; `addresses`
-    has those of the others, `variables` what is set over the manifest's, `files` where mounted files are here."""
+    has those of the others, `variables` what is set over the manifest's, `files` where mounted files are here. The
+    `folder` has the Secret's files in `secrets`."""
 
     def __init__(
         self,
@@ -51,10 +52,12 @@ class Pod:
             ports=tuple(one["containerPort"] for one in self.container["ports"]),
             published={},
             after=frozenset(),
+            secrets=tuple(item["path"] for one in pod["volumes"] if "secret" in one for item in one["secret"]["items"]),
             grace_s=float(pod["terminationGracePeriodSeconds"]),
         )
         self.places = {**addresses, (name, service.ports[0]): port}
-        self.process = Process(service, command(service, self.places, folder), port, folder / f"{name}-{port}.log")
+        place = Place(self.places, folder / "secrets", volumes=folder, copies=folder / "copies")
+        self.process = Process(service, command(service, place), port, folder / f"{name}-{port}.log")
 
     def start(self) -> None:
         """Its process runs, and is not ready."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.ray.store import PASSWORD
 from deploy.stack.local import ROOT
 from tests.service.stores.redis_server import REQUIRED, free_port, program
 from tests.stack.conftest import BUNDLE
@@ -62,6 +63,13 @@ class RayCommand:
             for line in lines:
                 self.printed.put(line)
         self.printed.put("")
+
+    def until_store(self) -> str:
+        """The address of the sessions' store, which the command tells of first."""
+        told = STORE.fullmatch(self.until(STORE.fullmatch))
+        assert told is not None
+        password = (self.folder / "redis" / PASSWORD).read_text(encoding="utf-8").strip()
+        return told[1].replace("//", f"//:{password}@")
 
     def until(self, wanted: Callable[[str], object]) -> str:
         """The first line from here on that is wanted."""

@@ -4,13 +4,13 @@ request fails, though no client asks twice. HAProxy has the file of its ConfigMa
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from deploy.stack import secrets
 from deploy.stack.local import ROOT
 from tests.deploy.test_kubernetes import PODS, get
 from tests.service.stores.redis_server import free_port, program
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 SESSIONS = 100
 RATE = 1.0
-OWNER, KEY = "clients", "a key that is long enough for a test"
+OWNER = "client"
 CONFIGURATION = "/usr/local/etc/haproxy/haproxy.cfg"
 VARIABLES = {one["name"]: one["value"] for one in PODS["haproxy"]["containers"][0]["env"]}
 RESOLVER = "    parse-resolv-conf\n"
@@ -51,9 +51,12 @@ def haproxy_file(folder: Path, dns: Names) -> Path:
 async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_twice(
     tmp_path: Path, pods: ExitStack, figures: Figures
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"{OWNER}:sha256:{hashlib.sha256(KEY.encode()).hexdigest()}\n", encoding="utf-8")
-    variables = {"WANE_API_KEYS_FILE": str(keys), "WANE_BUNDLES": str(BUNDLE)}
+    secrets.make(tmp_path / "secrets")
+    key, password = (
+        (tmp_path / "secrets" / name).read_text(encoding="utf-8").strip()
+        for name in (secrets.CLIENT_KEY, secrets.REDIS_PASSWORD)
+    )
+    variables = {"WANE_BUNDLES": str(BUNDLE)}
     addresses = {("redis", 6379): free_port(), ("haproxy", 8404): free_port()}
 
     def run(name: str, port: int, own: Mapping[str, str], files: Mapping[str, Path]) -> Pod:
@@ -77,7 +80,7 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
         await entrance.ready()
         await until(addresses["haproxy", 8404], wane_1="UP", wane_2="UP")
 
-        bearer = {"authorization": f"Bearer {KEY}"}
+        bearer = {"authorization": f"Bearer {key}"}
         async with crowd(entrance.port, [40] * SESSIONS, retries=False, headers=bearer) as players:
             async with playing(players, RATE):
                 third = replica()
@@ -90,7 +93,8 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
             figures(steps=sum(len(player.timed) for player in players), longest_gap_s=longest_gap_s(players))
             assert codes == [0, 0]
             assert failures(players) == []
-            assert await histories(players, f"redis://127.0.0.1:{addresses['redis', 6379]}/0", TAIL_TOKENS, OWNER) == []
+            store = f"redis://:{password}@127.0.0.1:{addresses['redis', 6379]}/0"
+            assert await histories(players, store, TAIL_TOKENS, OWNER) == []
         rebuilt = sum(answer["state"] == "rebuilt" for player in players for answer in player.answers.values())
         figures(rebuilt=rebuilt)
         assert rebuilt >= SESSIONS

@@ -15,7 +15,7 @@ import pytest
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
 from tests.stack.player import Player
-from tests.stack.ray_command import STORE, WAIT_S, RayCommand
+from tests.stack.ray_command import WAIT_S, RayCommand
 from tests.stack.test_streams import RESTART, Streaming, play
 from tests.stack.twin import Twin
 
@@ -52,8 +52,7 @@ async def a_step_each(players: list[Player]) -> None:
 async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replicas_come_and_go(
     command: RayCommand, figures: Figures
 ) -> None:
-    store = STORE.fullmatch(await asyncio.to_thread(command.until, STORE.fullmatch))
-    assert store is not None
+    store = await asyncio.to_thread(command.until_store)
     pids = await asyncio.to_thread(command.until_ready, 2)
     first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with crowd(command.port, first) as players, crowd(command.port, [40] * STREAMS, name="stream") as others:
@@ -91,7 +90,7 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
             longest_gap_while_scaled_s=longest_gap_s(players),
         )
         assert failures(players) == []
-        assert await histories([*players, *others], store[1], TAIL_TOKENS) == []
+        assert await histories([*players, *others], store, TAIL_TOKENS) == []
     compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(one.tokens, one.answers) for one in (*players, *others)])
     figures(compared=compared)
     assert compared.broken == ()
