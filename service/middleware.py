@@ -41,8 +41,8 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
-NOSNIFF = (b"x-content-type-options", b"nosniff")
-NO_STORE = (b"cache-control", b"no-store")  # of what is not POSTed, which nobody stores
+# Of what is not POSTed: the answer to a POST no browser stores, nor takes for a script, a style or an image.
+CAREFUL = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 POLICY = 1008
 TRY_AGAIN = 1013
 
@@ -148,10 +148,8 @@ class Door:
             nonlocal status, sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", here.request_id.encode()), NOSNIFF]
-                if scope["method"] != "POST":
-                    headers.append(NO_STORE)
-                message["headers"] = headers
+                careful = () if scope["method"] == "POST" else CAREFUL
+                message["headers"] = [*message["headers"], (b"x-request-id", here.request_id.encode()), *careful]
             else:
                 sent_bytes += len(message.get("body", b""))
             await send(message)

@@ -74,10 +74,9 @@ class PatientProtocol(CorkedProtocol):
     def __init__(self, *given: Any, patience: Patience, **named: Any) -> None:
         super().__init__(*given, **named)
         self.patience = patience
-        self.whole = True  # between requests, as far as is known of what comes in
-        self.head_bytes = (
-            0  # of a head that is not whole, behind what came with its first; -1: nothing came behind that
-        )
+        self.last_whole: object = None  # the scope of the last request that came in whole
+        self.last_begun: object = None  # that of the last one whose head did not come in at once
+        self.head_bytes = 0  # of that head, behind what its beginning came in
         self.timer: asyncio.TimerHandle | None = None
         self.unread: Unread | None = None
         self.graced = False  # the timer has run out once
@@ -107,7 +106,7 @@ class PatientProtocol(CorkedProtocol):
             self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             return
         super().data_received(data)
-        if self.whole:
+        if self.scope is self.last_whole:
             if self.timer is not None:
                 self.at_ease()
             return
@@ -115,22 +114,20 @@ class PatientProtocol(CorkedProtocol):
             self.graced = False
             self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
         if not self.in_body():
-            self.head_bytes = self.head_bytes + len(data) if self.head_bytes >= 0 else 0
+            if self.last_begun is not self.scope:
+                self.last_begun, self.head_bytes = self.scope, 0
+            else:
+                self.head_bytes += len(data)
             if self.head_bytes > most:
                 self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
-    def on_message_begin(self) -> None:
-        self.whole = False
-        self.head_bytes = -1
-        super().on_message_begin()
-
     def on_message_complete(self) -> None:
-        self.whole = True
+        self.last_whole = self.scope
         super().on_message_complete()
 
     def in_body(self) -> bool:
         """Whether the head of the request that comes in is whole, and its body is not."""
-        return not self.whole and self.cycle is not None and self.cycle.scope is self.scope
+        return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
 
     def at_ease(self) -> None:
         """Nothing is waited for."""
@@ -161,7 +158,7 @@ class PatientProtocol(CorkedProtocol):
     def delays_closing(self) -> bool:
         """Whether the connection is closed a little later: while a request still comes in. A connection with something
         unread in it is not closed but reset, and whoever sent too much would not be told so."""
-        if self.whole or self.deaf or self.transport.is_closing() or self.scope is None:
+        if self.scope is self.last_whole or self.deaf or self.transport.is_closing():
             return False
         self.deaf = True
         self.at_ease()

@@ -28,7 +28,7 @@ ANYBODY = Owner()
 def name_within(owner: str, session: str) -> str:
     """What the owner's session of this id goes by. Raises InvalidRequest for what is no id."""
     check_session_id(session)
-    return f"{owner}{SLASH}{session}" if owner else session
+    return owner + SLASH + session if owner else session
 
 
 def id_of(session: str) -> str:

@@ -51,6 +51,7 @@ async def serving(**changes: float) -> AsyncIterator[Patient]:
     server = Patient(app, catalog, settings)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
+    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full
     try:
         async with asyncio.timeout(WAIT_S):
             yield server
