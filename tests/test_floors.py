@@ -34,13 +34,13 @@ TORCH_MODELS = (
     "models/parallel_scan",
     "models/export/",
 )
-HTTP = ("service/app", "service/direct", "service/middleware", "service/routes/", "service/schemas")
+HTTP = ("service/app", "service/direct", "service/guard", "service/middleware", "service/routes/", "service/schemas")
 CLIENTS = ("service/client", "service/compare", "service/console", "service/merged", "service/plot")
 
 ONLY_IN = {
     "fastapi": HTTP,
     "starlette": HTTP,
-    "uvicorn": ("service/corked", "service/server"),
+    "uvicorn": ("service/corked", "service/patience", "service/server"),
     "httpx": ("service/client",),
     "redis": ("service/stores/redis",),
     "rich": ("service/__main__", "service/console", "training/"),
