@@ -42,7 +42,7 @@ def saturation(result: Result, path: Path) -> None:
     axes.set_title(
         f"What saturates first (processors at {100 * result['limits']['load']:.0f} %): the lowest line", fontsize=10
     )
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left")
     save(figure, axes, path)
 
 
@@ -52,7 +52,7 @@ def capacity(result: Result, path: Path) -> None:
     for number, (policy, own) in enumerate(result["policies"].items()):
         rates = [one["steps_per_s"] for one in own["curve"]]
         for name, style in (("p50_ms", ":"), ("p99_ms", "-")):
-            left.semilogy(
+            left.plot(
                 rates, [one[name] for one in own["curve"]], style, color=f"C{number}", label=f"{policy}, {name[:3]}"
             )
         left.axvline(own["plan"]["steps_per_s"], color=f"C{number}", linewidth=0.8, linestyle="--")
@@ -66,6 +66,7 @@ def capacity(result: Result, path: Path) -> None:
                 label=f"{policy}, fsync {fsync}",
             )
     left.set(xlabel="steps/s of one replica (dashed: planned)", ylabel="a step takes, ms", title="one replica")
+    left.set_ylim(0, None)
     right.set(xlabel="appends/s at one Redis, one a trip", ylabel="a trip takes, p99, ms", title="one Redis")
     for axes in (left, right):
         axes.legend(fontsize=8)
@@ -82,7 +83,7 @@ def storms(result: Result, path: Path) -> None:
             style = "-" if one["queue"] == "fair" else ":"
             left.semilogy(
                 at,
-                [point["p99_ms"] for point in one["slices"]],
+                [point["resident_p99_ms"] for point in one["slices"]],
                 style,
                 color=f"C{number}",
                 label=f"{policy}, {one['queue']}",
@@ -91,13 +92,13 @@ def storms(result: Result, path: Path) -> None:
         at = [point["at_s"] for point in one["slices"]]
         right.semilogy(
             at,
-            [point["p99_ms"] for point in one["slices"]],
+            [point["resident_p99_ms"] for point in one["slices"]],
             color=f"C{number}",
             label=f"slow start {one['slowstart_s']:.0f} s",
         )
     left.set(
         xlabel="seconds after",
-        ylabel="p99 of two seconds, ms",
+        ylabel="p99 of resident steps, two seconds each, ms",
         title="a third of all replicas is lost: at one that is left",
     )
     right.set(xlabel="seconds after", title="a replica without states joins: at that one (tail)")

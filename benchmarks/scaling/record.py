@@ -46,12 +46,14 @@ class Record:
         refused = np.array(self.refused_s)
         lost = int(((refused >= begin_s) & (refused < end_s)).sum())
         count = int(chosen.sum())
-        p50, p99 = (1e3 * np.percentile(taken[chosen], (50, 99))).tolist() if count else (float("nan"),) * 2
+        p50, p99 = (1e3 * np.percentile(taken[chosen], (50, 99))).tolist() if count else (None, None)
         return {
             "steps": count,
             "steps_per_s": count / (end_s - begin_s),
             "p50_ms": p50,
             "p99_ms": p99,
+            "resident_p99_ms": p99_ms(taken[chosen & ~rebuilt]),
+            "rebuilt_p99_ms": p99_ms(taken[chosen & rebuilt]),
             "rebuilt": int(rebuilt[chosen].sum()),
             "refused_share": lost / max(lost + count, 1),
         }
@@ -64,3 +66,8 @@ class Record:
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
         """due_s, taken_s, rebuilt, by when they were answered."""
         return np.array(self.due_s), np.array(self.taken_s), np.array(self.rebuilt, bool)
+
+
+def p99_ms(taken_s: NDArray[np.float64]) -> float | None:
+    """None where there is nothing."""
+    return float(1e3 * np.percentile(taken_s, 99)) if len(taken_s) else None

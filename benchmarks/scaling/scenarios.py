@@ -71,21 +71,36 @@ def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = A
     slices = record.over_time(BEFORE_S, BEFORE_S + after_s, SLICE_S)
     calm = record.between(1.0, BEFORE_S)
     storm = record.between(BEFORE_S, BEFORE_S + after_s)
-    raised = [one["at_s"] + SLICE_S / 2 - BEFORE_S for one in slices if one["p99_ms"] > 2 * calm["p99_ms"]]
     return {
         "share": share,
         "queue": queue,
         "moved_here": more,
         "calm_p99_ms": calm["p99_ms"],
-        "p50_ms": storm["p50_ms"],
-        "p99_ms": storm["p99_ms"],
-        "worst_p99_ms": max(one["p99_ms"] for one in slices),
-        "raised_s": max(raised, default=0.0),
+        **storm_of(slices, calm["p99_ms"], BEFORE_S),
         "rebuilt": storm["rebuilt"],
         "first_rebuilt_per_s": slices[0]["rebuilt"] / SLICE_S,
         "refused_share": storm["refused_share"],
         "loop_share": sample.replica.loop.busy_s / (BEFORE_S + after_s),
         "slices": slices,
+    }
+
+
+def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
+    """The worst two seconds, of steps whose states were there and of those that were rebuilt; and until when the p99 of
+    the former is more than twice what it is without a storm."""
+
+    def worst(name: str) -> float | None:
+        return max((one[name] for one in slices if one[name] is not None), default=None)
+
+    raised = [
+        one["at_s"] + SLICE_S / 2 - begun_s
+        for one in slices
+        if one["resident_p99_ms"] is not None and one["resident_p99_ms"] > 2 * calm_ms
+    ]
+    return {
+        "worst_resident_p99_ms": worst("resident_p99_ms"),
+        "worst_rebuilt_p99_ms": worst("rebuilt_p99_ms"),
+        "raised_s": max(raised, default=0.0),
     }
 
 
@@ -99,18 +114,13 @@ def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
     record = sample.run(after_s, more)
     slices = record.over_time(0.0, after_s, SLICE_S)
     calm = record.between(0.8 * after_s, after_s)
-    raised = [one["at_s"] + SLICE_S / 2 for one in slices if one["p99_ms"] > 2 * calm["p99_ms"]]
-    whole = record.between(0.0, after_s)
     return {
         "slowstart_s": slowstart_s,
         "sessions": setting.sessions,
-        "p99_ms": whole["p99_ms"],
-        "worst_p99_ms": max(one["p99_ms"] for one in slices if one["steps"]),
         "late_p99_ms": calm["p99_ms"],
-        "raised_s": max(raised, default=0.0),
-        "rebuilt": whole["rebuilt"],
+        **storm_of(slices, calm["p99_ms"], 0.0),
+        "rebuilt": sum(record.rebuilt),
         "refused": record.refused,
-        "refused_share": whole["refused_share"],
         "slices": slices,
     }
 

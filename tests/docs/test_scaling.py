@@ -1,0 +1,29 @@
+"""The page on fleets shows what was measured and simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scaling import check, tables
+from benchmarks.scaling.__main__ import PAGE, RESULTS
+from benchmarks.scaling.costs import FILE, of
+
+ROOT = Path(__file__).parents[2]
+TABLES = tables.all_of(json.loads((ROOT / RESULTS).read_text()), json.loads((ROOT / check.FILE).read_text()))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_what_the_files_say(name: str) -> None:
+    assert "\n".join(TABLES[name]) in (ROOT / PAGE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("policy", ["tail", "state"])
+def test_what_was_simulated_was_fed_with_what_was_measured(policy: str) -> None:
+    measured = of(json.loads((ROOT / FILE).read_text()), policy)
+    fed = json.loads((ROOT / RESULTS).read_text())["costs"][policy]
+    assert {name: fed[name] for name in ("loop_step_s", "loop_batch_s", "store_trip_s", "front_s")} == {
+        name: getattr(measured, name) for name in ("loop_step_s", "loop_batch_s", "store_trip_s", "front_s")
+    }
