@@ -105,6 +105,12 @@ class Item:
     queued_s: float
 
 
+def enter(items: Sequence[Item]) -> None:
+    """They are in a batch that begins."""
+    for item in items:
+        item.ticket.entered |= item.work.binding
+
+
 Observe = Callable[[float], None]
 
 
@@ -237,8 +243,8 @@ class Batcher:
     def _hand_over(self, items: list[Item]) -> None:
         """To the runner's thread, or what is quick and alone to this one."""
         self._taken += 1
-        for item in items:
-            item.ticket.entered |= item.work.binding
+        if self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
+            enter(items)
         loop = asyncio.get_running_loop()
         if len(items) == 1 and self._alone_s.get(items[0].work.role, math.inf) <= self._inline_s:
             self._run(items, loop.call_soon)
@@ -255,10 +261,14 @@ class Batcher:
             self._queue.put_back(items)
 
     def _run(self, items: list[Item], call_soon: Callable[..., object]) -> None:
-        """Runs a batch, mostly on the runner's thread; its results are handed back all at once."""
+        """Runs a batch, mostly on the runner's thread; its results are handed back all at once. Of one that waited for
+        the runner some waiters may have left."""
         started_s = time.perf_counter()
-        rows = batch.run([item.work for item in items], self._slab, self._runner, self._room)
-        call_soon(self._finish, items, rows, started_s, time.perf_counter() - started_s)
+        wanted = [item for item in items if not item.future.cancelled()]
+        enter(wanted)
+        rows = batch.run([item.work for item in wanted], self._slab, self._runner, self._room) if wanted else []
+        left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
+        call_soon(self._finish, wanted, rows, left, started_s, time.perf_counter() - started_s)
 
     def _take(self) -> list[Item]:
         """The next batch."""
@@ -271,29 +281,38 @@ class Batcher:
         late = deadline is not None and deadline <= self._now
         if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
             self._skip(item, late=late)
-            self._settle(item, None)
             return False
         if late and not item.ticket.entered:
-            self._skip(item, late=True)
-            self._settle(item, DeadlineExceeded("the deadline passed before the request's turn came"))
+            self._skip(item, late=True, error=DeadlineExceeded("the deadline passed before the request's turn came"))
             return False
         return True
 
-    def _skip(self, item: Item, *, late: bool) -> None:
-        """Counts and traces what is not run."""
+    def _skip(self, item: Item, *, late: bool, error: DeadlineExceeded | None = None) -> None:
+        """Counts, traces and settles what is not run."""
         (self._late if late else self._abandoned).inc()
         if item.ticket.traced is not None:
             item.ticket.traced.skipped(item.queued_s, time.perf_counter(), "deadline" if late else "abandoned")
+        self._settle(item, error)
 
     def _finish(
-        self, items: Sequence[Item], rows: Sequence[Row | Exception], started_s: float, compute_s: float
+        self,
+        items: Sequence[Item],
+        rows: Sequence[Row | Exception],
+        left: Sequence[Item],
+        started_s: float,
+        compute_s: float,
     ) -> None:
-        """Hands out a batch's results, after the next one was started."""
-        role = items[0].work.role
+        """Hands out a batch's results, after the next one was started; `left` were skipped."""
+        role = (items or left)[0].work.role
         self._queue.ran(role, compute_s)
         self._taken -= 1
         self._ahead = None  # it runs now
         self._start()
+        for item in left:
+            deadline = item.ticket.deadline
+            self._skip(item, late=deadline is not None and deadline <= self._now)
+        if not items:
+            return
         self._observe(role, items, compute_s)
         if len(items) == 1 and role in ONE_TOKEN:
             known_s = self._alone_s.get(role, compute_s)

@@ -191,6 +191,31 @@ async def test_what_waits_for_the_runner_when_the_server_stops_is_not_run(rig: R
     assert rig.sizes() == [1]
 
 
+async def test_a_waiter_who_leaves_while_a_full_batch_waits_for_the_runner_is_skipped(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 10)]
+    await turn()
+    for gone in others[:7]:
+        gone.cancel()
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, others[7])
+    assert rig.runner.calls[1][1] == [[9]]
+    assert rig.skipped("abandoned") == 7
+
+
+async def test_binding_work_that_is_taken_back_is_in_no_batch(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token, binding=True) for token in range(2, 10)]
+    await turn()
+    step = rig.step(2)
+    await turn()
+    entered = [ticket.entered for ticket in rig.tickets[1:]]
+    rig.runner.gate.set()
+    await asyncio.gather(first, step, *others)
+    assert entered == [False] * 8
+
+
 async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
