@@ -1,0 +1,125 @@
+"""What traces cost a session's step over HTTP: where there are none, where a step is not sampled, and where it is.
+
+    python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
+
+Two servers with one model, one with an endpoint for traces and one without, and a real collector; one connection each
+way, steps of one token one after the other, a hundred each way in turn, round by round. Everything shares the machine.
+Needs the extras `otel` and `dev`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench.subjects import cpu
+from benchmarks.page import markdown, put
+from deploy.stack.local import ROOT
+from tests.service.http.live import live_server
+from tests.stack.receiver import receiver
+
+BUNDLE = ROOT / "models" / "bundles" / "gated-stable"
+PAGE = "docs/observability.md"
+FIGURES = "docs/figures/tracing.json"
+NAME = "tracing"
+EACH = 100
+WARM_UP = 5  # rounds
+NOT_SAMPLED = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
+SHARE_0 = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
+COLUMNS = ("a step", "median, µs", "p90, µs")
+WAYS: dict[str, tuple[Mapping[str, str] | None, Mapping[str, str]]] = {
+    "no endpoint": (None, {}),
+    "no endpoint, with a `traceparent`": (None, NOT_SAMPLED),
+    "traced, its parent not sampled": (SHARE_0, NOT_SAMPLED),
+    "traced, a share of 0 without a parent": (SHARE_0, {}),
+    "traced and sampled, four spans": ({}, {}),
+}
+"""By name, the variables of the server, if it has an endpoint, and the headers of the request."""
+
+
+class Client:
+    """Steps of one session, with headers of its own."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self.headers = {"content-type": "application/json", **headers}
+        self.connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        self.connection.connect()
+        self.connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.path = "/v1/sessions"
+        session = json.loads(self.ask("{}"))["session"]
+        self.path = f"/v1/sessions/{session}/tokens"
+        self.took_s: list[float] = []
+
+    def ask(self, body: str) -> bytes:
+        self.connection.request("POST", self.path, body, self.headers)
+        return self.connection.getresponse().read()
+
+    def steps(self) -> list[float]:
+        """Seconds of each of some."""
+        took_s: list[float] = []
+        for _ in range(EACH):
+            started_s = time.perf_counter()
+            self.ask('{"tokens":[5]}')
+            took_s.append(time.perf_counter() - started_s)
+        return took_s
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, each way."""
+    with ExitStack() as running:
+        collector = running.enter_context(receiver())
+        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
+        servers: dict[str, str] = {}
+        clients: dict[str, Client] = {}
+        for way, (variables, headers) in WAYS.items():
+            own = {} if variables is None else {**endpoint, **variables}
+            known = json.dumps(own, sort_keys=True)
+            if known not in servers:
+                servers[known] = running.enter_context(live_server(WANE_BUNDLES=str(BUNDLE), **own)).url
+            clients[way] = Client(servers[known], headers)
+        for number in range(WARM_UP + rounds):
+            for client in clients.values():
+                took_s = client.steps()
+                if number >= WARM_UP:
+                    client.took_s += took_s
+        for client in clients.values():
+            client.connection.close()
+        return {way: client.took_s for way, client in clients.items()}
+
+
+def lines(document: dict[str, Any]) -> list[str]:
+    """The table of what was measured, with how."""
+    rows = [(way, f"{found['median_us']:.0f}", f"{found['p90_us']:.0f}") for way, found in document["ways"].items()]
+    return [f"{document['how']}:", "", *markdown(COLUMNS, rows)]
+
+
+def main() -> None:
+    """Measures, and writes what was asked for."""
+    parser = argparse.ArgumentParser("python -m benchmarks.tracing", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path, default=Path(FIGURES))
+    parser.add_argument("--page", type=Path, default=Path(PAGE))
+    options = parser.parse_args()
+    found = measure(options.rounds)
+    ways = {
+        way: {"median_us": 1e6 * statistics.median(took_s), "p90_us": 1e6 * statistics.quantiles(took_s, n=10)[-1]}
+        for way, took_s in found.items()
+    }
+    how = f"{cpu()}, {os.cpu_count()} cores; `python -m benchmarks.tracing`, {options.rounds} rounds of {EACH} steps"
+    document = {"how": how, "ways": ways}
+    options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    put(options.page, NAME, lines(document))
+    print("\n".join(lines(document)))
+
+
+if __name__ == "__main__":
+    main()
