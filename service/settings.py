@@ -153,7 +153,7 @@ class Settings(BaseModel):
     )
     max_connections: int = Field(default=8192, ge=1, description="connections at a time; more are answered 503")
     max_header_bytes: int = Field(
-        default=32 * 2**10, ge=1024, description="longest head of a request: its first line and its headers"
+        default=64 * 2**10, ge=1024, description="longest head of a request: its first line and its headers"
     )
     header_timeout_s: float = Field(
         default=10, gt=0, allow_inf_nan=False, description="time that the head of a request has to come in"
