@@ -182,7 +182,8 @@ async def closed(connections: list[Connection], visitors: Visitors, seconds: flo
 
 
 async def opened(connections: list[Connection], visitors: Visitors, rate: float, seconds: float) -> int:
-    """Actions at random times, `rate` a second, whether or not earlier ones have ended; how many there were."""
+    """Actions at random times, `rate` a second, whether or not earlier ones have ended; how many there were. Where no
+    connection is free they come later, and after so many seconds no more."""
     free: asyncio.Queue[Connection] = asyncio.Queue()
     for connection in connections:
         free.put_nowait(connection)
@@ -199,7 +200,7 @@ async def opened(connections: list[Connection], visitors: Visitors, rate: float,
 
     begun_s = time.monotonic()
     due_s, done = 0.0, 0
-    while (due_s := due_s + random.expovariate(rate)) < seconds:
+    while (due_s := due_s + random.expovariate(rate)) < seconds and time.monotonic() < begun_s + seconds:
         early_s = begun_s + due_s - time.monotonic()
         if early_s > 0:
             await asyncio.sleep(early_s)
