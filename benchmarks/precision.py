@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,12 @@ RUNS: tuple[tuple[Role, int, int], ...] = (
 Runners = dict[Precision, OnnxRunner]
 
 
-def twin(bundle: Bundle, folder: Path) -> Bundle:
-    """The bundle's weights as a bundle whose graphs multiply in int8."""
+def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
+    """The bundle's weights as a bundle whose graphs multiply in that."""
     manifest = bundle.manifest
     random = np.random.default_rng(0)
     export_bundle(
-        folder / "int8",
+        folder / precision,
         architecture=manifest.architecture,
         weights=bundle.weights(),
         vocabulary_kind=manifest.vocabulary.kind,
@@ -61,9 +62,9 @@ def twin(bundle: Bundle, folder: Path) -> Bundle:
         quality=None,
         provenance=manifest.provenance,
         sample_tokens=random.integers(manifest.vocabulary.size, size=256).tolist(),
-        precision="int8",
+        precision=precision,
     )
-    return Bundle.read(folder / "int8")
+    return Bundle.read(folder / precision)
 
 
 def zeros(bundle: Bundle, batch: int) -> dict[str, Array]:
@@ -92,7 +93,9 @@ def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
     return found
 
 
-def times(bundle: Bundle, runners: Runners, role: Role, batch: int, repeat: int, rounds: int) -> dict[str, list[float]]:
+def times(
+    bundle: Bundle, runners: Mapping[str, OnnxRunner], role: Role, batch: int, repeat: int, rounds: int
+) -> dict[str, list[float]]:
     """Microseconds an item, of every round."""
     tokens = np.random.default_rng(0).integers(bundle.manifest.vocabulary.size, size=(batch, bundle.manifest.window))
     feeds: dict[str, Array] = {"tokens": tokens, "lengths": np.full(batch, tokens.shape[1])}
@@ -113,7 +116,7 @@ def measure(path: Path, rounds: int) -> dict[str, object]:
     """Everything about one bundle."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
-        rounded = twin(bundle, Path(folder))
+        rounded = twin(bundle, Path(folder), "int8")
         runners: Runners = {"float32": OnnxRunner(bundle, "cpu", 1), "int8": OnnxRunner(rounded, "cpu", 1)}
         runs = [
             {"role": role, "batch": batch, "us_per_item": times(bundle, runners, role, batch, repeat, rounds)}

@@ -1,0 +1,92 @@
+"""What it wins to look up a first layer's product of each token, in place of multiplying: a bundle and its twin.
+
+    python -m benchmarks.lookup [BUNDLE ...] [--rounds N] [--json FILE]
+
+Without bundles: `benchmarks/lstm256.py`'s model and the shipped lstm. The twin is made of the bundle's own weights, by
+an export that makes no tables, and thrown away. Times are of the processor, one thread, the two in turns. Needs the
+extra train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import lstm256
+from benchmarks.precision import RUNS, times, twin
+from models.bundle import Bundle
+from models.export import network
+from models.parity import log_softmax
+from service.runners.onnx import OnnxRunner
+
+SHIPPED = Path("models/bundles/lstm")
+SAME = 1e-4  # by which log-probabilities of the two may be apart
+
+
+def measure(path: Path, rounds: int) -> dict[str, object]:
+    """Everything about one bundle."""
+    bundle = Bundle.read(path)
+    with tempfile.TemporaryDirectory() as folder:
+        with patch.object(network, "TABLE_ELEMENTS", 0):
+            plain = twin(bundle, Path(folder), "float32")
+        runners = {"looked up": OnnxRunner(bundle, "cpu", 1), "multiplied": OnnxRunner(plain, "cpu", 1)}
+        tokens = np.arange(bundle.manifest.window)[None]
+        feeds = {"tokens": tokens, "lengths": np.array([tokens.size])}
+        said = [log_softmax(runner.run("window", feeds)["logits"]) for runner in runners.values()]
+        apart = float(np.abs(said[0] - said[1]).max())
+        if not apart <= SAME:
+            raise SystemExit(f"{bundle.manifest.name}: the two are {apart} apart")
+        runs = [
+            {"role": role, "batch": batch, "us_per_item": times(bundle, runners, role, batch, repeat, rounds)}
+            for role, batch, repeat in RUNS
+        ]
+    return {"model": bundle.manifest.name, "window": bundle.manifest.window, "apart": apart, "runs": runs}
+
+
+def table(subject: dict[str, object]) -> Table:
+    """Medians, with the least and the most of all rounds."""
+    made = Table(title=f"{subject['model']}: processor time an item, us (windows of {subject['window']})")
+    for name in ("", "looked up", "multiplied", "multiplied / looked up"):
+        made.add_column(name, justify="right")
+    runs = subject["runs"]
+    assert isinstance(runs, list)
+    for run in runs:
+        taken: dict[str, list[float]] = run["us_per_item"]
+        middle = {way: statistics.median(values) for way, values in taken.items()}
+        made.add_row(
+            f"{run['role']}, batch {run['batch']}",
+            *(f"{middle[way]:.1f} ({min(values):.1f} to {max(values):.1f})" for way, values in taken.items()),
+            f"{middle['multiplied'] / middle['looked up']:.2f}",
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = options.bundles
+        if not paths:
+            lstm256.export(Path(folder))
+            paths = [Path(folder) / lstm256.NAME, SHIPPED]
+        subjects = [measure(path, options.rounds) for path in paths]
+    for subject in subjects:
+        Console().print(table(subject))
+    if options.json is not None:
+        found = {"rounds": options.rounds, "subjects": subjects}
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
