@@ -24,7 +24,7 @@ CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 LOOK_EVERY_S = 0.2
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """It was asked to stop."""
 
 
@@ -33,6 +33,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.again = False
+        self.stopped = False
 
     def listen(self) -> None:
         """Takes the signals; again where a library has taken them for itself."""
@@ -41,9 +42,10 @@ class Signals:
         signal.signal(signal.SIGHUP, self._hang_up)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
-        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(sign, signal.SIG_IGN)
-        raise Stopped
+        """Ends it once. What it is raised in may swallow it, so it is looked for as well."""
+        if not self.stopped:
+            self.stopped = True
+            raise Stopped
 
     def _hang_up(self, _: int, __: FrameType | None) -> None:
         self.again = True
@@ -85,7 +87,7 @@ def main() -> int:
             signals.listen()
             cluster.deploy()
             told = ""
-            while True:
+            while not signals.stopped:
                 if signals.again:
                     signals.again = False
                     print(f"{options.config} is read again", flush=True)
@@ -96,11 +98,12 @@ def main() -> int:
                     told = state
                 time.sleep(LOOK_EVERY_S)
     except Stopped:
-        print("stopped")
-        return 0
+        pass
     except (DeployFailed, ProcessFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print("stopped")
+    return 0
 
 
 if __name__ == "__main__":
