@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import threads
+from benchmarks import threads, tracing
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,6 +13,11 @@ ROOT = Path(__file__).parents[2]
 def test_the_page_on_threads_has_the_table_of_its_figures() -> None:
     document = json.loads((ROOT / threads.FIGURES).read_text(encoding="utf-8"))
     assert "\n".join(threads.lines(document)) in (ROOT / threads.PAGE).read_text(encoding="utf-8")
+
+
+def test_the_page_on_observability_has_the_table_of_what_traces_cost() -> None:
+    document = json.loads((ROOT / tracing.FIGURES).read_text(encoding="utf-8"))
+    assert "\n".join(tracing.lines(document)) in (ROOT / tracing.PAGE).read_text(encoding="utf-8")
 
 
 def test_what_is_served_is_one_of_the_settings_that_were_measured() -> None:
