@@ -30,12 +30,14 @@ AT_ONCE = 256  # sessions that the store is given side by side when it is back
 @dataclass(slots=True, eq=False)
 class Loose:
     """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
-    `since` is the earliest position that it was at meanwhile: up to there it is what the store has."""
+    `since` is the earliest position that it was at meanwhile: up to there it is what the store has. `counts`: it was
+    made here, and is among those that its owner may have only so many of."""
 
     record: Record
     marks: list[bytes]
     used_s: float
     since: int
+    counts: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -72,7 +74,8 @@ class DegradingStore:
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._loose))
 
     async def create(self, record: Record, most: int | None = None) -> bool:
-        """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have."""
+        """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have.
+        When it is back, those that were made meanwhile count there, even if they are too many."""
         session = record.session
         if self._loose.get(session) is not None:
             return False
@@ -85,13 +88,14 @@ class DegradingStore:
                     raise QuotaExceeded(owner, most) from None
         fresh = record._replace(revision=branch())
         try:
-            created = await self._shared.replace(fresh, [NOBODY]) is not None
+            created = await self._shared.make(fresh, counts=most is not None)
         except Unavailable:
             if not self._shared.trips.was_reached or self._shared.recall(session) is not None:
                 raise
             if session in self._loose:
                 return False
-            self._loosen(fresh, [NOBODY, written.mark(fresh.revision)])  # it may be there, and nobody said so
+            loose = self._loosen(fresh, [NOBODY, written.mark(fresh.revision)])  # it may be there, and nobody said so
+            loose.counts = most is not None
             created = True
         if created:
             self._overruled.pop(session, None)
@@ -242,11 +246,15 @@ class DegradingStore:
         if not self._shared.trips.reachable:
             return record
         try:
+            if loose.counts:
+                await self._shared.trips.do(*self._shared.counting(session))
             kept = await self._shared.replace(record, loose.marks, loose.since)
         except Unavailable:
             loose.marks.append(written.mark(record.revision))  # for nobody knows
             return record
         self._loose.pop(session, None)
+        if loose.counts:
+            self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
         if kept is None:
             self._overruled_metric.inc()
             now = self._shared.recall(session)

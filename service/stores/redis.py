@@ -5,6 +5,10 @@ is another, with `:state` behind it. The braces put both on one node of a cluste
 idle for its time to live.
 
 Where an owner may have so many sessions and no more, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts them.
+It may be on another node than a session, and is changed before and after it, never with it. No session is there and
+does not count, whatever else runs: whoever makes one counts it before, and again afterwards; and one is taken out of
+the set only if it was found to be over, and has the score that it had before it was looked for. What makes a session
+changes its score after that, and a score that has come is never there twice.
 
 Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. Whoever
 gets no answer may run it again: what it did it will not do twice, for it finds the revision that it would have set.
@@ -26,15 +30,17 @@ from service.engine.types import Standing
 from service.errors import QuotaExceeded, Unavailable
 from service.metrics import Metrics
 from service.stores import written
-from service.stores.redis_trips import KIND, Script, Trips
+from service.stores.redis_trips import KIND, Argument, Script, Trips
 from service.stores.remembered import Remembered
 from service.stores.snapshots import read_snapshot, write_snapshot
 from service.stores.store import LastStep, Record, Snapshot, appended
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
-CLAIM, SETTLE = Script("claim"), Script("settle")
+CLAIM = Script("claim")
 COUNTED = 1
 """What the script of a claim says where the session is counted; else it gives those whose time has come."""
+DOUBT_BITS = 40
+"""Of a random score, which is no time but one long past, in milliseconds since 1970."""
 BRANCH_BITS = 32
 DONE = (1, 2)
 """What the script of an append says where it appended: at the next revision, or at the other."""
@@ -78,25 +84,45 @@ class RedisStore:
         """See `Store`."""
         if most is not None:
             await self.claim(record.session, most)
-        return await self.replace(record._replace(revision=branch()), [NOBODY]) is not None
+        return await self.make(record._replace(revision=branch()), counts=most is not None)
+
+    async def make(self, fresh: Record, *, counts: bool) -> bool:
+        """Keeps a new session, of a revision that nobody else has, which was claimed if it `counts`; False if one of
+        that id exists."""
+        made = False
+        try:
+            made = await self.replace(fresh, [NOBODY]) is not None
+        finally:
+            if counts:  # where none was made, its place is free, or that of the one that is there already
+                self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
+        return made
 
     async def claim(self, session: str, most: int) -> None:
         """Counts a session that is to be made among its owner's, of which there may be so many. Raises QuotaExceeded.
 
         Sessions end by themselves in Redis, which tells nobody: so they are counted in a sorted set, by when each ends
-        if it is not used. Those whose time has come are looked for when the set is full, and only then: they are taken
-        out of it, or, if they were used, given the time that they have now.
+        if it is not used. Those whose time has come, or whose time is in doubt, are looked for when the set is full,
+        and only then: they are taken out of it, or given the time that they have now.
         """
         owner = owner_of(session)
-        owned = self._owned(owner)
+        looked: list[tuple[Argument, ...]] = []
         while True:
-            over = await self.trips.run(CLAIM, [owned], session, most, self._ttl_ms)
+            over = await self.trips.run(
+                CLAIM, [self._owned(owner)], session, most, self._ttl_ms, *chain.from_iterable(looked)
+            )
             if over == COUNTED:
                 return
             if not over:
                 raise QuotaExceeded(owner, most)
-            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self._keys(one.decode())[0]) for one in over))
-            await self.trips.run(SETTLE, [owned], *chain.from_iterable(zip(over, left_ms, strict=True)))
+            found, scores = over[::2], over[1::2]
+            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self._keys(one.decode())[0]) for one in found))
+            looked = list(zip(found, scores, left_ms, strict=True))
+
+    def counting(self, session: str) -> tuple[str, ...]:
+        """The command that counts a session among its owner's, however many those are: its time is in doubt or, if it
+        counts already, is some half a millisecond later."""
+        part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
+        return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
     async def get(self, session: str) -> Record | None:
         """See `Store`."""
@@ -210,7 +236,7 @@ class RedisStore:
         deleted = await self.trips.do("DEL", key, state)
         owner = owner_of(session)
         if owner:
-            self.trips.tell("ZREM", self._owned(owner), session)
+            self.trips.tell(*self._doubting(session, "XX"))  # another may be being made
         return bool(deleted)
 
     async def count(self, model: str) -> int:
@@ -233,6 +259,10 @@ class RedisStore:
     def _owned(self, owner: str) -> str:
         """The key of the sessions that an owner has: no session is called so."""
         return f"{self._prefix}{{{owner}{SLASH}}}:sessions"
+
+    def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
+        """The command that has a session looked for when its owner's set is full; with "XX" only if it counts."""
+        return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def _keys(self, session: str) -> tuple[str, str]:
         key = f"{self._prefix}{{{session}}}"

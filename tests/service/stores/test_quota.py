@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.errors import QuotaExceeded
 from service.stores.memory import MemoryStore
+from service.stores.redis import REPLACE, RedisStore
+from service.stores.redis_trips import Argument, Script, Trips
 from service.stores.store import Record
 from tests.service.engine.fakes import Clock
 from tests.service.stores.conftest import MakeStore
@@ -107,3 +111,166 @@ async def test_while_the_store_is_away_sessions_that_are_not_durable_count(serve
         assert await store.create(record("alice/2"), 2)
         with pytest.raises(QuotaExceeded):
             await store.create(record("alice/3"), 2)
+        line.mend()
+        await store.until_settled()
+        with pytest.raises(QuotaExceeded):
+            await store.create(record("alice/3"), 3)
+        assert await store.delete("alice/2")
+        assert await store.create(record("alice/3"), 3)
+        with pytest.raises(QuotaExceeded):
+            await store.create(record("alice/4"), 3)
+
+
+@pytest.mark.stack
+async def test_what_is_made_while_the_store_is_away_by_an_owner_without_a_quota_is_not_counted(
+    server: RedisServer,
+) -> None:
+    async with proxy(server.port) as line, degrading(line.port) as store:
+        assert await store.create(record("alice/0"))
+        line.cut()
+        assert await store.create(record("alice/1"))
+        line.mend()
+        await store.until_settled()
+        assert await counted(store.shared, "alice") == set()
+
+
+async def counted(store: RedisStore, owner: str) -> set[str]:
+    """The sessions that the owner's set has."""
+    key = store.counting(f"{owner}/any")[1]
+    return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
+
+
+def hold_back(trips: Trips, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
+    """What is sent and not waited for from now on: it is not sent."""
+    held: list[tuple[Argument, ...]] = []
+    monkeypatch.setattr(trips, "tell", lambda *command: held.append(command))
+    return held
+
+
+def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that happens once the store was told how long a session has, and before it makes anything of that."""
+    do = store.trips.do
+
+    async def look(*command: Argument) -> Any:
+        left_ms = await do(*command)
+        if command[0] == "PTTL":
+            monkeypatch.setattr(store.trips, "do", do)
+            await then()
+        return left_ms
+
+    monkeypatch.setattr(store.trips, "do", look)
+
+
+def before_making(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that happens once a session was counted, and before it is made."""
+    run = store.trips.run
+
+    async def make(script: Script, *arguments: Any, **options: Any) -> Any:
+        if script is REPLACE:
+            monkeypatch.setattr(store.trips, "run", run)
+            await then()
+        return await run(script, *arguments, **options)
+
+    monkeypatch.setattr(store.trips, "run", make)
+
+
+@pytest.mark.stack
+async def test_a_session_that_is_made_while_its_namesake_is_deleted_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    await one.create(record("alice/0"), 1)
+    held = hold_back(one.trips, monkeypatch)
+    assert await one.delete("alice/0")
+    assert await other.create(record("alice/0"), 1)
+    for command in held:
+        await one.trips.do(*command)
+    with pytest.raises(QuotaExceeded):
+        await other.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_a_session_that_is_made_while_its_namesake_is_found_over_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    await one.create(record("alice/0"), 1)
+    await one.delete("alice/0")
+    after_looking(one, lambda: other.create(record("alice/0"), 1), monkeypatch)
+    with pytest.raises(QuotaExceeded):
+        await one.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_a_session_that_is_found_over_made_and_deleted_and_made_again_meanwhile_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, third = [await make_store(common.url) for _ in range(3)]
+    await one.create(record("alice/0"), 1)
+    await one.delete("alice/0")
+    held = hold_back(third.trips, monkeypatch)
+
+    async def again() -> None:
+        assert await third.create(record("alice/0"), 1)
+        assert await third.delete("alice/0")
+        assert await other.create(record("alice/0"), 1)
+        for command in held:
+            await other.trips.do(*command)
+
+    after_looking(one, again, monkeypatch)
+    with pytest.raises(QuotaExceeded):
+        await one.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_a_session_that_was_given_up_for_over_just_before_it_was_made_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    await one.create(record("alice/0"), 1)
+
+    async def give_up() -> None:
+        assert await one.delete("alice/0")
+        assert await one.create(record("alice/1"), 1)
+
+    before_making(other, give_up, monkeypatch)
+    assert await other.create(record("alice/0"), 1)  # one too many, as long as both were being made
+    assert await one.delete("alice/1")
+    with pytest.raises(QuotaExceeded):
+        await one.create(record("alice/2"), 1)
+    assert await counted(one, "alice") == {"alice/0"}
+
+
+@pytest.mark.stack
+async def test_an_attempt_to_make_a_session_that_is_there_does_not_keep_its_place_after_its_end(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    short, long = await make_store(common.url, ttl_s=TTL_S), await make_store(common.url)
+    assert await short.create(record("alice/0"), 1)
+    assert not await long.create(record("alice/0"), 1)
+    async with asyncio.timeout(20):
+        while await long.get("alice/0") is not None:
+            pass
+    assert await long.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_whatever_is_made_and_deleted_at_a_time_every_session_counts(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    stores = [await make_store(common.url) for _ in range(3)]
+
+    async def quarrel(store: RedisStore, names: list[str]) -> None:
+        for session in names:
+            await asyncio.gather(
+                store.delete(session),
+                *(other.create(record(session), 2) for other in stores),
+                store.delete(session),
+                return_exceptions=True,
+            )
+
+    await asyncio.gather(*(quarrel(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores))
+    alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
+    async with asyncio.timeout(20):  # what nobody waits for may be under way
+        while not alive <= await counted(stores[0], "alice"):
+            pass
