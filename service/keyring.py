@@ -17,13 +17,15 @@ a time that does not tell where two digests differ. Neither half tells anything 
 
 
 class Holder:
-    """Whoever has a key. It outlives changes of what the key may do; once the key is good no more it is `gone`."""
+    """Whoever has a key. It outlives changes of how much the key may do; once the key is good no more, or for less, or
+    for somebody else, it is `gone`, and whoever goes on with it, a WebSocket, has to come through the door again."""
 
     __slots__ = ("_bucket", "_clock", "gone", "key", "owner")
 
-    def __init__(self, key: Key, clock: Callable[[], float]) -> None:
+    def __init__(self, key: Key, clock: Callable[[], float], before: Holder | None = None) -> None:
+        """`before`: who had the key until now, whose spending goes on."""
         self._clock = clock
-        self._bucket: Bucket | None = None
+        self._bucket: Bucket | None = None if before is None else before._bucket
         self.gone = False
         self.give(key)
 
@@ -79,6 +81,9 @@ class Keyring:
             holder = before.pop(key.digest[:SELECTOR_BYTES], None)
             if holder is None:
                 holder = Holder(key, self._clock)
+            elif holder.key.name != key.name or not key.may_all(holder.key):
+                holder.gone = True
+                holder = Holder(key, self._clock, holder)
             elif holder.key != key:
                 holder.give(key)
             self._holders[key.digest[:SELECTOR_BYTES]] = holder

@@ -1,7 +1,7 @@
 """API keys: who may ask, what for, and how much; as a file has them, and as the environment has them.
 
 A line of the file is one key: whose it is, the SHA-256 of the key, and what it may do. `python -m service key NAME`
-makes a key and its line.
+makes a key and its line. Every line ends in a newline.
 
     # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate and burst (requests), sessions
     alice:sha256:9f86d081884c7d65...
@@ -64,6 +64,10 @@ class Key:
         """Whether the key is good for that."""
         return permission in self.permissions or Permission.ADMIN in self.permissions
 
+    def may_all(self, other: Key) -> bool:
+        """Whether the key is good for all that another one is good for."""
+        return Permission.ADMIN in self.permissions or other.permissions <= self.permissions
+
     def line(self) -> str:
         """The key's line in a file."""
         words = [f"{self.name}:{ALGORITHM}:{self.digest.hex()}"]
@@ -94,7 +98,13 @@ def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
 
 
 def of_file(text: str) -> list[Key]:
-    """The keys that a file holds. Raises KeysError naming the line."""
+    """The keys that a file holds. Raises KeysError naming the line.
+
+    The last line must end in a newline like the others: cut off in its middle, by a disk that is full or somebody who
+    has not finished, it could be a key that may do more than was meant.
+    """
+    if text and not text.endswith("\n"):
+        raise KeysError(f"line {len(text.splitlines())}: it does not end in a newline, and may have been cut off")
     keys: list[Key] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -43,22 +43,25 @@ def test_a_file_has_a_line_for_each_key_and_what_it_may_do() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("alice", "line 1: it must begin with NAME:sha256:"),
-        (f"\nalice:md5:{HEX}", "line 2: it must begin"),
-        (f"alice:sha256:{HEX[:-1]}", "line 1: it must begin"),
-        (f"alice:sha256:{HEX.upper()}", "line 1: it must begin"),
-        (f"alice:sha256:{HEX}:use", "line 1: it must begin"),
-        (f"a/b:sha256:{HEX}", "line 1: a name must be"),
-        (f":sha256:{HEX}", "line 1: a name must be"),
-        (f"alice:sha256:{HEX} use", "alice has an option that is none"),
-        (f"alice:sha256:{HEX} scope=root", "alice has a scope that is none; there are use, metrics, admin"),
-        (f"alice:sha256:{HEX} rate=0", "alice has a rate that is no number over 0"),
-        (f"alice:sha256:{HEX} rate=nan", "alice has a rate that is no number over 0"),
-        (f"alice:sha256:{HEX} rate=1 rate=2", "alice has rate twice"),
-        (f"alice:sha256:{HEX} burst=2", "alice has a burst, but no rate"),
-        (f"alice:sha256:{HEX} sessions=1.5", "no whole number"),
-        (f"alice:sha256:{HEX}\nbob:sha256:{HEX}", "the same key is there twice"),
+        ("alice\n", "line 1: it must begin with NAME:sha256:"),
+        (f"\nalice:md5:{HEX}\n", "line 2: it must begin"),
+        (f"alice:sha256:{HEX[:-1]}\n", "line 1: it must begin"),
+        (f"alice:sha256:{HEX.upper()}\n", "line 1: it must begin"),
+        (f"alice:sha256:{HEX}:use\n", "line 1: it must begin"),
+        (f"a/b:sha256:{HEX}\n", "line 1: a name must be"),
+        (f":sha256:{HEX}\n", "line 1: a name must be"),
+        (f"alice:sha256:{HEX} use\n", "alice has an option that is none"),
+        (f"alice:sha256:{HEX} scope=root\n", "alice has a scope that is none; there are use, metrics, admin"),
+        (f"alice:sha256:{HEX} rate=0\n", "alice has a rate that is no number over 0"),
+        (f"alice:sha256:{HEX} rate=nan\n", "alice has a rate that is no number over 0"),
+        (f"alice:sha256:{HEX} rate=1 rate=2\n", "alice has rate twice"),
+        (f"alice:sha256:{HEX} burst=2\n", "alice has a burst, but no rate"),
+        (f"alice:sha256:{HEX} sessions=1.5\n", "no whole number"),
+        (f"alice:sha256:{HEX}\nbob:sha256:{HEX}\n", "the same key is there twice"),
         ("# none yet\n", "there is no key in it"),
+        (f"alice:sha256:{HEX}\nprom:sha256:{HEX}", "line 2: it does not end in a newline"),
+        (f"alice:sha256:{HEX} rate=1", "line 1: it does not end in a newline"),
+        (f"alice:sha256:{HEX}\n#", "line 2: it does not end in a newline"),
         ("", "there is no key in it"),
     ],
 )
@@ -96,7 +99,7 @@ def test_a_short_key_is_told_of_by_its_name() -> None:
 
 def test_a_made_key_is_found_by_its_line_and_no_two_are_the_same() -> None:
     made, kept = make_key("alice", ["scope=use+metrics", "rate=2.5", "burst=5", "sessions=3"])
-    assert of_file(kept.line()) == [kept]
+    assert of_file(f"{kept.line()}\n") == [kept]
     assert made not in kept.line()
     assert holder(Keyring([kept]), made).key == kept
     assert len({make_key("alice")[0] for _ in range(100)}) == 100
@@ -163,6 +166,31 @@ def test_new_keys_take_the_place_of_the_old_ones_and_those_that_stay_keep_what_t
         bob.charge(1)
 
 
+@pytest.mark.parametrize("change", ["scope=metrics", "to zoe"])
+def test_a_key_that_is_for_less_or_for_somebody_else_has_another_holder_who_has_spent_as_much(change: str) -> None:
+    keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5 scope=use+metrics")), Clock())
+    alice = holder(keyring, "a")
+    alice.charge(5)
+    name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")
+    keyring.replace(of_file(line(name, "a", f"rate=1 burst=5 scope={scope}")))
+    with pytest.raises(Unauthorized):  # of a WebSocket that is still open
+        alice.charge(1)
+    assert holder(keyring, "a").owner.name == name
+    with pytest.raises(RateLimited):
+        holder(keyring, "a").charge(1)
+
+
+def test_a_key_that_is_for_more_has_the_same_holder() -> None:
+    keyring = Keyring(of_file(line("alice", "a")))
+    alice = holder(keyring, "a")
+    for options in ("scope=use+metrics", "scope=admin", "scope=admin sessions=3"):
+        keyring.replace(of_file(line("alice", "a", options)))
+        assert holder(keyring, "a") is alice
+        alice.charge(1)
+    keyring.replace(of_file(line("alice", "a", "scope=use+metrics")))
+    assert holder(keyring, "a") is not alice
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
@@ -200,7 +228,23 @@ def test_a_file_that_is_still_being_written_is_left_alone(path: Path) -> None:
         assert names(keyring) == {"a"}
 
 
-@pytest.mark.parametrize("broken", ["alice", "", "# none\n", f"alice:sha256:{HEX} rate=fast"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["looked-at", "SIGHUP"])
+def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
+    path: Path, caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    whole = line("alice", "a") + line("bob", "b", "rate=100 sessions=1 scope=metrics")
+    path.write_text(whole)
+    file = KeyFile(path)
+    keyring = Keyring(file.read())
+    before = holder(keyring, "b").key
+    for end in range(len(line("alice", "a")) + 1, len(whole)):
+        path.write_text(whole[:end])
+        file.reload(keyring) if at_once else [file.look(keyring) for _ in range(2)]
+        assert holder(keyring, "b").key == before
+    assert "and may have been cut off" in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["alice\n", "", "# none\n", f"alice:sha256:{HEX} rate=fast\n"])
 def test_a_broken_file_leaves_the_keys_as_they_are_and_says_so_once(
     path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:

@@ -18,6 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 from service.app import ROUTES, create_app
 from service.engine.catalog import Catalog
 from service.errors import UnknownSession
+from service.keys import Permission
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.http.conftest import never
@@ -273,6 +274,26 @@ def test_a_websocket_whose_key_is_taken_away_is_closed_at_its_next_message(
             with pytest.raises(WebSocketDisconnect) as caught:
                 socket.receive_json()
             assert caught.value.code == 1008
+        finally:
+            keyring.replace(before)
+
+
+@pytest.mark.parametrize(
+    "change", [{"permissions": frozenset({Permission.METRICS})}, {"name": "zoe"}], ids=["scope", "name"]
+)
+def test_a_websocket_whose_key_is_for_something_else_now_is_closed_at_its_next_message(
+    guarded: FastAPI, sockets: TestClient, change: dict[str, Any]
+) -> None:
+    keyring = guarded.state.keys.keyring
+    before = [keyring.find(key.encode()).key for key in (ALICE, BOB, OPS, SCRAPER)]
+    with sockets.websocket_connect(STREAM, headers=bearer(ALICE)) as socket:
+        socket.send_json(STEP)
+        assert "predictions" in socket.receive_json()
+        keyring.replace([replace(before[0], **change), *before[1:]])
+        try:
+            socket.send_json(STEP)
+            assert socket.receive_json()["error"]["status"] == 401
+            assert socket.receive()["code"] == 1008
         finally:
             keyring.replace(before)
 
