@@ -2,7 +2,8 @@
 
 Every request has a deadline and a client that may hang up, and next to none of them meets either. A timer of the event
 loop costs a request more than its decoding; here it is one entry of a set, and the loop has one timer for all that ring
-within the same hundredth of a second. An alarm rings up to that much late.
+within the same hundredth of a second. An alarm rings up to that much late, or up to a sixty-fourth of the time that it
+is set for: those of minutes would else keep tens of thousands of timers, most of them for alarms that were taken back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 TICK_S = 0.01
+
+EXACT_BITS = 7
+"""An alarm is set for fewer than 2 to this many ticks: of a hundredth of a second, or of 2, 4, 8, ... times that."""
 
 
 def _nobody() -> None:
@@ -43,11 +47,15 @@ class Alarms:
 
     def at(self, when: float, ring: Callable[[], None]) -> Alarm:
         """`when` is seconds on the event loop's clock; what has passed rings in the loop's next turn."""
+        loop = asyncio.get_running_loop()
         tick = math.ceil(when / TICK_S)
+        wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
+        if wide > 0:
+            tick = -(-tick >> wide) << wide  # the next multiple
         alarms = self._ticks.get(tick)
         if alarms is None:
             alarms = self._ticks[tick] = set()
-            asyncio.get_running_loop().call_at(tick * TICK_S, self._ring, tick)
+            loop.call_at(tick * TICK_S, self._ring, tick)
         return Alarm(ring, alarms)
 
     def _ring(self, tick: int) -> None:

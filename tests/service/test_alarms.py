@@ -64,6 +64,23 @@ async def test_many_alarms_of_one_time_are_one_timer_of_the_loop(monkeypatch: py
     assert len(timers) == 1 and when <= timers[0] <= when + 0.0101
 
 
+@pytest.mark.parametrize("seconds", [30.0, 300.0, 86_400.0])
+async def test_alarms_that_are_far_off_have_few_timers_and_ring_no_later_than_that_allows(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    timers: list[float] = []
+    monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
+    mine = Alarms()
+    for index in range(2000):
+        began_s = now()
+        when = began_s + seconds * (1 + index / 2000)
+        mine.at(when, lambda: None).cancel()
+        late = [timer - when for timer in timers if timer >= when]
+        assert late and min(late) <= (when - began_s) / 64 + 0.0101
+    assert len(timers) <= 200
+
+
 async def test_a_deadline_that_passes_takes_the_place_of_the_cancellation() -> None:
     with pytest.raises(DeadlineExceeded, match="too late"):
         async with until(now() + 0.01, "too late"):
