@@ -12,11 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from service.engine.ownership import owner_of
 from service.engine.types import Standing
-from service.errors import PositionConflict, QuotaExceeded, Unavailable
+from service.errors import Overloaded, PositionConflict, QuotaExceeded, Unavailable
 from service.metrics import Metrics
 from service.stores import written
 from service.stores.redis import NOBODY, RedisStore, Unanswered, branch
@@ -266,12 +267,13 @@ class DegradingStore:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Gives the store all that is not durable."""
+        """Gives the store all that is not durable. What it has no room for stays here until its next use."""
 
         async def settle(loose: Loose) -> None:
             async with loose.lock:
                 if self._loose.get(loose.record.session) is loose:
-                    await self._settle(loose)
+                    with suppress(Overloaded):
+                        await self._settle(loose)
 
         every = [*self._loose.values()]
         for start in range(0, len(every), AT_ONCE):

@@ -37,6 +37,11 @@ class Degrading(DegradingStore):
         """Waits until the store is there, and has all that it takes."""
         await until(lambda: self.standing.reachable and not self.standing.not_durable)
 
+    async def until_given(self) -> None:
+        """Waits for what was begun when the store came back."""
+        assert self._settling is not None
+        await self._settling
+
     def sample(self, name: str) -> float | None:
         return self.metrics.registry.get_sample_value(name)
 
@@ -362,3 +367,24 @@ async def test_a_process_that_ends_gives_the_store_what_it_has(server: RedisServ
     found = await (await make_store(server.url, namespace="n")).get("s")
     assert found is not None
     assert found.position == 1
+
+
+async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_to_it_later(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        for session in ("s", "t"):
+            await store.create(record(session))
+        between.cut()
+        for session in ("s", "t"):
+            await step(store, 5, session)
+        await other.trips.do("CONFIG", "SET", "maxmemory", "1")
+        between.mend()
+        await until(lambda: store.standing.reachable)
+        await store.until_given()
+        assert store.standing.not_durable == 2
+        await other.trips.do("CONFIG", "SET", "maxmemory", "0")
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.durable, store.standing.not_durable) == (1, True, 1)
