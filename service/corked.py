@@ -16,6 +16,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 LINGER_S = 30  # for the other side to take what is left to it when a connection is closed
 
 
+def _never() -> bool:
+    return False
+
+
 class Corked:
     """A transport that holds back what is written until the event loop's next turn, or until there is a good deal."""
 
@@ -26,7 +30,7 @@ class Corked:
         self._loop = loop
         self._held: list[bytes] = []
         self._bytes = 0
-        self.delays_closing: Callable[[], bool] = lambda: False  # whether whoever is asked will close it later
+        self.delays_closing: Callable[[], bool] = _never  # whether whoever is asked will close it later
 
     def write(self, data: bytes) -> None:
         """As a transport's."""
@@ -54,6 +58,10 @@ class Corked:
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def let_go(self) -> None:
+        """The connection is over. Whoever would be asked holds this, and would wait for the garbage collector."""
+        self.delays_closing = _never
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the transport's own."""

@@ -96,6 +96,7 @@ class PatientProtocol(CorkedProtocol):
         self.at_ease()
         if self.unread is not None:
             self.unread.end()
+        cast(Corked, self.transport).let_go()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
