@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+ROUNDING = 1e-9
+"""What is missing by less than this is not missing: to take and give back is not exact."""
+
 
 class Bucket:
     """Holds `burst` at most, and fills by `rate` a second. What is taken all at once, and is more than it can hold, is
@@ -18,14 +21,16 @@ class Bucket:
         self._burst = self._held = burst
         self._since_s = clock()
 
-    def take(self, amount: float) -> float:
-        """0 where so much was taken; else nothing was, and it is how many seconds from now it may be."""
+    def take(self, amount: float, before: float = 0.0) -> float:
+        """0 where so much was taken; else nothing was, and it is how many seconds from now it may be.
+
+        What was taken `before` is part of the same call: the two are given as one, or it is given back."""
         now_s = self._clock()
         held = min(self._burst, self._held + (now_s - self._since_s) * self._rate)
         self._since_s = now_s
-        missing = min(amount, self._burst) - held
-        if missing > 0:
-            self._held = held
+        missing = min(before + amount, self._burst) - (held + before)
+        if missing > ROUNDING:
+            self._held = min(self._burst, held + before)
             return missing / self._rate
         self._held = held - amount
         return 0.0

@@ -30,7 +30,7 @@ class Direct:
         if scope["type"] != "http" or scope["method"] != "POST":
             return False
         for route in self.routes:
-            match = route.path_regex.match(scope["path"])
+            match = route.path_regex.fullmatch(scope["path"])
             if match is not None:
                 scope["route"], scope["path_params"] = route, match.groupdict()
                 return True

@@ -5,7 +5,7 @@
     ├── Unauthorized              unauthorized          401     no   (carries `basic`: whether a browser may ask)
     ├── Forbidden                 forbidden             403     no
     ├── InvalidRequest            invalid_request       422     no
-    ├── NotFound
+    ├── NotFound                  not_found             404     no
     │   ├── UnknownModel          unknown_model         404     no
     │   └── UnknownSession        unknown_session       404     no
     ├── Conflict
@@ -94,6 +94,9 @@ class Forbidden(WaneError):
 
 
 class NotFound(WaneError):
+    """There is nothing at the path."""
+
+    code = "not_found"
     http_status = 404
 
 

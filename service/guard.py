@@ -35,7 +35,7 @@ class Guard:
 
     def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Holder | None:
         """Who asks; None where nobody is asked for a key. Raises Unauthorized."""
-        if scope["path"] in OPEN:
+        if routed(scope) in OPEN:
             return None
         key = presented(scope, headers)
         holder = None if key is None else self._keyring.find(key)
@@ -46,10 +46,16 @@ class Guard:
 
     def admit(self, scope: Scope, holder: Holder) -> None:
         """Lets in who was identified, and counts a request. Raises Forbidden, RateLimited."""
-        needed = permission(scope["path"])
+        needed = permission(routed(scope))
         if not holder.key.may(needed):
             raise Forbidden(f"key {holder.key.name} has not the scope {needed}")
         holder.charge(1.0)
+
+
+def routed(scope: Scope) -> str:
+    """The path that routes are found by: what is behind the one that the application is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def permission(path: str) -> Permission:

@@ -40,14 +40,14 @@ class Holder:
             if before is not None:
                 self._bucket.adopt(before)
 
-    def charge(self, requests: float) -> None:
-        """So many requests are made. Raises RateLimited where they are too many; Unauthorized if the key is good no
-        more."""
+    def charge(self, requests: float, before: float = 0.0) -> None:
+        """So many requests are made, in one call with those that were charged `before`. Raises RateLimited where they
+        are too many together, and charges none of them; Unauthorized if the key is good no more."""
         if self.gone:
             raise Unauthorized("the key is good no more")
         if self._bucket is None:
             return
-        wait_s = self._bucket.take(requests)
+        wait_s = self._bucket.take(requests, before)
         if wait_s:
             raise RateLimited(f"key {self.key.name} may make {self.key.rate:g} requests a second", wait_s)
 

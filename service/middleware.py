@@ -1,7 +1,7 @@
 """The door: the one piece of middleware, pure ASGI, that every HTTP request passes once, in and out.
 
-In:   its id (x-request-id, traceparent), its key (401, 403, 429), its deadline (x-request-timeout-ms), the limit of its
-      body (413, declared or counted).
+In:   its id (x-request-id, traceparent), its path (404), its key (401, 403, 429), its deadline
+      (x-request-timeout-ms), the limit of its body (413, declared or counted).
 Out:  x-request-id and what tells browsers to be careful, an answer for whatever was raised, the metrics, and one line
       in the access log, whatever became of it.
 
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.ownership import ANYBODY, Owner
 from service.engine.presence import Presence
-from service.errors import InvalidRequest, Overloaded, TooLarge, Unavailable, WaneError, shown
+from service.errors import InvalidRequest, NotFound, Overloaded, TooLarge, Unavailable, WaneError, shown
 from service.guard import Guard, chosen
 from service.keyring import Holder
 from service.logs import log_access, logs_access
@@ -38,6 +38,7 @@ Envelope = Callable[[Scope, Exception], Response]
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are one label
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
@@ -155,6 +156,8 @@ class Door:
             await send(message)
 
         try:
+            if not scope["path"].isprintable():
+                refuse_control(scope["path"])
             if self.guard is not None:
                 self.admit(self.guard, scope, here)
             here.timeout_s = self.timeout_s(here)
@@ -182,6 +185,8 @@ class Door:
         here.timeout_s = self.request_timeout_ms / 1000
         try:
             try:
+                if not scope["path"].isprintable():
+                    refuse_control(scope["path"])
                 if self.guard is not None:
                     self.admit(self.guard, scope, here)
             except WaneError as error:
@@ -275,6 +280,13 @@ class Door:
             "path": scope["path"][:LOGGED_CHARACTERS],
             "duration_ms": round(seconds * 1000, 3),
         }
+
+
+def refuse_control(path: str) -> None:
+    """Raises NotFound for a path with a control character: the expressions that routes are found by take one for the
+    end of a line, and then the path is not what it is compared with elsewhere."""
+    if CONTROL.search(path):
+        raise NotFound("there is nothing at this path: it has a control character")
 
 
 def route(scope: Scope) -> str:

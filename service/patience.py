@@ -13,14 +13,21 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from service.corked import Corked, CorkedProtocol
 from service.settings import Settings
 
+Headers = list[tuple[bytes, bytes]]
+
 HEAD_END = b"\r\n\r\n"
 DEAF_S = 2.0  # for a client to read its answer, after which what it still sends is no longer taken
-MOST_UNREAD_BYTES = 1 << 20  # that a WebSocket may leave unread: the answers to its pings wait for nobody
+PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
+MOST_FRAMES, FRAMES_S = 1000, 10.0  # that end no message, in so many seconds: fragments, pings
+POLICY = 1008
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,16 @@ class Unread:
             self._timer = None
 
 
+class Trailers(Headers):
+    """Where the fields behind a chunked body go: nobody reads them, and a request's headers are those of its head."""
+
+    def append(self, field: tuple[bytes, bytes]) -> None:
+        """Keeps nothing."""
+
+
+TRAILERS = Trailers()
+
+
 class PatientProtocol(CorkedProtocol):
     """HTTP, with an end to patience."""
 
@@ -77,6 +94,8 @@ class PatientProtocol(CorkedProtocol):
         self.last_whole: object = None  # the scope of the last request that came in whole
         self.last_begun: object = None  # that of the last one whose head did not come in at once
         self.head_bytes = 0  # of that head, behind what its beginning came in
+        self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
+        self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
         self.timer: asyncio.TimerHandle | None = None
         self.unread: Unread | None = None
         self.graced = False  # the timer has run out once
@@ -103,10 +122,13 @@ class PatientProtocol(CorkedProtocol):
         if self.deaf:
             return
         most = self.patience.header_bytes
-        if len(data) > most and not self.in_body() and not 0 <= data.find(HEAD_END) <= most:
+        if self.scope is not self.last_whole and self.in_body():
+            self.go_on(data)
+        elif len(data) > most and not 0 <= data.find(HEAD_END) <= most:
             self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             return
-        super().data_received(data)
+        else:
+            super().data_received(data)
         if self.scope is self.last_whole:
             if self.timer is not None:
                 self.at_ease()
@@ -121,10 +143,34 @@ class PatientProtocol(CorkedProtocol):
                 self.head_bytes += len(data)
             if self.head_bytes > most:
                 self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.bare_bytes > most:
+            self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
+            self.cycle.keep_alive = False
+            self.withheld = self.cycle
+
+    def go_on(self, data: bytes) -> None:
+        """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
+        cycle, before = self.cycle, len(self.cycle.body)
+        super().data_received(data)
+        is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
+        self.bare_bytes = self.bare_bytes + len(data) if is_bare else 0
+
+    def on_chunk_header(self) -> None:
+        """The length of a chunk has come: from here on, fields are trailers."""
+        if self.in_body():
+            self.headers = TRAILERS
 
     def on_message_complete(self) -> None:
         self.last_whole = self.scope
+        if self.withheld is not None:
+            self.withheld.keep_alive = not self.withheld.response_started
+            self.withheld = None
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        self.withheld = None
+        super().shutdown()
 
     def in_body(self) -> bool:
         """Whether the head of the request that comes in is whole, and its body is not."""
@@ -163,10 +209,17 @@ class PatientProtocol(CorkedProtocol):
             return False
         self.deaf = True
         self.at_ease()
+        if not self.cycle_is_answered():
+            self.cycle.disconnected = True  # so that nothing more is written
+            self.cycle.message_event.set()
         self.flow.resume_reading()
         self.transport.write_eof()
         self.timer = self.loop.call_later(DEAF_S, self.transport.close)
         return True
+
+    def cycle_is_answered(self) -> bool:
+        """Whether there is no request, or nothing more to say to the last one."""
+        return self.cycle is None or self.cycle.response_complete
 
     def is_free_to_answer(self) -> bool:
         """Whether what is written now is taken for the answer to the request that comes in."""
@@ -174,7 +227,7 @@ class PatientProtocol(CorkedProtocol):
             return False
         if self.in_body():
             return not self.cycle.response_started
-        return self.cycle is None or self.cycle.response_complete
+        return self.cycle_is_answered()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -194,6 +247,11 @@ class PatientWebSocket(WebSocketsSansIOProtocol):
         super().__init__(*given, **named)
         self.patience = patience
         self.unread: Unread | None = None
+        self.close_timeout = DEAF_S
+        self.rest = b""  # of what came in, which is not taken apart before the messages in front of it are taken
+        self.frames_left = MOST_FRAMES
+        self.frames_since_s = self.loop.time()
+        self.deaf = False  # it is about to be closed, and what still comes is not taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -205,10 +263,72 @@ class PatientWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.writable.is_set() and self.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
-            self.transport.abort()
+        if self.deaf:
             return
-        super().data_received(data)
+        if not self.rest and len(data) <= PIECE_BYTES:
+            super().data_received(data)
+            return
+        self.rest += data
+        self.take_apart()
+
+    def take_apart(self) -> None:
+        """Goes on with what came in, piece by piece, until there is a message to take: a piece is frames enough to keep
+        everybody else waiting."""
+        while self.rest and not self.read_paused and not self.deaf:
+            piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
+            super().data_received(piece)
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await super().receive()
+        if self.rest:
+            self.take_apart()
+        return message
+
+    def send_receive_event_to_app(self) -> None:
+        if self.close_sent:
+            self.counts_frame()
+        else:
+            self.frames_left = MOST_FRAMES
+        super().send_receive_event_to_app()
+
+    def handle_cont(self, event: Frame) -> None:
+        if self.counts_frame():
+            super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        if self.counts_frame():
+            super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        if self.counts_frame():
+            super().handle_pong(event)
+
+    def counts_frame(self) -> bool:
+        """Whether one more frame that ends no message is taken; else the WebSocket is closed."""
+        if self.deaf:
+            return False
+        self.frames_left -= 1
+        if self.frames_left > 0:
+            return True
+        now_s = self.loop.time()
+        if now_s - self.frames_since_s > FRAMES_S and not self.close_sent:
+            self.frames_left, self.frames_since_s = MOST_FRAMES, now_s
+            return True
+        self.stop_listening()
+        return False
+
+    def stop_listening(self) -> None:
+        """Leaves what still comes where it is, and closes the WebSocket as soon as its client can have read why."""
+        self.deaf = True
+        self.rest = b""
+        self.transport.pause_reading()
+        if not self.close_sent:
+            code, reason = POLICY, "too many frames without a message"
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+            self.conn.fail(code, reason)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.close_sent = True
+            self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()

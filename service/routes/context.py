@@ -47,10 +47,17 @@ def named(request: HTTPConnection, session: str) -> str:
 
 
 def charge(request: HTTPConnection, requests: int) -> None:
-    """Counts so many requests more than the one that this is counted as. Raises RateLimited, Unauthorized."""
+    """Counts a call as so many requests, of which the door has counted one. Raises RateLimited, Unauthorized."""
     holder = context(request.scope).holder
-    if holder is not None and requests:
-        holder.charge(requests)
+    if holder is not None and requests > 1:
+        holder.charge(requests - 1, before=1)
+
+
+def charge_message(socket: HTTPConnection) -> None:
+    """Counts a message of a WebSocket as a request. Raises RateLimited, Unauthorized."""
+    holder = context(socket.scope).holder
+    if holder is not None:
+        holder.charge(1)
 
 
 def note_model(request: HTTPConnection, engine: Engine) -> None:

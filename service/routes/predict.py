@@ -69,7 +69,7 @@ async def _predict_many(
     most = settings(request).max_inputs
     if len(inputs) > most:
         raise InvalidRequest(f"inputs holds {len(inputs)} inputs, but at most {most} are answered at once", "inputs")
-    charge(request, len(inputs) - 1)
+    charge(request, len(inputs))
     asked: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):

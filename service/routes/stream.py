@@ -35,7 +35,7 @@ from service.guard import chosen
 from service.metrics import Metrics
 from service.middleware import begin_trace, context, end_trace
 from service.routes import answers
-from service.routes.context import catalog, charge, named, settings
+from service.routes.context import catalog, charge_message, named, settings
 from service.routes.decode import parse, tokens_of
 from service.routes.errors import described
 from service.routes.hangup import until_hangup
@@ -137,7 +137,7 @@ class Stream:
 
     async def answer(self, message: str | bytes) -> AnswerDocument:
         """The prediction after one message."""
-        charge(self.socket, 1)
+        charge_message(self.socket)
         body = parse(message, StreamBody)
         session = self.session
         if self.engine.retired:

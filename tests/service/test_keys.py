@@ -143,6 +143,21 @@ def test_a_call_that_is_more_than_a_burst_is_taken_when_the_bucket_is_full_and_p
     alice.charge(1)
 
 
+def test_what_is_charged_in_two_parts_is_taken_together_or_not_at_all() -> None:
+    clock = Clock()
+    alice = holder(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice.charge(1)
+    alice.charge(49, before=1)
+    clock.now_s += 4.5  # and half of the bucket is full
+    alice.charge(1)
+    with pytest.raises(RateLimited) as caught:
+        alice.charge(49, before=1)
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+    clock.now_s += 0.5
+    alice.charge(1)
+    alice.charge(49, before=1)
+
+
 def test_a_rate_without_a_burst_holds_a_second_s_worth_and_one_at_least() -> None:
     clock = Clock()
     slow = holder(Keyring(of_file(line("alice", "a", "rate=0.5")), clock), "a")

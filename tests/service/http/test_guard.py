@@ -95,6 +95,37 @@ async def test_where_there_is_nothing_nobody_is_told_so_without_a_key(client: ht
     assert (await client.get(path, headers=bearer(ALICE))).status_code == 404
 
 
+@pytest.mark.parametrize("key", [None, ALICE, SCRAPER, OPS])
+async def test_a_path_with_a_control_character_is_no_route(
+    guarded: FastAPI, client: httpx.AsyncClient, key: str | None
+) -> None:
+    headers = {} if key is None else bearer(key)
+    for method, path in every_route(guarded):
+        for character in ("%0a", "%0A%0a", "%0d", "%00", "%7f", "%C2%85"):
+            response = await client.request(method, path + character, headers=headers)
+            assert response.status_code == 404, (method, path, character)
+            assert method == "HEAD" or response.json()["code"] == "not_found"
+
+
+async def test_what_a_key_is_good_for_is_told_behind_the_path_that_the_application_is_mounted_at(
+    guarded: FastAPI, models: FakeCatalog
+) -> None:
+    transport = httpx.ASGITransport(guarded, root_path="/wane")
+    async with httpx.AsyncClient(transport=transport, base_url="http://host/wane") as client:
+        assert (await client.get("/healthz")).status_code == 200
+        for path, method in (("/metrics", "GET"), ("/v2/repository/models/fake/load", "POST")):
+            statuses = [(await client.request(method, path, headers=bearer(key))).status_code for key in (ALICE, OPS)]
+            assert statuses == [403, 200], path
+
+
+def test_a_websocket_at_a_path_with_a_control_character_is_told_that_there_is_nothing(sockets: TestClient) -> None:
+    with sockets.websocket_connect(STREAM + "%0a", headers=bearer(ALICE)) as socket:
+        assert_members(socket.receive_json()["error"], 404, "not_found")
+        with pytest.raises(WebSocketDisconnect) as caught:
+            socket.receive_json()
+    assert caught.value.code == 1008
+
+
 async def test_a_probe_of_another_method_is_no_probe(client: httpx.AsyncClient) -> None:
     assert (await client.post("/healthz")).status_code == 405
 
@@ -239,6 +270,25 @@ async def test_a_key_that_asks_for_too_much_is_told_when_to_come_again() -> None
 async def test_a_call_of_many_counts_as_many(path: str, body: object) -> None:
     (first, second) = await answers(3, (path, body), ("/v1/predict", STEP))
     assert [first.status_code, second.status_code] == [200, 429]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/predict", {"inputs": [[1]] * 4}),
+        ("/v1/predict", {"inputs": [[1]] * 9}),
+        ("/v1/sessions/tokens", {"steps": [{"session": name, **STEP} for name in "abcde"]}),
+    ],
+)
+async def test_a_call_of_more_than_a_burst_is_answered_when_nothing_was_asked_before(path: str, body: object) -> None:
+    large, next_ = await answers(3, (path, body), ("/v1/predict", STEP))
+    assert [large.status_code, next_.status_code] == [200, 429]
+
+
+async def test_a_call_that_is_refused_for_what_is_in_it_costs_nothing() -> None:
+    step, large = ("/v1/predict", STEP), ("/v1/predict", {"inputs": [[1]] * 3})
+    given = await answers(3, step, large, large, large, step, step, step)
+    assert [one.status_code for one in given] == [200, 429, 429, 429, 200, 200, 429]
 
 
 def test_the_messages_of_a_websocket_count_and_one_too_many_leaves_it_open() -> None:

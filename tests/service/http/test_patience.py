@@ -7,7 +7,7 @@ import gc
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 import pytest
@@ -31,6 +31,11 @@ SOON_S, LATE_S = 0.2, 60.0
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
+CHUNKED = b"%s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n"
+HANDSHAKE = (
+    b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 WAIT_S = 20.0
 
 
@@ -240,16 +245,12 @@ async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
     async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
         with deaf(server) as connection:
             await loop.sock_connect(connection, server.address)
-            handshake = (
-                b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
-                b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-            )
-            await loop.sock_sendall(connection, handshake)
-            ping = b"\x89\xfd" + bytes(4) + b"p" * 125  # masked by zeros
+            await loop.sock_sendall(connection, HANDSHAKE)
+            step = frame(0x81, b'{"tokens": [1]}')
 
             async def ask() -> None:
                 while True:
-                    await loop.sock_sendall(connection, ping * 500)
+                    await loop.sock_sendall(connection, step * 500)
 
             with pytest.raises(OSError):
                 await ask()
@@ -264,3 +265,118 @@ async def test_a_message_of_a_websocket_that_is_too_long_closes_it() -> None:
             with pytest.raises(ConnectionClosed) as caught:
                 await client.recv()
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
+
+
+def frame(first: int, data: bytes = b"") -> bytes:
+    """A frame with this first byte, masked by zeros."""
+    return bytes([first, 0x80 | len(data)]) + bytes(4) + data
+
+
+async def flood(server: Patient, first: bytes, more: bytes, most_bytes: int) -> bytes:
+    """What the server says to `first`, and then `more` again and again; it is to hang up before it took so much."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    said = bytearray()
+
+    async def listen() -> None:
+        with suppress(ConnectionError):
+            while some := await reader.read(2**16):
+                said.extend(some)
+
+    writer.write(first)
+    listening = asyncio.create_task(listen())
+    sent_bytes = 0
+    with suppress(ConnectionError):
+        while not listening.done():
+            writer.write(more)
+            await writer.drain()
+            sent_bytes += len(more)
+            assert sent_bytes < most_bytes, "the server takes it all"
+            await asyncio.sleep(0)
+    await listening
+    writer.transport.abort()
+    return bytes(said)
+
+
+FIELDS = b"x: y\r\n" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [(b"2\r\n{}\r\n0\r\n", FIELDS), (b"0\r\nx: ", b"y" * 50_000), (b"2;x=", b"y" * 50_000)],
+    ids=["trailers", "one trailer", "chunk extension"],
+)
+async def test_what_comes_with_a_body_and_is_not_the_body_is_bounded(first: bytes, more: bytes) -> None:
+    async with serving() as server:
+        said = await flood(server, CHUNKED % b"POST /v1/sessions" + first, more, 2**26)
+    assert said.startswith(b"HTTP/1.1 431 ") and said.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("line", [b"GET /healthz", b"POST /healthz"])
+async def test_an_answer_that_is_given_before_a_body_has_ended_is_the_last(line: bytes) -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(CHUNKED % line + b"0\r\n" + FIELDS)
+        said = await reader.read()
+        writer.transport.abort()
+    assert b"connection: close\r\n" in said and said.count(b"HTTP/1.1 ") == 1
+
+
+async def test_a_chunked_body_that_comes_bit_by_bit_leaves_the_connection_open() -> None:
+    body = json.dumps({"tokens": [1] * 2000}).encode()
+    bits = [b"%x;%s\r\n%s\r\n" % (1, b"x" * 20, body[at : at + 1]) for at in range(len(body))]
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for _ in range(2):
+            writer.write(CHUNKED % b"POST /v1/predict")
+            for at in range(0, len(bits), 50):
+                await asyncio.sleep(0)
+                writer.write(b"".join(bits[at : at + 50]))
+            writer.write(b"0\r\nx: y\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in head
+            length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length: "))
+            await reader.readexactly(int(length.partition(b" ")[2]))
+        writer.close()
+
+
+async def test_a_trailer_is_no_header() -> None:
+    async with serving() as server:
+        trailer = b"2\r\n{}\r\n0\r\nx-request-id: smuggled\r\nconnection: close\r\n\r\n"
+        said = await dialogue(server, CHUNKED % b"POST /v1/sessions" + trailer)
+    assert said.startswith(b"HTTP/1.1 ") and b"smuggled" not in said
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [frame(0x01) + frame(0x00) * 5000, frame(0x89) * 5000, frame(0x8A) * 5000],
+    ids=["fragments", "pings", "pongs"],
+)
+async def test_a_websocket_of_frames_without_a_message_is_closed(frames: bytes) -> None:
+    async with serving() as server:
+        said = await flood(server, HANDSHAKE, frames, 2**26)
+    assert b"too many frames" in said
+
+
+async def test_a_websocket_that_is_closed_listens_no_more() -> None:
+    async with serving(api_keys="alice:alice-0123456789abcdefgh") as server:
+        said = await flood(server, HANDSHAKE, frame(0x81) * 5000, 2**26)
+        assert b"unauthorized" in said
+        async with connect(f"ws://{server.address[0]}:{server.address[1]}/v1/sessions/s/stream") as client:
+            assert "unauthorized" in str(await client.recv())
+            with pytest.raises(ConnectionClosed) as caught:
+                await client.recv()
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 1008
+
+
+async def test_messages_that_come_all_at_once_are_answered_in_order() -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        steps = [frame(0x81, b'{"expected_position": %d, "tokens": [1]}' % at) for at in range(600)]
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"".join(steps))
+        said = b""
+        while said.count(b'"predictions"') < 600:
+            said += await reader.read(2**16)
+        writer.close()
+    assert b'"error"' not in said
