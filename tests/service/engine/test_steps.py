@@ -436,7 +436,7 @@ async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_comm
     deadline = asyncio.get_running_loop().time() + 3600
     late = asyncio.create_task(bench.engine.step(replace(step, deadline=deadline)))
     await bench.runner.until_busy()
-    travel(3600)
+    travel(2 * 3600)
     with pytest.raises(DeadlineExceeded, match="it still commits: repeat it"):
         await late
     bench.runner.gate.set()
@@ -456,7 +456,7 @@ async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the
     rewind = asyncio.create_task(bench.engine.rewind(session, 0, deadline))
     end = asyncio.create_task(bench.engine.delete_session(session, deadline))
     await turn()
-    travel(3600)
+    travel(2 * 3600)
     for late in (rewind, end):
         with pytest.raises(DeadlineExceeded):
             await late
