@@ -92,6 +92,7 @@ class PatientProtocol(CorkedProtocol):
         super().__init__(*given, **named)
         self.patience = patience
         self.last_whole: object = None  # the scope of the last request that came in whole
+        self.completed = False  # a request, by what has come in last
         self.last_begun: object = None  # that of the last one whose head did not come in at once
         self.head_bytes = 0  # of that head, behind what its beginning came in
         self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
@@ -130,12 +131,16 @@ class PatientProtocol(CorkedProtocol):
         else:
             super().data_received(data)
         if self.scope is self.last_whole:
-            if self.timer is not None:
-                self.at_ease()
+            if self.completed:
+                self.completed = False
+                if self.timer is not None:
+                    self.at_ease()
+            elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
+                self.begin_timer()  # an empty line may stand before a request, and begins none
             return
+        self.completed = False
         if self.timer is None:
-            self.graced = False
-            self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+            self.begin_timer()
         if not self.in_body():
             if self.last_begun is not self.scope:
                 self.last_begun, self.head_bytes = self.scope, 0
@@ -148,6 +153,11 @@ class PatientProtocol(CorkedProtocol):
         elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
             self.cycle.keep_alive = False
             self.withheld = self.cycle
+
+    def begin_timer(self) -> None:
+        """From now on a head is waited for, and no longer than it may take."""
+        self.graced = False
+        self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
 
     def go_on(self, data: bytes) -> None:
         """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
@@ -163,6 +173,7 @@ class PatientProtocol(CorkedProtocol):
 
     def on_message_complete(self) -> None:
         self.last_whole = self.scope
+        self.completed = True
         if self.withheld is not None:
             self.withheld.keep_alive = not self.withheld.response_started
             self.withheld = None

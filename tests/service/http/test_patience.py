@@ -92,6 +92,26 @@ async def test_a_connection_on_which_nothing_comes_is_closed() -> None:
         assert await dialogue(server, b"") == b""
 
 
+@pytest.mark.parametrize("first", [b"\r\n", b"\n", GET + b"\r\n"], ids=["crlf", "lf", "second"])
+async def test_empty_lines_are_no_reason_to_wait_for_a_request_for_ever(first: bytes) -> None:
+    async with serving(header_timeout_s=SOON_S) as server:
+        assert (await dialogue(server, first)).count(b"HTTP/1.1 200") == first.count(b"GET")
+
+
+async def test_an_empty_line_behind_an_answer_is_no_reason_either_and_a_request_may_follow_it() -> None:
+    async with serving(header_timeout_s=SOON_S) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for _ in range(2):
+            writer.write(GET)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            (length,) = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+            await reader.readexactly(length)
+            writer.write(b"\r\n")
+        assert b" 200 OK" not in await reader.read()  # it ends, though it would be kept alive for longer
+        writer.close()
+
+
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", GET + b"GET /hea"], ids=["first", "second"])
 async def test_a_head_that_drips_in_is_timed_out(first: bytes) -> None:
     async with serving(header_timeout_s=SOON_S) as server:
