@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import socket
 
 import httpx
 import pytest
-from starlette.requests import Request
-from starlette.types import Message, Scope
 
-from service.routes.hangup import until_hangup
 from tests.service.http.conftest import SocketServer
 from tests.service.http.fake import FakeEngine
 from tests.service.http.live import LiveServer
@@ -94,30 +90,6 @@ async def test_a_client_that_stays_gets_its_answer(server: SocketServer, engine:
         engine.wait.set()
         assert (await asking).status_code == 200
     assert not engine.cancelled.is_set()
-
-
-def watches() -> list[until_hangup]:
-    """Those that are there, of other tests' requests too."""
-    return [one for one in gc.get_objects() if isinstance(one, until_hangup)]
-
-
-async def test_a_request_that_was_watched_leaves_nothing_for_the_garbage_collector() -> None:
-    async def receive() -> Message:
-        watching.set()
-        return await asyncio.Future[Message]()
-
-    watching = asyncio.Event()
-    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    gc.collect()
-    others = watches()
-    gc.disable()
-    try:
-        async with until_hangup(Request(scope, receive)):
-            await watching.wait()
-        await asyncio.sleep(0)  # the watcher ends
-        assert all(any(one is other for other in others) for one in watches())
-    finally:
-        gc.enable()
 
 
 async def test_a_stream_whose_reader_leaves_closes_the_generation(server: SocketServer, engine: FakeEngine) -> None:

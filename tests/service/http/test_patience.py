@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +16,6 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from service.app import create_app
-from service.corked import Corked
 from service.engine.catalog import Catalog
 from service.metrics import Metrics
 from service.patience import protocols
@@ -125,31 +123,6 @@ async def test_a_body_that_drips_in_is_timed_out_with_a_problem_document() -> No
         head, _, body = (await dialogue(server, POST, b" ")).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
     assert json.loads(body)["code"] == "body_timeout"
-
-
-def transports() -> list[Corked]:
-    """Those that are there, of other tests' servers too."""
-    return [one for one in gc.get_objects() if isinstance(one, Corked)]
-
-
-async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collector() -> None:
-    async with serving() as server:
-        gc.collect()
-        others = transports()
-        gc.disable()
-        try:
-            for _ in range(3):
-                reader, writer = await asyncio.open_connection(*server.address)
-                writer.write(GET)
-                assert (await reader.readline()).endswith(b" 200 OK\r\n")
-                writer.close()
-                await writer.wait_closed()
-            for _ in range(100):  # turns of the loop, until the server has heard of it
-                await asyncio.sleep(0)
-            assert not server.server_state.connections
-            assert all(any(one is other for other in others) for one in transports())
-        finally:
-            gc.enable()
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -1,0 +1,64 @@
+"""What is over leaves nothing for the garbage collector, which comes seldom: each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message, Scope
+
+from service.corked import Corked
+from service.routes.hangup import until_hangup
+from tests.service.http.test_patience import GET, serving
+
+TURNS = 100  # of the event loop, for what there is still to do
+
+
+async def watch_a_request() -> None:
+    """One that takes so long that its client is watched."""
+
+    async def receive() -> Message:
+        watching.set()
+        return await asyncio.Future[Message]()
+
+    watching = asyncio.Event()
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    gc.disable()
+    async with until_hangup(Request(scope, receive)):
+        await watching.wait()
+    await asyncio.sleep(0)  # the watcher ends
+    assert not left(until_hangup)
+
+
+async def connect_and_leave() -> None:
+    """Three connections, with an answer each."""
+    async with serving() as server:
+        gc.disable()
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(GET)
+            assert (await reader.readline()).endswith(b" 200 OK\r\n")
+            writer.write_eof()
+            await reader.read()  # until the server has closed it
+            writer.close()
+            await writer.wait_closed()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert not left(Corked)
+
+
+def left(kind: type) -> list[object]:
+    """The objects of a kind that are there."""
+    return [one for one in gc.get_objects() if isinstance(one, kind)]
+
+
+@pytest.mark.parametrize("what", [watch_a_request, connect_and_leave])
+def test_what_is_over_leaves_nothing_for_the_garbage_collector(what: object) -> None:
+    name = getattr(what, "__name__", "")
+    code = f"import asyncio; from {__name__} import {name}; asyncio.run({name}())"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
