@@ -65,6 +65,12 @@ class Metrics:
         self.websocket_message_seconds = histogram(
             "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
         )
+        self.refused_connections = counter(
+            "wane_refused_connections",
+            "Connections that the server ended, by reason: too_many, long_head, long_trailers, slow_head, slow_body, "
+            "malformed, handshake (of a WebSocket), unread (cut off), frames (of a WebSocket, without a message).",
+            "reason",
+        )
         self._message_children: dict[int, Counter] = {}
         self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any
@@ -20,7 +21,10 @@ from service.engine.catalog import Catalog
 from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
-from service.patience import protocols
+from service.patience import Patience
+from service.patient_http import PatientHttp
+from service.patient_websocket import PatientWebSocket
+from service.refusals import Refusals
 from service.settings import Settings, SettingsError
 from service.tracing import Tracing
 
@@ -106,6 +110,12 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
+def protocols(settings: Settings, metrics: Metrics) -> dict[str, Any]:
+    """Of uvicorn's configuration what says by whom connections are served."""
+    named = {"patience": Patience.of(settings), "refusals": Refusals(metrics)}
+    return {"http": partial(PatientHttp, **named), "ws": partial(PatientWebSocket, **named)}
+
+
 def run(settings: Settings) -> None:
     """Serves until told to stop. Raises what kept the models from being loaded: CatalogError, BundleError, ..."""
     logs.configure(settings.log_level)
@@ -124,7 +134,7 @@ def run(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         workers=1,
-        **(WEBSOCKETS | protocols(settings)),
+        **(WEBSOCKETS | protocols(settings, metrics)),
         ws_max_size=settings.max_body_bytes,
         lifespan="on",
         log_config=None,

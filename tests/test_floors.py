@@ -40,7 +40,7 @@ CLIENTS = ("service/client", "service/compare", "service/console", "service/merg
 ONLY_IN = {
     "fastapi": HTTP,
     "starlette": HTTP,
-    "uvicorn": ("service/corked", "service/patience", "service/server"),
+    "uvicorn": ("service/corked", "service/patient_http", "service/patient_websocket", "service/server"),
     "httpx": ("service/client",),
     "redis": ("service/stores/redis",),
     "rich": ("service/__main__", "service/console", "training/"),

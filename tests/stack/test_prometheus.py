@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 LIMIT_S = 60
 SMALL_QUEUE = "wane-1"
-FAILURES = {"By status", "By code and key", "Refused, dropped, failed", "Failed"}
+FAILURES = {"By status", "By code and key", "Refused, dropped, failed", "Failed", "Connections ended"}
 """Panels that have more than noughts only where something went wrong."""
 
 
@@ -51,6 +52,9 @@ class Traffic:
         assert self.http.post("/v1/predict", json={"tokens": [1]}).status_code == 401
         late = {"tokens": [7] * 4000, "method": "sequential"}
         self.post("/v1/score", late, 504, **{"x-request-timeout-ms": "1"})
+        with socket.create_connection(("127.0.0.1", httpx.URL(self.small).port or 0), timeout=30) as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")
+            assert connection.recv(2**10).startswith(b"HTTP/1.1 400 ")
         many = {"inputs": [[2] * 60] * 64, "mode": "window"}
         refused = self.http.post(f"{self.small}/v1/predict", json=many, headers=self.key).json()["results"]
         assert any(result.get("error", {}).get("code") == "overloaded" for result in refused)

@@ -13,7 +13,7 @@ from starlette.types import Message, Scope
 
 from service.corked import Corked
 from service.routes.hangup import until_hangup
-from tests.service.http.test_patience import GET, serving
+from tests.service.http.patient import GET, serving
 
 TURNS = 100  # of the event loop, for what there is still to do
 

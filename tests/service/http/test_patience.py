@@ -4,85 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import cast
 
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from service.app import create_app
-from service.engine.catalog import Catalog
-from service.metrics import Metrics
-from service.patience import protocols
-from service.server import WEBSOCKETS
-from service.settings import Settings
-from tests.service.http.conftest import SocketServer, never
-from tests.service.http.fake import FakeCatalog
-
-SOON_S, LATE_S = 0.2, 60.0
-"""What is to run out, and what is not to."""
-
-GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
-POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
-CHUNKED = b"%s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n"
-HANDSHAKE = (
-    b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
-    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+from tests.service.http.patient import (
+    CHUNKED,
+    GET,
+    HANDSHAKE,
+    POST,
+    SOON_S,
+    WAIT_S,
+    deaf,
+    dialogue,
+    flood,
+    frame,
+    serving,
+    until,
 )
-WAIT_S = 20.0
-
-
-class Patient(SocketServer):
-    """The server over a fake engine, with settings of the test's own."""
-
-    def __init__(self, app: FastAPI, catalog: FakeCatalog, settings: Settings) -> None:
-        super().__init__(app, catalog)
-        named = WEBSOCKETS | protocols(settings)
-        self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
-
-
-@asynccontextmanager
-async def serving(**changes: float) -> AsyncIterator[Patient]:
-    """A server that has time for everything but for what `changes` say."""
-    late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
-    settings = Settings.model_validate({"request_timeout_ms": 100_000, **late, **changes})
-    catalog = FakeCatalog()
-    app = create_app(settings, cast(Catalog, catalog), Metrics(), on_load_failure=never)
-    server = Patient(app, catalog, settings)
-    task = asyncio.create_task(server.serve())
-    await server.listening.wait()
-    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full
-    try:
-        async with asyncio.timeout(WAIT_S):
-            yield server
-    finally:
-        server.should_exit = True
-        await task
-
-
-async def dialogue(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
-    """What the server says until it hangs up, to somebody who says `first` and goes on with `drip`, bit by bit."""
-    reader, writer = await asyncio.open_connection(*server.address)
-
-    async def go_on() -> None:
-        while drip:
-            writer.write(drip)
-            await writer.drain()
-            await asyncio.sleep(SOON_S / 10)
-
-    writer.write(first)
-    going_on = asyncio.create_task(go_on())
-    try:
-        return await reader.read()
-    finally:
-        going_on.cancel()
-        await asyncio.gather(going_on, return_exceptions=True)
-        writer.close()
 
 
 async def test_a_connection_on_which_nothing_comes_is_closed() -> None:
@@ -211,19 +151,6 @@ async def test_a_connection_too_many_is_told_so_and_the_next_has_its_place() -> 
         kept[1][1].close()
 
 
-def deaf(server: Patient) -> socket.socket:
-    """A connection whose client takes next to nothing."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    connection.setblocking(False)
-    return connection
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
@@ -264,36 +191,6 @@ async def test_a_message_of_a_websocket_that_is_too_long_closes_it() -> None:
             with pytest.raises(ConnectionClosed) as caught:
                 await client.recv()
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
-
-
-def frame(first: int, data: bytes = b"") -> bytes:
-    """A frame with this first byte, masked by zeros."""
-    return bytes([first, 0x80 | len(data)]) + bytes(4) + data
-
-
-async def flood(server: Patient, first: bytes, more: bytes, most_bytes: int) -> bytes:
-    """What the server says to `first`, and then `more` again and again; it is to hang up before it took so much."""
-    reader, writer = await asyncio.open_connection(*server.address)
-    said = bytearray()
-
-    async def listen() -> None:
-        with suppress(ConnectionError):
-            while some := await reader.read(2**16):
-                said.extend(some)
-
-    writer.write(first)
-    listening = asyncio.create_task(listen())
-    sent_bytes = 0
-    with suppress(ConnectionError):
-        while not listening.done():
-            writer.write(more)
-            await writer.drain()
-            sent_bytes += len(more)
-            assert sent_bytes < most_bytes, "the server takes it all"
-            await asyncio.sleep(0)
-    await listening
-    writer.transport.abort()
-    return bytes(said)
 
 
 FIELDS = b"x: y\r\n" * 10_000

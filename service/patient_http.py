@@ -1,0 +1,190 @@
+"""HTTP with clients that are slow, or send too much: 408, 431 and 503 before there is a request to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from service.corked import Corked, CorkedProtocol
+from service.patience import DEAF_S, Patient, bare_answer
+from service.refusals import Reason
+
+Headers = list[tuple[bytes, bytes]]
+
+HEAD_END = b"\r\n\r\n"
+
+
+class Trailers(Headers):
+    """Where the fields behind a chunked body go: nobody reads them, and a request's headers are those of its head."""
+
+    def append(self, field: tuple[bytes, bytes]) -> None:
+        """Keeps nothing."""
+
+
+TRAILERS = Trailers()
+
+
+class PatientHttp(Patient, CorkedProtocol):
+    """HTTP, with an end to patience."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.last_whole: object = None  # the scope of the last request that came in whole
+        self.completed = False  # a request, by what has come in last
+        self.last_begun: object = None  # that of the last one whose head did not come in at once
+        self.head_bytes = 0  # of that head, behind what its beginning came in
+        self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
+        self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
+        self.timer: asyncio.TimerHandle | None = None
+        self.graced = False  # the timer has run out once
+        self.deaf = False  # the last answer is given, and what still comes is thrown away
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        is_full = len(self.connections) >= self.patience.connections
+        super().connection_made(transport)
+        cast(Corked, self.transport).delays_closing = self.delays_closing
+        if is_full:
+            self.refuse(Reason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
+        else:
+            self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.at_ease()
+        cast(Corked, self.transport).let_go()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.deaf:
+            return
+        most = self.patience.header_bytes
+        if self.scope is not self.last_whole and self.in_body():
+            self.go_on(data)
+        elif len(data) > most and not 0 <= data.find(HEAD_END) <= most:
+            self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
+        else:
+            super().data_received(data)
+        if self.scope is self.last_whole:
+            if self.completed:
+                self.completed = False
+                if self.timer is not None:
+                    self.at_ease()
+            elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
+                self.begin_timer()  # an empty line may stand before a request, and begins none
+            return
+        self.completed = False
+        if self.timer is None:
+            self.begin_timer()
+        if not self.in_body():
+            if self.last_begun is not self.scope:
+                self.last_begun, self.head_bytes = self.scope, 0
+            else:
+                self.head_bytes += len(data)
+            if self.head_bytes > most:
+                self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.bare_bytes > most:
+            self.refuse(Reason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
+            self.cycle.keep_alive = False
+            self.withheld = self.cycle
+
+    def begin_timer(self) -> None:
+        """From now on a head is waited for, and no longer than it may take."""
+        self.graced = False
+        self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+
+    def go_on(self, data: bytes) -> None:
+        """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
+        cycle, before = self.cycle, len(self.cycle.body)
+        super().data_received(data)
+        is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
+        self.bare_bytes = self.bare_bytes + len(data) if is_bare else 0
+
+    def on_chunk_header(self) -> None:
+        """The length of a chunk has come: from here on, fields are trailers."""
+        if self.in_body():
+            self.headers = TRAILERS
+
+    def on_message_complete(self) -> None:
+        self.last_whole = self.scope
+        self.completed = True
+        if self.withheld is not None:
+            self.withheld.keep_alive = not self.withheld.response_started
+            self.withheld = None
+        super().on_message_complete()
+
+    def shutdown(self) -> None:
+        self.withheld = None
+        super().shutdown()
+
+    def in_body(self) -> bool:
+        """Whether the head of the request that comes in is whole, and its body is not."""
+        return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
+
+    def at_ease(self) -> None:
+        """Nothing is waited for."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def too_slow(self) -> None:
+        """The time is up for what comes in: for a body once the door has had the time to say so itself."""
+        self.timer = None
+        if self.in_body() and not self.graced:
+            self.graced = True
+            self.timer = self.loop.call_later(self.patience.body_s, self.too_slow)
+        elif self.scope is None:  # not a byte has come
+            self.transport.close()
+        else:
+            reason = Reason.SLOW_BODY if self.in_body() else Reason.SLOW_HEAD
+            self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
+
+    def refuse(self, reason: Reason, status: HTTPStatus) -> None:
+        """Ends the connection, once; with an answer, unless there was one, or one to an earlier request is on its
+        way."""
+        if self.deaf or self.transport.is_closing():
+            return
+        self.at_ease()
+        is_free = self.is_free_to_answer()
+        self.tell(reason, status if is_free else None)
+        if is_free:
+            self.transport.write(bare_answer(status))
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self.tell(Reason.MALFORMED, HTTPStatus.BAD_REQUEST)
+        super().send_400_response(msg)
+
+    def handle_websocket_upgrade(self) -> None:
+        self.all_is_read()  # as far as this protocol can know: it is told no more
+        super().handle_websocket_upgrade()
+
+    def delays_closing(self) -> bool:
+        """Whether the connection is closed a little later: while a request still comes in. A connection with something
+        unread in it is not closed but reset, and whoever sent too much would not be told so."""
+        if self.scope is self.last_whole or self.deaf or self.transport.is_closing():
+            return False
+        self.deaf = True
+        self.at_ease()
+        if not self.cycle_is_answered():
+            self.cycle.disconnected = True  # so that nothing more is written
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self.timer = self.loop.call_later(DEAF_S, self.transport.close)
+        return True
+
+    def cycle_is_answered(self) -> bool:
+        """Whether there is no request, or nothing more to say to the last one."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def is_free_to_answer(self) -> bool:
+        """Whether what is written now is taken for the answer to the request that comes in."""
+        if self.pipeline:
+            return False
+        if self.in_body():
+            return not self.cycle.response_started
+        return self.cycle_is_answered()
