@@ -1,11 +1,19 @@
-"""Leaves out, and says so, the tests that need the train extra where it is not installed."""
+"""Leaves out, and says so, the tests that need the train extra where it is not installed.
+
+Here and in every process that the tests start, arithmetic has one thread, unless the caller's OMP_NUM_THREADS says
+otherwise: the matrices are small, and the threads of numpy's library wait for one another by going round in circles,
+which takes several times as long, and most of the machine from whatever runs beside it.
+"""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # is read when numpy, and torch, are imported
 
 HERE = Path(__file__).parent
 TRAIN_FILES = [

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.vocabulary import LINES_AT_ONCE, Vocabulary
@@ -29,12 +29,14 @@ def test_a_text_of_more_lines_than_are_encoded_at_once_is_the_same_text() -> Non
     assert WORDS.encode("open\n" * (3 * LINES_AT_ONCE)) == [2, 0] * (3 * LINES_AT_ONCE)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters(codec="utf-8")))
 def test_text_comes_back_as_it_was(text: str) -> None:
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
 @pytest.mark.parametrize("vocabulary", [BYTES, WORDS, EVENTS], ids=lambda one: one.kind)
+@settings(deadline=None)
 @given(text=st.text(alphabet="open read\nxé"))
 def test_no_text_has_fewer_tokens_than_its_fewest(vocabulary: Vocabulary, text: str) -> None:
     assert 0 <= vocabulary.fewest_tokens(text) <= len(vocabulary.encode(text))

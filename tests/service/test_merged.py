@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from service.engine.agreement import Source
@@ -61,6 +61,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+@settings(deadline=None)
 @given(some.lists(answered), some.lists(compared), some.lists(shadowed), some.lists(where))
 def test_merging_equals_what_one_process_would_have_reported(
     answers: list[Any], pairs: list[Any], shadows: list[Any], sessions: list[int]
@@ -91,6 +92,7 @@ def test_merging_equals_what_one_process_would_have_reported(
             assert found["models"][0]["modes"][mode]["latency"][phase]["buckets"] == durations["buckets"]
 
 
+@settings(deadline=None)
 @given(some.lists(milliseconds, min_size=1))
 def test_a_quantile_is_in_the_bucket_of_the_value_that_it_stands_for(values: list[float]) -> None:
     counts = [sum(value <= bound for value in values) for bound in BUCKETS_MS] + [len(values)]
