@@ -31,6 +31,7 @@ TRAIN_FILES = [
         "training/test_evaluate.py",
         "training/test_foreign.py",
         "training/test_forgetting.py",
+        "training/test_group.py",
         "training/test_loop.py",
         "training/test_proof.py",
     )

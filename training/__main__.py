@@ -18,8 +18,9 @@ from training.audit import audit
 from training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from training.audit_subject import POSITIONS as AUDITED
 from training.config import Experiment
-from training.errors import TrainingError
+from training.errors import LostError, RunError, TrainingError
 from training.evaluate import POSITIONS
+from training.group import ALONE, Group
 from training.run import evaluate_run, export_run, train
 from training.run_folder import RunFolder
 
@@ -110,34 +111,59 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status: 0, 2 where the input was at fault, 130 where it was interrupted."""
+    """Runs one command; the exit status: 0, 1 where another process of the group was lost, 2 where the input was at
+    fault, 130 where it was interrupted.
+    """
     options = build_parser().parse_args(arguments)
-    console = Console()
+    console, group = Console(), ALONE
     try:
-        if options.command == "train":
-            experiment = Experiment.read(options.experiment)
-            train(experiment, options.data, options.run, options.tokenizer, _as_typed(options), console)
-        elif options.command == "evaluate":
-            evaluate_run(options.run, options.data, options.positions, console)
-        elif options.command == "audit":
-            given = {name: value for name, value in vars(options).items() if name != "command"}
-            audit(AuditOptions(command=_audit_as_typed(options), **given), console)
-        else:
-            export_run(options.run, options.bundles, options.data, options.version, console, options.precision)
+        group = Group.join()
+        with group.heard():
+            _run(options, console if group.first else Console(quiet=True), group)
+        group.leave()
+    except LostError as error:
+        _print_error(console, error)
+        group.wait_for_end()
+        return 1
     except (TrainingError, FloatingPointError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        # what is wrong is wrong in every process of a group: one says so
+        if group.first:
+            _print_error(console, error)
+        else:
+            group.wait_for_end()
         return 2
     except KeyboardInterrupt:
-        console.print(
-            "stopped" + ("; the same command goes on from the last checkpoint" if _can_go_on(options) else "")
-        )
+        if group.first:
+            console.print(
+                "stopped" + ("; the same command goes on from the last checkpoint" if _can_go_on(options) else "")
+            )
         return 130
     return 0
 
 
-def _as_typed(options: argparse.Namespace) -> str:
+def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
+    if options.command == "train":
+        experiment = group.from_first(lambda: Experiment.read(options.experiment))
+        train(experiment, options.data, options.run, options.tokenizer, _as_typed(options, group), console, group)
+        return
+    if not group.alone:
+        raise RunError(f"{group.size} processes: `train` is for several, `{options.command}` for one")
+    if options.command == "evaluate":
+        evaluate_run(options.run, options.data, options.positions, console)
+    elif options.command == "audit":
+        given = {name: value for name, value in vars(options).items() if name != "command"}
+        audit(AuditOptions(command=_audit_as_typed(options), **given), console)
+    else:
+        export_run(options.run, options.bundles, options.data, options.version, console, options.precision)
+
+
+def _print_error(console: Console, error: Exception) -> None:
+    console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def _as_typed(options: argparse.Namespace, group: Group) -> str:
     """The command, with the names of files and folders and not where they lay on this machine."""
-    words = ["python", "-m", "training", "train", options.experiment.name]
+    words = [*group.launcher, "training", "train", options.experiment.name]
     for option in ("data", "run", "tokenizer"):
         if (path := getattr(options, option)) is not None:
             words += [f"--{option}", path.name]

@@ -5,7 +5,8 @@ TrainingError (ValueError)
 ├── DataError        a corpus
 ├── ForeignError     a checkpoint or vocabulary from elsewhere
 └── RunError         a run folder, or a bundle that could not be written from it
-    └── ResumeError  a run folder that cannot be gone on with
+    ├── ResumeError  a run folder that cannot be gone on with
+    └── LostError    the other processes of a group, gone while it trained; exits with 1
 """
 
 from __future__ import annotations
@@ -33,3 +34,7 @@ class RunError(TrainingError):
 
 class ResumeError(RunError):
     """A run folder that holds another run, or none."""
+
+
+class LostError(RunError):
+    """Another process of the group is gone."""

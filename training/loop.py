@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional
 
 from models.constraints import project
 from models.networks import Network
-from training.config import Experiment, TrainingConfig
-from training.data import Corpus, batches
+from training.config import Experiment
+from training.data import Corpus
+from training.device import choose_device
 from training.errors import RunError
+from training.group import ALONE, Group
+from training.lanes import Lanes
 from training.proof import ProofPressure
 from training.run_folder import RunFolder, kept_name
+from training.schedule import learning_rate
 
 LOG_EVERY = 50
 
@@ -38,67 +40,42 @@ class Progress:
     best_loss: float
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is one. Raises RunError for `cuda` without one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise RunError("training.device is cuda, but torch finds no CUDA device")
-    return torch.device(name)
-
-
-def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:
-    """The learning rate of `step` (0 is the first). `decay_start`: the step at which `plateau` began to decay."""
-    peak = config.learning_rate
-    if step < config.warmup:
-        return peak * (step + 1) / config.warmup
-    match config.schedule:
-        case "constant":
-            return peak
-        case "inverse_time":
-            return peak / (step - config.warmup + 1)
-        case "cosine":
-            done = (step - config.warmup) / max(1, config.steps - config.warmup)
-            return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-        case "plateau":
-            if decay_start is None or step < decay_start:
-                return peak
-            return peak * max(0.0, 1 - (step - decay_start + 1) / config.decay_steps)
-
-
 class Trainer:
     """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
 
-    Raises ResumeError where the folder holds another run.
+    In a group each process has some lanes of every batch and their states; weights, losses and what is decided by them
+    are the same in all, and the first process keeps the folder. Raises ResumeError where the folder holds another run.
     """
 
-    def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder) -> None:
-        self.corpus, self.folder = corpus, folder
+    def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder, group: Group = ALONE) -> None:
+        self.corpus, self.folder, self.group = corpus, folder, group
         self.config = experiment.training
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        self.device = choose_device(self.config.device)
-        torch.manual_seed(self.config.seed)
-        architecture = experiment.model.architecture(corpus.vocabulary.size)
-        self.network = Network(architecture, experiment.model.dropout).to(self.device)
-        self.constraints = experiment.model.contractions, experiment.model.spectral_limit
-        project(self.network, *self.constraints)
-        self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
-        self.optimizer = self._optimizer()
-        self.stream, self.chunks = self._lay_out("train", self.config.batch)
-        self.valid_stream, self.valid_chunks = self._valid_batches()
+        with group.together():
+            self.device = choose_device(self.config.device, group)
+            torch.manual_seed(self.config.seed)
+            architecture = experiment.model.architecture(corpus.vocabulary.size)
+            self.network = Network(architecture, experiment.model.dropout).to(self.device)
+            self.constraints = experiment.model.contractions, experiment.model.spectral_limit
+            project(self.network, *self.constraints)
+            self.pressure = ProofPressure(self.network, self.config.proof) if self.config.proof is not None else None
+            self.optimizer = self._optimizer()
+            self.train_lanes = self._lanes("train", self._train_width())
+            self.valid_lanes = self._lanes("valid", self._valid_width())
         self.step = 0
-        self.state = self.network.zero_state(self.config.batch)
+        self.state = self.network.zero_state(self.train_lanes.count)
         self.best_loss, self.best_step = math.inf, 0
         self.decay_start: int | None = None
         self.proved: float | None = None
         self.end = self.config.steps
         self.wall_s = 0.0
-        if folder.begun:
-            self._resume(folder.resume(experiment, corpus))
+        saved = group.from_first(lambda: self._open(experiment))
+        if saved is not None:
+            self._resume(saved)
         else:
-            folder.begin(experiment, corpus)
             self._maybe_keep()
+        self.parallel = group.parallel(self.network)
 
     def run(self) -> Iterator[Progress]:
         """Trains to the end, one step per item."""
@@ -113,7 +90,7 @@ class Trainer:
             last = self.step >= self.end
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
                 record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
-                self.folder.log(record | ({} if self.proved is None else {"proved": self.proved}))
+                self._log(record | ({} if self.proved is None else {"proved": self.proved}))
             evaluated = self.step % self.config.evaluate_every == 0 or last
             valid_loss = self._validate() if evaluated else None
             self._maybe_decay()
@@ -128,18 +105,25 @@ class Trainer:
     def _train_step(self, rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tokens = self._chunk(self.stream, self.step % self.chunks)
-        carried = self.config.regime == "recurrent" and self.step % self.chunks != 0
+        lanes = self.train_lanes
+        tokens = lanes.tokens(self.step % lanes.chunks, self.device)
+        carried = self.config.regime == "recurrent" and self.step % lanes.chunks != 0
         state = [tensor.detach() for tensor in self.state] if carried else None
+        self.group.seed_noise(self.config.seed, self.step)
         with self._autocast():
-            hidden, self.state = self.network(tokens[:-1], state)
+            hidden, self.state = self.parallel(tokens[:-1], state)
             logits = self.network.logits(hidden)
         loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
-        if not math.isfinite(value := loss.item()):
-            raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
+        told = [loss.item()]
         if self.pressure is not None:
-            pressed, self.proved = self.pressure(self.step)
+            pressed, proved = self.pressure(self.step)
             loss = loss + pressed
+            told.append(proved)
+        value, *rest = self.group.total([lanes.share * mean for mean in told])
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
+        self.proved = rest[0] if rest else None
+        loss = loss * (lanes.share * self.group.size)  # gradients are averaged over processes, not over lanes
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm)
@@ -154,21 +138,23 @@ class Trainer:
     def _validate(self) -> float:
         """Mean loss over the validation split, recurrent or as the regime trains it; keeps the best weights."""
         project(self.network, *self.constraints)
+        self.group.check_same(f"weights after step {self.step}", self._digest)
         self.network.eval()
-        total, state = 0.0, None
-        for index in range(self.valid_chunks):
-            tokens = self._chunk(self.valid_stream, index)
+        total, state, lanes = 0.0, None, self.valid_lanes
+        for index in range(lanes.chunks if lanes.count else 0):
+            tokens = lanes.tokens(index, self.device)
             with self._autocast():
                 hidden, after = self.network(tokens[:-1], state)
                 logits = self.network.logits(hidden)
             state = after if self.config.regime == "recurrent" else None
             total += functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten()).item()
         self.network.train()
-        loss = total / self.valid_chunks
+        (total,) = self.group.total([lanes.share * total])
+        loss = total / lanes.chunks
         if loss < self.best_loss:
             self.best_loss, self.best_step = loss, self.step
-            self.folder.save("best.pt", {"weights": self.network.weights(), "step": self.step, "valid_loss": loss})
-        self.folder.log(
+            self._save("best.pt", {"weights": self.network.weights(), "step": self.step, "valid_loss": loss})
+        self._log(
             {
                 "step": self.step,
                 "valid_loss": loss,
@@ -187,12 +173,12 @@ class Trainer:
         if stalled or self.step >= self.config.steps - self.config.decay_steps:
             self.decay_start = self.step
             self.end = min(self.config.steps, self.step + self.config.decay_steps)
-            self.folder.log({"step": self.step, "decay_start": self.step, "stalled": stalled})
+            self._log({"step": self.step, "decay_start": self.step, "stalled": stalled})
 
     def _maybe_keep(self) -> None:
         """`keep_every`: the weights of this step, in a file of their own; those of the start too."""
         if self.config.keep_every and self.step % self.config.keep_every == 0:
-            self.folder.save(kept_name(self.step), {"weights": self.network.weights(), "step": self.step})
+            self._save(kept_name(self.step), {"weights": self.network.weights(), "step": self.step})
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Weight decay on matrices only, not on biases and gains."""
@@ -209,27 +195,52 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
-    def _lay_out(self, split: str, batch: int) -> tuple[NDArray[np.int64], int]:
-        return batches(self.corpus.streams[split], batch, self.config.chunk, split)
+    def _train_width(self) -> int:
+        """`batch`. Raises RunError where it is less than the processes are."""
+        if self.config.batch < self.group.size:
+            raise RunError(
+                f"training.batch = {self.config.batch} for {self.group.size} processes: each needs a lane of its own"
+            )
+        return self.config.batch
 
-    def _valid_batches(self) -> tuple[NDArray[np.int64], int]:
+    def _valid_width(self) -> int:
         """As many parallel streams as training has, or as few as the validation split has room for."""
         tokens = len(self.corpus.streams["valid"]) - 1
-        return self._lay_out("valid", max(1, min(self.config.batch, tokens // self.config.chunk)))
+        return max(1, min(self.config.batch, tokens // self.config.chunk))
 
-    def _chunk(self, rows: NDArray[np.int64], index: int) -> Tensor:
-        chunk = self.config.chunk
-        part = np.ascontiguousarray(rows[index * chunk : (index + 1) * chunk + 1])
-        return torch.from_numpy(part).to(self.device)
+    def _lanes(self, split: str, width: int) -> Lanes:
+        return Lanes.of(self.group, self.corpus.streams[split], width, self.config.chunk, split)
+
+    def _digest(self) -> str:
+        """The SHA-256 of the weights."""
+        digest = hashlib.sha256()
+        for tensor in self.network.weights().values():
+            digest.update(tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def _open(self, experiment: Experiment) -> dict[str, Any] | None:
+        """The checkpoint to go on from; none, and a fresh folder, where there is none."""
+        if self.folder.begun:
+            return self.folder.resume(experiment, self.corpus)
+        self.folder.begin(experiment, self.corpus)
+        return None
+
+    def _log(self, record: dict[str, object]) -> None:
+        if self.group.first:
+            self.folder.log(record)
+
+    def _save(self, name: str, record: dict[str, Any]) -> None:
+        if self.group.first:
+            self.folder.save(name, record)
 
     def _checkpoint(self) -> None:
-        self.folder.save(
+        self._save(
             "checkpoint.pt",
             {
                 "step": self.step,
                 "network": self.network.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "state": self.state,
+                "state": self.group.gather(self.state),
                 "best_loss": self.best_loss,
                 "best_step": self.best_step,
                 "decay_start": self.decay_start,
@@ -245,7 +256,8 @@ class Trainer:
         """Goes on from a checkpoint; a decay that had begun goes on to its end, whatever `steps` says now."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.state = saved["step"], [tensor.to(self.device) for tensor in saved["state"]]
+        self.step = saved["step"]
+        self.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["state"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
         self.wall_s = saved["wall_s"]
         if saved["decay_start"] is not None:

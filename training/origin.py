@@ -25,14 +25,14 @@ class Origin(Frozen):
     hardware: str
 
 
-def describe_origin(command: str, device: torch.device) -> Origin:
-    """This process, now, about to train on `device`."""
+def describe_origin(command: str, device: torch.device, processes: int = 1) -> Origin:
+    """This process, now, about to train on `device`, with others like it or alone."""
     return Origin(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         git_commit=_git_commit(),
         versions={name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
-        hardware=_hardware(device),
+        hardware=_hardware(device) + (f", {processes} processes" if processes > 1 else ""),
     )
 
 

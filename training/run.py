@@ -29,6 +29,7 @@ from training.config import Experiment
 from training.data import Corpus, load_corpus
 from training.errors import RunError
 from training.evaluate import POSITIONS, WINDOWS, evaluate_split, evaluation_steps, quality
+from training.group import ALONE, Group
 from training.loop import Trainer
 from training.origin import describe_origin
 from training.plots import plot_log, plot_quality
@@ -47,18 +48,31 @@ def _with_data(experiment: Experiment, data: Path | None) -> Experiment:
 
 
 def train(
-    experiment: Experiment, data: Path | None, run: Path | None, tokenizer: Path | None, command: str, console: Console
+    experiment: Experiment,
+    data: Path | None,
+    run: Path | None,
+    tokenizer: Path | None,
+    command: str,
+    console: Console,
+    group: Group = ALONE,
 ) -> Path:
-    """Trains, or goes on with, an experiment; returns the run folder. `command` is kept as the run's origin."""
+    """Trains, or goes on with, an experiment; returns the run folder. `command` is kept as the run's origin.
+
+    In a group only the first process reads the data and has the folder.
+    """
     folder = RunFolder(run or Path("runs") / experiment.name)
     experiment = _with_data(experiment, data)
-    corpus = load_corpus(experiment.data, folder.tokenizer_json() if folder.begun else _read_tokenizer(tokenizer))
-    trainer = Trainer(experiment, corpus, folder)
-    folder.add_origin(describe_origin(command, trainer.device))
+    corpus = group.from_first(
+        lambda: load_corpus(experiment.data, folder.tokenizer_json() if folder.begun else _read_tokenizer(tokenizer))
+    )
+    trainer = Trainer(experiment, corpus, folder, group)
+    if group.first:
+        folder.add_origin(describe_origin(command, trainer.device, group.size))
     parameters = sum(tensor.numel() for tensor in trainer.network.weights().values())
     console.print(
         f"{experiment.name}: {parameters:,} weights, {len(corpus.streams['train']):,} training tokens, "
         f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
+        + (f", {group.size} processes" if not group.alone else "")
         + (f", from step {trainer.step}" if trainer.step else "")
     )
     columns = (
@@ -84,7 +98,8 @@ def train(
                     f"step {progress.step}: validation loss {progress.valid_loss:.4f} "
                     f"(perplexity {math.exp(progress.valid_loss):.2f} a token)"
                 )
-    plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
+    if group.first:
+        plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
     console.print(f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}")
     return folder.path
 

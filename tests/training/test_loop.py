@@ -16,8 +16,9 @@ from tests.training.corpora import experiment, text_corpus
 from training.config import Experiment, ModelConfig, TrainingConfig
 from training.data import Corpus
 from training.errors import ResumeError
-from training.loop import Trainer, learning_rate
+from training.loop import Trainer
 from training.run_folder import RunFolder
+from training.schedule import learning_rate
 
 CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 

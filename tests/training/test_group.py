@@ -1,0 +1,259 @@
+"""A run of several processes, as torchrun starts them, beside the same run of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.corpora import text_corpus
+from tests.training.group_cases import ALIKE, DROPOUT, HANDED_ON, NOISY, STOP, trained
+from training.config import Experiment
+from training.device import choose_device
+from training.errors import LostError, RunError
+from training.group import ALONE, Group
+from training.loop import Trainer
+from training.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+LOSS, WEIGHT = 2e-5, 2e-4
+"""How far sums in another order may take a run of thirty steps."""
+
+EXPERIMENT = """
+name = "long"
+[model]
+cell = "lstm"
+hidden = 16
+contraction = 0.9
+[data]
+kind = "text"
+path = "LICENSE"
+vocabulary_size = 300
+[training]
+steps = 1_000_000
+batch = 5
+chunk = 8
+schedule = "constant"
+evaluate_every = 50
+checkpoint_every = 10
+threads = 1
+"""
+
+
+def torchrun(*arguments: object) -> subprocess.Popen[str]:
+    """Two processes, each on one thread."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """A run's log without its timings; the line that is being written is none."""
+    path = folder / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    return [{key: value for key, value in line.items() if key != "wall_s"} for line in whole]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RunFolder(folder).load("checkpoint.pt")["network"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, trained by two processes; `HANDED_ON` begun by one before."""
+    folder = tmp_path_factory.mktemp("together")
+    trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
+    process = torchrun(ROOT / "tests/training/group_cases.py", folder)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    return folder
+
+
+def seen(folder: Path, rank: int) -> dict[str, Any]:
+    return json.loads((folder / f"rank-{rank}.json").read_text())  # type: ignore[no-any-return]
+
+
+def assert_alike(found: Path, alone: Path) -> None:
+    """Logs, decisions and last weights, but for the order of sums."""
+    for one, other in zip(records(found), records(alone), strict=True):
+        assert one == pytest.approx(other, abs=LOSS), (one, other)
+    saved, expected = (RunFolder(folder).load("checkpoint.pt") for folder in (found, alone))
+    for key in ("step", "best_step", "decay_start", "end", "data"):
+        assert saved[key] == expected[key]
+    for name, tensor in expected["network"].items():
+        assert torch.allclose(saved["network"][name], tensor, rtol=0, atol=WEIGHT), name
+    for tensor, other in zip(saved["state"], expected["state"], strict=True):
+        assert torch.allclose(tensor, other, rtol=0, atol=WEIGHT)
+
+
+@pytest.mark.parametrize("name", [name for name in ALIKE if name != HANDED_ON])
+def test_two_processes_train_what_one_does(together: Path, tmp_path: Path, name: str) -> None:
+    alone = trained(ALIKE[name], text_corpus(), tmp_path / name, ALONE)
+    for rank in (0, 1):
+        assert seen(together, rank)["losses"][name] == pytest.approx(alone, abs=LOSS)
+    assert_alike(together / name, tmp_path / name)
+
+
+def test_a_run_goes_from_one_process_to_two_and_back(together: Path, tmp_path: Path) -> None:
+    chosen, corpus = ALIKE[HANDED_ON], text_corpus()
+    whole = trained(chosen, corpus, tmp_path / "whole", ALONE)
+    by_two = seen(together, 0)["losses"][HANDED_ON]
+    assert by_two == pytest.approx(whole[STOP - 1 :][:STOP], abs=LOSS)
+    last = Trainer(chosen, corpus, RunFolder(together / HANDED_ON))
+    assert last.step == 20
+    assert [progress.loss for progress in last.run()] == pytest.approx(whole[20:], abs=LOSS)
+    assert_alike(together / HANDED_ON, tmp_path / "whole")
+
+
+def test_every_process_sees_the_same_losses_to_the_last_bit(together: Path) -> None:
+    assert seen(together, 0)["losses"] == seen(together, 1)["losses"]
+    assert seen(together, 0)["refused"] == seen(together, 1)["refused"]
+
+
+def test_with_dropout_each_process_has_its_own_noise_and_a_resumed_run_has_it_again(together: Path) -> None:
+    first, other = (seen(together, rank)["noise"] for rank in (0, 1))
+    assert first[0] == first[2] != first[1]
+    assert other[0] == other[2] != other[1]
+    assert not {*first[0], *first[1]} & {*other[0], *other[1]}
+    losses = seen(together, 0)["losses"]
+    assert losses["dropout"] == losses[NOISY]
+    assert records(together / "dropout") == records(together / NOISY)
+    for name, tensor in weights(together / "dropout").items():
+        assert torch.equal(tensor, weights(together / NOISY)[name])
+
+
+def test_dropout_is_as_strong_in_two_processes_as_in_one(together: Path, tmp_path: Path) -> None:
+    alone = trained(DROPOUT, text_corpus(), tmp_path, ALONE)
+    found = seen(together, 0)["losses"]["dropout"]
+    assert found != pytest.approx(alone, abs=LOSS)
+    assert sum(found) / len(found) == pytest.approx(sum(alone) / len(alone), rel=0.02)
+
+
+def test_fewer_lanes_than_processes_are_refused_and_no_folder_is_made(together: Path) -> None:
+    message = "RunError: training.batch = 1 for 2 processes: each needs a lane of its own"
+    assert seen(together, 0)["refused"]["narrow"] == message
+    assert not (together / "narrow").exists()
+
+
+def test_an_error_of_one_process_is_one_of_all_and_says_whose_it_is(together: Path) -> None:
+    refused = seen(together, 1)["refused"]
+    assert refused["first"] == "DataError: no such file"
+    assert refused["other"] == "RunError: rank 1: no device here"
+
+
+def test_weights_that_have_come_apart_stop_the_run_at_its_next_evaluation(together: Path) -> None:
+    refused = seen(together, 0)["refused"]["drift"]
+    assert refused == "RunError: rank 1 has other weights after step 20 than rank 0: are the machines alike?"
+    assert max(record["step"] for record in records(together / "drift")) < 20
+
+
+def children(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Process ids by rank."""
+    found = {}
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+        found |= {entry.removeprefix("RANK="): int(child) for entry in environment if entry.startswith("RANK=")}
+    return found
+
+
+def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_goes_on(tmp_path: Path) -> None:
+    experiment, folder = tmp_path / "long.toml", tmp_path / "run"
+    experiment.write_text(EXPERIMENT)
+    command = ("-m", "--", "training", "train", experiment, "--run", folder)
+
+    def past(step: int) -> bool:
+        return any(record["step"] >= step for record in records(folder))
+
+    killed = torchrun(*command)
+    wait_until(lambda: past(50), killed)
+    os.kill(children(killed)["1"], signal.SIGKILL)
+    output, _ = killed.communicate(timeout=TIMEOUT_S)
+    assert killed.returncode == 1
+    assert "error: rank 0 of 2 lost the connection to another" in output or "rank 0 of 2 was ended by its" in output
+    named = output[output.index("Root Cause") :]
+    assert "rank      : 1 (local_rank: 1)" in named and "(SIGKILL)" in named
+    step = RunFolder(folder).load("checkpoint.pt")["step"]
+    assert step >= 40
+
+    interrupted = torchrun(*command)
+    wait_until(lambda: past(step + 50), interrupted)
+    interrupted.send_signal(signal.SIGINT)
+    output, _ = interrupted.communicate(timeout=TIMEOUT_S)
+    assert interrupted.returncode != 0
+    assert "2 processes, from step" in output
+    assert output.count("stopped; the same command goes on from the last checkpoint") == 1
+    assert "error:" not in output
+
+    start = RunFolder(folder).load("checkpoint.pt")["step"]
+    chosen = Experiment.read(experiment)
+    losses = [progress.loss for progress in islice(Trainer(chosen, text_corpus(), RunFolder(folder)).run(), 3)]
+    assert start >= step + 40
+    assert all(loss < records(folder)[0]["loss"] for loss in losses)
+    starts = [origin.hardware.endswith("1 thread(s), 2 processes") for origin in RunFolder(folder).origins()]
+    assert starts == [True, True]
+    assert RunFolder(folder).origins()[0].command == (
+        "torchrun --nproc-per-node 2 -m -- training train long.toml --run run"
+    )
+
+
+def test_lanes_are_shared_out_whole_and_evenly() -> None:
+    for size in range(1, 9):
+        for count in range(20):
+            shares = [Group(rank, size).share(count) for rank in range(size)]
+            assert [lane for share in shares for lane in range(count)[share]] == list(range(count))
+            widths = [share.stop - share.start for share in shares]
+            assert max(widths) - min(widths) <= 1
+
+
+def test_a_broken_connection_is_told_from_other_errors() -> None:
+    broken = RuntimeError("[/a/gloo/transport/tcp/pair.cc:5] Read error [10.0.0.1]:5: Connection reset by peer. It is")
+    reason = r"^rank 1 of 2 lost the connection to another: Read error \[10\.0\.0\.1\]:5: Connection reset by peer$"
+    with pytest.raises(LostError, match=reason), Group(1, 2).heard():
+        raise broken
+    with pytest.raises(RuntimeError, match="out of memory"), Group(1, 2).heard():
+        raise RuntimeError("out of memory")
+
+
+def test_devices_are_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto") == torch.device("cuda")
+    assert choose_device("auto", Group(3, 4, 1, 2)) == torch.device("cuda", 1)
+    assert choose_device("cpu", Group(3, 4, 1, 2)) == torch.device("cpu")
+    with pytest.raises(RunError, match=r"3 processes for 2 CUDA device\(s\): each needs one of its own"):
+        choose_device("cuda", Group(0, 3, 0, 3))
+
+
+def test_a_group_that_is_not_whole_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RunError, match=r"the other processes were not found: .*RANK expected"):
+        Group.join()

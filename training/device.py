@@ -1,0 +1,24 @@
+"""Where a process trains."""
+
+from __future__ import annotations
+
+import torch
+
+from training.errors import RunError
+from training.group import ALONE, Group
+
+
+def choose_device(name: str, group: Group = ALONE) -> torch.device:
+    """`auto` takes CUDA where there is one; of several processes each takes one of its own, by its local rank.
+
+    Raises RunError for `cuda` without one, and where a machine has fewer than it has processes.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("training.device is cuda, but torch finds no CUDA device")
+    if name == "cpu" or group.alone:
+        return torch.device(name)
+    if group.local_size > (count := torch.cuda.device_count()):
+        raise RunError(f"{group.local_size} processes for {count} CUDA device(s): each needs one of its own")
+    return torch.device(name, group.local_rank)

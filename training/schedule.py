@@ -1,0 +1,26 @@
+"""The learning rate, step by step."""
+
+from __future__ import annotations
+
+import math
+
+from training.config import TrainingConfig
+
+
+def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:
+    """The learning rate of `step` (0 is the first). `decay_start`: the step at which `plateau` began to decay."""
+    peak = config.learning_rate
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    match config.schedule:
+        case "constant":
+            return peak
+        case "inverse_time":
+            return peak / (step - config.warmup + 1)
+        case "cosine":
+            done = (step - config.warmup) / max(1, config.steps - config.warmup)
+            return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        case "plateau":
+            if decay_start is None or step < decay_start:
+                return peak
+            return peak * max(0.0, 1 - (step - decay_start + 1) / config.decay_steps)
