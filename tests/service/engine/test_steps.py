@@ -382,6 +382,8 @@ async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_c
 async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
+    gc.collect()
+    caplog.clear()  # of what tests before this one have left
     session = await start(bench, 5)
     bench.runner.poison = 6
     bench.runner.busy.clear()

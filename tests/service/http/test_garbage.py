@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import subprocess
-import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -13,6 +12,7 @@ from starlette.types import Message, Scope
 
 from service.corked import Corked
 from service.routes.hangup import until_hangup
+from tests.service.alone import alone, left
 from tests.service.http.patient import GET, serving
 
 TURNS = 100  # of the event loop, for what there is still to do
@@ -27,7 +27,6 @@ async def watch_a_request() -> None:
 
     watching = asyncio.Event()
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    gc.disable()
     async with until_hangup(Request(scope, receive)):
         await watching.wait()
     await asyncio.sleep(0)  # the watcher ends
@@ -37,7 +36,6 @@ async def watch_a_request() -> None:
 async def connect_and_leave() -> None:
     """Three connections, with an answer each."""
     async with serving() as server:
-        gc.disable()
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
             writer.write(GET)
@@ -51,14 +49,6 @@ async def connect_and_leave() -> None:
         assert not left(Corked)
 
 
-def left(kind: type) -> list[object]:
-    """The objects of a kind that are there."""
-    return [one for one in gc.get_objects() if isinstance(one, kind)]
-
-
 @pytest.mark.parametrize("what", [watch_a_request, connect_and_leave])
-def test_what_is_over_leaves_nothing_for_the_garbage_collector(what: object) -> None:
-    name = getattr(what, "__name__", "")
-    code = f"import asyncio; from {__name__} import {name}; asyncio.run({name}())"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_what_is_over_leaves_nothing_for_the_garbage_collector(what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    alone(what)
