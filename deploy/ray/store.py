@@ -13,7 +13,8 @@ from deploy.stack.local import Place, command
 from deploy.stack.process import Process
 from deploy.stack.stack import COMPOSE, STORE
 
-PASSWORD = Path("secrets") / secrets.REDIS_PASSWORD
+SECRETS = Path("secrets")
+PASSWORD = SECRETS / secrets.REDIS_PASSWORD
 """The file of its password, in its folder."""
 
 
@@ -25,8 +26,8 @@ def redis(folder: Path) -> Iterator[Process]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = int(held.getsockname()[1])
-    secrets.make(folder / PASSWORD.parent)
-    place = Place({(STORE, service.ports[0]): port}, folder / PASSWORD.parent, volumes=folder, copies=folder / "copies")
+    secrets.make(folder / SECRETS)
+    place = Place({(STORE, service.ports[0]): port}, folder / SECRETS, volumes=folder, copies=folder / "copies")
     process = Process(service, command(service, place), port, folder / "redis.log")
     process.start()
     try:

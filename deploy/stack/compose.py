@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 SECRETS = "/run/secrets"
-"""Where a container finds its secrets, each a file of its name."""
+"""Where a container finds its secrets: a folder of the compose file's own, each of them a file in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Service:
 
     `command` begins with the program, and is empty where the image says what is run. A variable without a value is that
     of the surroundings, and not in `environment`. `published` has the host's port by the container's; `after` names the
-    services that must be ready before this one starts; `secrets` the files that it finds in `SECRETS`; `grace_s` is the
-    time that it has to end.
+    services that must be ready before this one starts; `secrets` is the name of the folder that it finds as `SECRETS`,
+    if any; `grace_s` is the time that it has to end.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Service:
     ports: tuple[int, ...]
     published: Mapping[int, int]
     after: frozenset[str]
-    secrets: tuple[str, ...]
+    secrets: str | None
     grace_s: float
 
 
@@ -62,15 +62,24 @@ def _service(name: str, body: Mapping[str, Any]) -> Service:
     for entry in body.get("ports", ()):
         host, container = entry.rsplit(":", 2)[-2:]
         published[int(container)] = int(host)
+    mounts = [_mount(entry) for entry in body.get("volumes", ())]
+    secrets = [Path(mount.source).name for mount in mounts if mount.target == SECRETS]
     return Service(
         name=name,
         image=body["image"],
         command=(*body.get("entrypoint", ()), *body.get("command", ())),
         environment={key: str(value) for key, value in body.get("environment", {}).items() if value is not None},
-        mounts=tuple(Mount(*entry.split(":")[:2]) for entry in body.get("volumes", ())),
+        mounts=tuple(mount for mount in mounts if mount.target != SECRETS),
         ports=(*(int(port) for port in body.get("expose", ())), *published),
         published=published,
         after=frozenset(body.get("depends_on", ())),
-        secrets=tuple(body.get("secrets", ())),
+        secrets=secrets[0] if secrets else None,
         grace_s=float(body["stop_grace_period"].removesuffix("s")),
     )
+
+
+def _mount(entry: str | Mapping[str, Any]) -> Mount:
+    """One of `volumes`, by either of the specification's syntaxes."""
+    if isinstance(entry, str):
+        return Mount(*entry.split(":")[:2])
+    return Mount(entry["source"], entry["target"])

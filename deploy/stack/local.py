@@ -1,9 +1,9 @@
 """How a service of the compose file is run as a process of this machine: the same program, configuration and variables.
 
-Four things differ from the container, and nothing else. A service's address is a port of 127.0.0.1, wherever its name
-or its own port is written in a variable, in the command, or in a mounted file; a secret is a file of a folder of this
+Five things differ from the container, and nothing else. A service's address is a port of 127.0.0.1, wherever its name
+or its own port is written in a variable, in the command, or in a mounted file; the folder of its secrets is one of this
 machine, wherever its path is; a mounted file is read where it lies in the checkout, or as a copy where one of these is
-written in it; and a volume is a folder, which the process runs in.
+written in it; a volume is a folder, which the process runs in; and it may take what memory there is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things are on this machine: ports by address, secrets, the folders of volumes, and copies of what is
-    mounted."""
+    """Where things are on this machine: ports by address, the folders of secrets, those of volumes, and copies of what
+    is mounted."""
 
     addresses: Addresses
     secrets: Path
@@ -103,6 +103,6 @@ def _located(text: str, service: Service, place: Place) -> str:
         if name == service.name:
             text = text.replace(f"*:{container}", f"127.0.0.1:{port}")
             text = text.replace(f"0.0.0.0:{container}", f"127.0.0.1:{port}")
-    for secret in service.secrets:
-        text = text.replace(f"{SECRETS}/{secret}", str(place.secrets / secret))
+    if service.secrets is not None:
+        text = text.replace(f"{SECRETS}/", f"{place.secrets / service.secrets}/")
     return text

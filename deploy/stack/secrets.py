@@ -1,16 +1,18 @@
-"""Passwords and keys of the services of docker-compose.yml, each in a file of its own; what is there stays as it is.
+"""Passwords and keys of the services of docker-compose.yml, a folder for each, and a file for each of them; what is
+there stays as it is.
 
     python3 -m deploy.stack.secrets [FOLDER]      FOLDER: secrets, where docker-compose.yml looks for them
 
-    api_keys            who may ask, by hashes: `client`, and `prometheus`, for the metrics alone
-    client_key          the first one's key
-    metrics_key         the second one's
-    redis_acl           who may use Redis, by a hash: whoever has
-    redis_password      this one
-    grafana_password    of Grafana's user admin
+    wane/api_keys               who may ask, by hashes: `client`, and `prometheus`, for the metrics alone
+    client_key                  the first one's key
+    prometheus/metrics_key      the second one's
+    redis/redis_acl             who may use Redis, by a hash: whoever has
+    redis/redis_password        this one
+    wane/redis_password         the same
+    grafana/grafana_password    of Grafana's user admin
 
-The folder is for its owner alone. Its files can be read by all who can reach them: a container is given a file as it
-is, and those in it are not its owner. Further keys: `python -m service key NAME >> secrets/api_keys`.
+The folder is for its owner alone. What is in it can be read by all who can reach it: a container is given a folder as
+it is, and those in it are not its owner. Further keys: `python -m service key NAME >> secrets/wane/api_keys`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-API_KEYS = "api_keys"
+API_KEYS = "wane/api_keys"
 CLIENT_KEY = "client_key"
-METRICS_KEY = "metrics_key"
-REDIS_ACL = "redis_acl"
-REDIS_PASSWORD = "redis_password"
-GRAFANA_PASSWORD = "grafana_password"
+METRICS_KEY = "prometheus/metrics_key"
+REDIS_ACL = "redis/redis_acl"
+REDIS_PASSWORD = "redis/redis_password"
+STORE_PASSWORD = "wane/redis_password"
+GRAFANA_PASSWORD = "grafana/grafana_password"
 PREFIX = {CLIENT_KEY: "wane_", METRICS_KEY: "wane_"}
 RANDOM_BYTES = 32
 
@@ -39,6 +42,9 @@ def make(folder: Path) -> list[str]:
         """What the file holds, which is the text if there was none."""
         file = folder / name
         if not file.exists():
+            if file.parent != folder:
+                file.parent.mkdir(exist_ok=True)
+                file.parent.chmod(0o755)
             file.write_text(text + "\n", encoding="utf-8")
             file.chmod(0o644)
             made.append(name)
@@ -50,6 +56,7 @@ def make(folder: Path) -> list[str]:
     }
     hashes = {name: sha256(secret.encode()).hexdigest() for name, secret in drawn.items()}
     keep(API_KEYS, f"client:sha256:{hashes[CLIENT_KEY]}\nprometheus:sha256:{hashes[METRICS_KEY]} scope=metrics")
+    keep(STORE_PASSWORD, drawn[REDIS_PASSWORD])
     keep(REDIS_ACL, f"user default on #{hashes[REDIS_PASSWORD]} ~* &* +@all")
     return made
 

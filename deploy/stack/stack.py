@@ -86,7 +86,7 @@ class Stack:
         return f"redis://:{self.secret(secrets.REDIS_PASSWORD)}@127.0.0.1:{self.processes[STORE].port}/0"
 
     def secret(self, name: str) -> str:
-        """One of the secrets, by the name of its file."""
+        """One of the secrets, by its file in the folder of them."""
         return (self.secrets / name).read_text(encoding="utf-8").strip()
 
     @property

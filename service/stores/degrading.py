@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from service.engine.ownership import owner_of
@@ -253,6 +252,8 @@ class DegradingStore:
         except Unavailable:
             loose.marks.append(written.mark(record.revision))  # for nobody knows
             return record
+        except Overloaded:  # the store is full: it goes on here, as while the store was away
+            return record
         self._loose.pop(session, None)
         if loose.counts:
             self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
@@ -272,8 +273,7 @@ class DegradingStore:
         async def settle(loose: Loose) -> None:
             async with loose.lock:
                 if self._loose.get(loose.record.session) is loose:
-                    with suppress(Overloaded):
-                        await self._settle(loose)
+                    await self._settle(loose)
 
         every = [*self._loose.values()]
         for start in range(0, len(every), AT_ONCE):

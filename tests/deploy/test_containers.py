@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.stack import secrets
 from service.server import CLOSE_S
 from service.settings import Settings
+from tests.service.http.live import live_server
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Settings()
@@ -131,7 +133,7 @@ def test_a_server_is_reached_at_the_port_that_it_listens_on(service: dict[str, A
 
 @each_server
 def test_a_server_mounts_the_bundles_where_it_looks_for_them(service: dict[str, Any]) -> None:
-    (mount,) = service["volumes"]
+    (mount,) = [one for one in service["volumes"] if isinstance(one, str)]
     source, target, access = mount.split(":")
     assert (ROOT / source) == ROOT / DEFAULTS.bundles
     assert target == f"{WORKDIR}/{DEFAULTS.bundles.as_posix()}"
@@ -166,6 +168,67 @@ def test_a_service_writes_to_nothing_but_its_volumes_and_may_do_next_to_nothing(
 def test_a_service_is_asked_for_its_health_or_says_itself_how_it_is(service: dict[str, Any]) -> None:
     own = service["image"].startswith(("wane", "haproxy"))  # the image's own; and nobody waits for the entrance
     assert ("healthcheck" in service) != own
+
+
+@each_service
+def test_what_a_service_keeps_secret_is_a_folder_of_its_own_and_no_file_which_would_stay_what_it_was(
+    service: dict[str, Any], tmp_path: Path
+) -> None:
+    assert "secrets" not in service
+    named = set(re.findall(r"/run/secrets/(\w+)", json.dumps(service)))
+    mounts = [one for one in service.get("volumes", ()) if isinstance(one, dict)]
+    assert bool(named) <= bool(mounts)
+    secrets.make(tmp_path / "secrets")
+    for mount in mounts:
+        assert (mount["type"], mount["target"], mount["read_only"]) == ("bind", "/run/secrets", True)
+        assert mount["bind"] == {"create_host_path": False}, "or it is made where there is none, and not ours"
+        folder = tmp_path / mount["source"]
+        assert folder.is_dir() and named <= {file.name for file in folder.iterdir()}
+        assert folder != tmp_path / "secrets", "that has everybody's"
+
+
+GIB = 2**30
+UNITS = {"m": 2**20, "g": GIB, "mb": 2**20, "gb": GIB}
+
+
+def in_bytes(text: str) -> int:
+    """Of a size as compose and Redis write it."""
+    number, unit = re.fullmatch(r"(\d+)([a-z]+)", text).groups()  # type: ignore[union-attr]
+    return int(number) * UNITS[unit]
+
+
+@each_service
+def test_no_service_may_take_all_memory(service: dict[str, Any]) -> None:
+    assert 0 < in_bytes(service["mem_limit"]) <= 8 * GIB
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_full_takes_no_more_memory_than_it_may() -> None:
+    (limit,) = {in_bytes(body["mem_limit"]) for name, body in services() if re.fullmatch(r"wane-\d", name)}
+    with live_server() as server:
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (taken,) = [int(found) * 1024 for found in re.findall(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)]
+    models = len([one for one in (ROOT / DEFAULTS.bundles).iterdir() if (one / "manifest.json").is_file()])
+    full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes
+    assert full + GIB <= limit, "a GiB for requests that are under way, and a model's next version"
+
+
+def test_redis_fits_in_its_memory_twice_and_evicts_nobody() -> None:
+    text = (ROOT / "deploy/redis/redis.conf").read_text()
+    settings = dict(re.findall(r"^([a-z-]+) (.*)$", text, re.MULTILINE))
+    (limit,) = [in_bytes(body["mem_limit"]) for name, body in services() if name == "redis"]
+    assert settings["maxmemory-policy"] == "noeviction"
+    assert 2 * in_bytes(settings["maxmemory"]) <= limit
+
+
+def test_haproxy_has_memory_for_the_connections_that_it_may_have() -> None:
+    text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
+    (descriptors,) = re.findall(r"^ +fd-hard-limit (\d+)", text, re.MULTILINE)
+    (limit,) = [in_bytes(body["mem_limit"]) for name, body in services() if name == "haproxy"]
+    connections, buffers = int(descriptors) // 2, 2 * 16 * 1024
+    assert connections * buffers < limit
+    replicas = sum(name.startswith("wane-") and "gpu" not in name for name, _ in services())
+    assert connections >= replicas * DEFAULTS.max_connections
 
 
 def test_the_image_is_linted() -> None:

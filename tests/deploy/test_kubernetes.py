@@ -167,6 +167,14 @@ def test_images_and_users_are_those_of_the_dockerfile_and_of_the_compose_file() 
     assert "command" not in container("wane") and "args" not in container("wane"), "the image says what is run"
 
 
+@pytest.mark.parametrize("name", ["haproxy", "redis", "wane"])
+def test_a_pod_may_take_as_much_memory_as_the_compose_file_s_container(name: str) -> None:
+    limit = container(name)["resources"]["limits"]["memory"]
+    assert limit.removesuffix("i").lower() == COMPOSE[COMPOSED.get(name, name)]["mem_limit"]
+    on_gpus = container(name, GPU)["resources"]["limits"]["memory"]
+    assert on_gpus == ("8Gi" if name == "wane" else limit)
+
+
 @pytest.mark.parametrize("name", ["haproxy", "redis"])
 def test_haproxy_and_redis_run_the_command_of_the_compose_file_with_the_same_file(name: str) -> None:
     assert container(name)["command"] == COMPOSE[name]["command"]
@@ -300,9 +308,13 @@ def test_keys_come_from_a_secret_that_is_mounted_as_a_folder_and_is_in_no_file(t
         (mount,) = [one for one in container(name)["volumeMounts"] if one["name"] == "secrets"]
         assert mount == {"name": "secrets", "mountPath": SECRETS, "readOnly": True}
         assert [item["key"] for item in volume["items"]] == [item["path"] for item in volume["items"]]
-        assert {item["key"] for item in volume["items"]} == set(COMPOSE[COMPOSED[name]]["secrets"])
-        assert all((made / item["key"]).exists() for item in volume["items"])
-        assert f"create secret generic {volume['secretName']} --from-file=secrets" in HEAD
+        assert {item["key"] for item in volume["items"]} == {file.name for file in (made / name).iterdir()}
+        (command,) = [line for line in HEAD.splitlines() if f"create secret generic {volume['secretName']} " in line]
+        sources = [made.parent / source for source in re.findall(r"--from-file=(\S+)", command)]
+        files = [file for source in sources for file in (source.iterdir() if source.is_dir() else [source])]
+        names = [file.name for file in files]
+        assert len(set(names)) == len(names) and all(file.is_file() for file in files)
+        assert {item["key"] for item in volume["items"]} <= set(names)
     for variable in ("WANE_API_KEYS_FILE", "WANE_STORE_PASSWORD_FILE"):
         assert environment()[variable] == COMPOSE["wane-1"]["environment"][variable]
     assert not [one for one in [*BASE, *GPU, *MONITORING] if one["kind"] == "Secret"]

@@ -103,7 +103,7 @@ def test_every_metric_that_a_panel_or_an_alert_asks_for_is_one_of_the_service_s(
 
 
 def test_grafana_finds_the_data_source_and_the_dashboards_where_they_are_mounted() -> None:
-    mounts = dict(entry.split(":")[:2] for entry in SERVICES["grafana"]["volumes"])
+    mounts = dict(entry.split(":")[:2] for entry in SERVICES["grafana"]["volumes"] if isinstance(entry, str))
     assert (ROOT / "deploy/grafana/provisioning").samefile(ROOT / next(iter(mounts)))
     providers = yaml.safe_load((GRAFANA / "provisioning/dashboards/wane.yml").read_text())["providers"]
     (source,) = [source for source, target in mounts.items() if target == providers[0]["options"]["path"]]

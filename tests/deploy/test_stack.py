@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.stack import secrets
 from deploy.stack.compose import SECRETS, Service, read
 from deploy.stack.local import ELSEWHERE, PROMETHEUS, ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
@@ -35,7 +36,7 @@ def in_the_container(stack: Stack, name: str, text: str) -> str:
     """A text of this machine, with the container's addresses and secrets in it again."""
     for (service, port), here in stack.addresses.items():
         text = text.replace(f"127.0.0.1:{here}", f"{service}:{port}")
-    return text.replace(str(stack.secrets), SECRETS)
+    return re.sub(rf"{re.escape(str(stack.secrets))}/\w+", SECRETS, text)
 
 
 def test_every_service_without_a_profile_is_run_but_one_whose_program_no_distribution_has(stack: Stack) -> None:
@@ -88,15 +89,30 @@ def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name:
 @each
 def test_a_process_finds_the_secrets_that_its_container_has(stack: Stack, name: str) -> None:
     process = stack.processes[name]
-    declared = {Path(entry["file"]).name for entry in DOCUMENT["secrets"].values()}
-    assert all((stack.secrets / secret).is_file() for secret in process.service.secrets)
-    assert set(process.service.secrets) <= declared
+    folder = stack.secrets / (process.service.secrets or "none")
+    found = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     texts = [str(RUN[name]), *((ROOT / path).read_text() for of, path in CONFIGURATION.items() if of == name)]
-    assert set(re.findall(rf"{SECRETS}/(\w+)", " ".join(texts))) == set(process.service.secrets)
+    assert set(re.findall(rf"{SECRETS}/(\w+)", " ".join(texts))) == found
+
+
+def test_secrets_are_made_once_each_in_the_folder_of_who_reads_it_and_can_be_reached_by_their_owner(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "secrets"
+    made = secrets.make(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(folder)) for path in files} == set(made)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_dir()} == {0o755}
+    texts = {path: path.read_text() for path in files}
+    assert (folder / secrets.STORE_PASSWORD).read_text() == (folder / secrets.REDIS_PASSWORD).read_text()
+    assert secrets.make(folder) == [] and texts == {path: path.read_text() for path in files}
 
 
 def test_no_secret_is_in_a_command_a_variable_or_the_compose_file(stack: Stack) -> None:
-    known = [stack.secret(name) for name in ("client_key", "metrics_key", "redis_password", "grafana_password")]
+    names = (secrets.CLIENT_KEY, secrets.METRICS_KEY, secrets.REDIS_PASSWORD, secrets.GRAFANA_PASSWORD)
+    known = [stack.secret(name) for name in names]
     for process in stack.processes.values():
         said = [*process.command.arguments, *process.command.environment.values()]
         assert not any(secret in text for secret in known for text in said)
@@ -190,8 +206,7 @@ services:
     command: [run, "*:70"]
     expose: ["70"]
     environment: {X: 1, Y: }
-    volumes: ["./a.conf:/etc/a.conf:ro", "data:/data"]
-    secrets: [word]
+    volumes: ["./a.conf:/etc/a.conf:ro", "data:/data", {type: bind, source: ./secrets/word, target: /run/secrets}]
     stop_grace_period: 2s
   c: {image: c, profiles: [other]}
 """)
@@ -199,5 +214,5 @@ services:
     assert (a.name, a.command, a.ports, a.environment, a.grace_s) == ("a", ("run", "*:70"), (70,), {"X": "1"}, 2)
     assert [(mount.source, mount.is_volume) for mount in a.mounts] == [("./a.conf", False), ("data", True)]
     assert (b.name, b.command, b.ports, b.published, b.after) == ("b", (), (80,), {80: 9000}, {"a"})
-    assert (a.secrets, b.secrets) == (("word",), ())
+    assert (a.secrets, b.secrets) == ("word", None)
     assert isinstance(b, Service)

@@ -22,7 +22,7 @@ WAIT_S = 60.0
 class Pod:
     """One pod of a Deployment or StatefulSet, by its name. `port` is that of its first container port here; `addresses`
     has those of the others, `variables` what is set over the manifest's, `files` where mounted files are here. The
-    `folder` has the Secret's files in `secrets`."""
+    `folder` has the Secret's files in `secrets`, in the folder of its name."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Pod:
             ports=tuple(one["containerPort"] for one in self.container["ports"]),
             published={},
             after=frozenset(),
-            secrets=tuple(item["path"] for one in pod["volumes"] if "secret" in one for item in one["secret"]["items"]),
+            secrets=name if any("secret" in one for one in pod["volumes"]) else None,
             grace_s=float(pod["terminationGracePeriodSeconds"]),
         )
         self.places = {**addresses, (name, service.ports[0]): port}

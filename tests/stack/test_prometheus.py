@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from deploy.stack.local import PROMETHEUS
+from deploy.stack.secrets import METRICS_KEY
 from deploy.stack.stack import Stack, replicas
 from tests.service.stores.redis_server import program
 from tests.stack.conftest import MakeStack
@@ -111,7 +112,9 @@ def test_every_panel_of_the_dashboard_has_data_from_three_replicas_behind_haprox
             ):
                 key = "" if code == "unauthorized" else "client"
                 assert prometheus.values(f'sum(wane_failures_total{{code="{code}",key="{key}"}})')[0] > 0
-            assert prometheus.values('sum(wane_http_requests_total{route="/metrics",status="200"})')[0] > 3
+            scrapes = 'sum(wane_http_requests_total{route="/metrics",status="200"})'
+            while sum(prometheus.values(scrapes)) <= len(replicas()):
+                assert time.monotonic() < end, "a scrape is no request"
             assert {rule["name"] for group in prometheus.get("rules")["groups"] for rule in group["rules"]} >= {
                 "WaneBoundViolated",
                 "WaneReplicaDown",
@@ -131,13 +134,13 @@ def now() -> str:
 def test_prometheus_without_its_key_is_refused_and_says_so(make_stack: MakeStack) -> None:
     program("prometheus")
     stack = make_stack(whole=True)
-    (stack.secrets / "metrics_key").write_text("another")
+    (stack.secrets / METRICS_KEY).write_text("another")
     with stack, httpx.Client() as http:
         prometheus = Asked(stack, http)
         end = time.monotonic() + LIMIT_S
         while True:
             assert time.monotonic() < end
             targets = [one for one in prometheus.get("targets")["activeTargets"] if "replica" in one["labels"]]
-            if all(one["health"] == "down" for one in targets):
+            if len(targets) == len(replicas()) and all(one["health"] == "down" for one in targets):
                 break
-        assert all("401" in one["lastError"] for one in targets) and len(targets) == 3
+        assert all("401" in one["lastError"] for one in targets)

@@ -388,3 +388,28 @@ async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_
         found = await store.get("s")
         assert found is not None
         assert (found.position, found.durable, store.standing.not_durable) == (1, True, 1)
+
+
+async def test_a_session_that_a_full_store_does_not_take_goes_on_and_no_step_is_refused_that_was_taken(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        between.cut()
+        await step(store, 5)
+        await other.trips.do("CONFIG", "SET", "maxmemory", "1")
+        between.mend()
+        await until(lambda: store.standing.reachable)
+        await store.until_given()
+        full = await step(store, 6)
+        assert (full.position, full.durable) == (2, False)
+        seen = await store.get("s")
+        assert seen is not None and (seen.position, seen.durable) == (2, False)
+        back = await store.rewind("s", seen.revision, 1)
+        assert back is not None and (back.position, back.durable) == (1, False)
+        await other.trips.do("CONFIG", "SET", "maxmemory", "0")
+        again = await step(store, 7)
+        assert (again.position, again.durable, store.standing.not_durable) == (2, True, 0)
+    found = await other.get("s")
+    assert found is not None and (found.position, found.tail.ids().tolist()) == (2, [0, 5, 7])
