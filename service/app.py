@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.direct import Direct, Endpoint
-from service.documents import ProblemDocument
+from service.documents.problem import ProblemDocument
 from service.engine.catalog import Catalog
 from service.guard import Guard
 from service.key_source import KeySource

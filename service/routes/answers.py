@@ -7,29 +7,24 @@ from datetime import datetime
 
 from starlette.responses import Response
 
-from service.documents import (
+from service.documents.answers import (
     AgreementDocument,
     AnswerDocument,
-    CertificateSummaryDocument,
-    ComparedDocument,
-    ComparedModelDocument,
-    FinishDocument,
-    GeneratedTokenDocument,
     LatencyDocument,
-    ModelCardDocument,
     ModelDocument,
-    ModelFactsDocument,
-    ModelStandingDocument,
-    ModelSummaryDocument,
-    PercentilesDocument,
     PredictionDocument,
-    ScoreDocument,
-    ScoredTokensDocument,
-    ScoreProgressDocument,
-    ScoreSummaryDocument,
-    SessionDocument,
-    StoreDocument,
 )
+from service.documents.comparison import ComparedDocument, ComparedModelDocument, PercentilesDocument
+from service.documents.generation import FinishDocument, GeneratedTokenDocument
+from service.documents.models import (
+    CertificateSummaryDocument,
+    ModelCardDocument,
+    ModelFactsDocument,
+    ModelSummaryDocument,
+)
+from service.documents.operations import ModelStandingDocument, StoreDocument
+from service.documents.scoring import ScoreDocument, ScoredTokensDocument, ScoreProgressDocument, ScoreSummaryDocument
+from service.documents.sessions import SessionDocument
 from service.engine.engine import Engine
 from service.engine.ownership import id_of
 from service.engine.types import (

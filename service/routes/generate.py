@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from service.documents import GenerationDocument
+from service.documents.generation import GenerationDocument
 from service.engine.engine import Engine
 from service.engine.generation import Generation
 from service.engine.types import Finish, GenerateRequest

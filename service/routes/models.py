@@ -6,7 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.documents import ModelCardDocument, ModelListDocument, ReportDocument
+from service.documents.models import ModelCardDocument, ModelListDocument
+from service.documents.report import ReportDocument
 from service.routes import answers
 from service.routes.context import catalog
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from service import pages
-from service.documents import LivenessDocument, ReadinessDocument
+from service.documents.operations import LivenessDocument, ReadinessDocument
 from service.metrics import Metrics
 from service.routes import answers
 from service.routes.context import catalog

@@ -9,13 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.documents import (
-    AnswerDocument,
-    BatchDocument,
-    ComparedModelDocument,
-    ComparisonDocument,
-    FailureDocument,
-)
+from service.documents.answers import AnswerDocument, BatchDocument, FailureDocument
+from service.documents.comparison import ComparedModelDocument, ComparisonDocument
 from service.engine.engine import Engine
 from service.engine.types import CompareRequest, PredictRequest
 from service.errors import InvalidRequest

@@ -13,7 +13,12 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.documents import LoadedDocument, ProtocolFailureDocument, RepositoryEntryDocument, UnloadedDocument
+from service.documents.repository import (
+    LoadedDocument,
+    ProtocolFailureDocument,
+    RepositoryEntryDocument,
+    UnloadedDocument,
+)
 from service.engine.catalog import Entry
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_model

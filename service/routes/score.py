@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from service.documents import ScoreDocument
+from service.documents.scoring import ScoreDocument
 from service.engine.engine import Engine
 from service.engine.scoring import Scoring
 from service.engine.types import ScoredTokens, ScoreProgress, ScoreRequest

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.documents import AnswerDocument, SessionDocument
+from service.documents.answers import AnswerDocument
+from service.documents.sessions import SessionDocument
 from service.engine.types import StepRequest
 from service.errors import InvalidRequest, shown
 from service.routes import answers

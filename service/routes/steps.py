@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.documents import AnswerDocument, FailureDocument, StepsDocument
+from service.documents.answers import AnswerDocument, FailureDocument, StepsDocument
 from service.engine.engine import Engine
 from service.engine.types import Answer, StepRequest
 from service.errors import EarlierStepFailed, InvalidRequest

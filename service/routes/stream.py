@@ -26,7 +26,7 @@ from fastapi import APIRouter
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from service.documents import AnswerDocument, FailureDocument
+from service.documents.answers import AnswerDocument, FailureDocument
 from service.engine.deadline import until
 from service.engine.engine import Engine
 from service.engine.types import PredictRequest, StepRequest

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import httpx
@@ -47,10 +49,16 @@ def examples(openapi: dict[str, Any]) -> Iterator[Example]:
 
 def assert_as_promised(name: str, document: object) -> None:
     """The document holds what the page says of it, and nothing else: it survives reading and writing unchanged."""
-    adapter: TypeAdapter[object] = TypeAdapter(getattr(documents, name))
+    adapter: TypeAdapter[object] = TypeAdapter(DOCUMENTS[name])
     assert adapter.dump_python(adapter.validate_python(document), mode="json") == document
 
 
+DOCUMENTS: dict[str, Any] = {
+    name: one
+    for module in iter_modules(documents.__path__, f"{documents.__name__}.")
+    for name, one in vars(import_module(module.name)).items()
+    if name.endswith("Document")
+}
 EVENTS = {
     "/v1/generate": {"token": "GeneratedTokenDocument", "finish": "FinishDocument"},
     "/v1/score": {

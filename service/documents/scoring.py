@@ -1,0 +1,48 @@
+"""A text's log-probabilities, whole or as a stream."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from service.documents.answers import ErrorBound, LatencyDocument, ModelDocument
+from service.engine.types import Origin
+
+
+class ScoreProgressDocument(TypedDict):
+    """In a stream: so many of all tokens were run."""
+
+    done: int
+    total: int
+
+
+class ScoredTokensDocument(TypedDict):
+    """In a stream: the tokens from `position` on, and the log-probability of each."""
+
+    position: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class ScoreSummaryDocument(ModelDocument):
+    """How a text was scored.
+
+    `chunks` ran side by side, each `warm_up` tokens or more before its first; `rounds` is 1, and 1 for every part of
+    them that was run again. `max_residual`: how far a unit of the state was, at most, from where the chunk before had
+    ended; 0: as in order, bit for bit. `error_bound`: the worst over all positions.
+    """
+
+    perplexity: float
+    chunks: int
+    warm_up: int | None
+    rounds: int
+    max_residual: float
+    state: Origin
+    error_bound: ErrorBound
+    latency: LatencyDocument
+
+
+class ScoreDocument(ScoreSummaryDocument):
+    """The tokens that were scored, and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]

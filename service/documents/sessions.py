@@ -1,0 +1,20 @@
+"""A session."""
+
+from __future__ import annotations
+
+from typing import NotRequired
+
+from service.documents.answers import Durable, ErrorBound, ModelDocument
+from service.engine.types import Mode, Origin
+
+
+class SessionDocument(ModelDocument):
+    """A session as its owner may see it."""
+
+    session: str
+    mode: Mode
+    position: int
+    state: Origin
+    error_bound: ErrorBound
+    idle_s: float
+    durable: NotRequired[Durable]
