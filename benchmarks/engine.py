@@ -35,8 +35,9 @@ from service.engine.batch import Work
 from service.engine.batcher import Batcher, Ticket
 from service.engine.engine import Engine
 from service.engine.margin import Margin
+from service.engine.mode import Mode
+from service.engine.requests import PredictRequest, StepRequest
 from service.engine.slab import Slab
-from service.engine.types import Mode, PredictRequest, StepRequest
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.runners.runner import NEXT

@@ -52,9 +52,9 @@ from service.engine.engine import Engine
 from service.engine.margin import Margin
 from service.engine.pacing import Pacing
 from service.engine.parallel import EXACT, Course, Demand, Parallel
+from service.engine.requests import ScoreMethod, ScoreRequest
 from service.engine.scoring import RESIDUAL
 from service.engine.slab import ZERO, Slab
-from service.engine.types import ScoreMethod, ScoreRequest
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.settings import Settings

@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from service.engine.catalog import Catalog
+from service.engine.mode import Mode
 from service.engine.sessions import of_tokens
-from service.engine.types import Mode
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.memory import MemoryStore

@@ -36,7 +36,8 @@ from rich.table import Table
 from models.bundle import Bundle
 from service.engine.engine import Engine
 from service.engine.margin import Margin
-from service.engine.types import Mode, PredictRequest, StepRequest
+from service.engine.mode import Mode
+from service.engine.requests import PredictRequest, StepRequest
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.settings import Settings

@@ -37,11 +37,13 @@ from rich.table import Table
 from models.bundle import Bundle
 from models.manifest import Role
 from service.engine import batch
+from service.engine.answers import Answer
 from service.engine.batcher import Item
 from service.engine.engine import Engine
 from service.engine.margin import Margin
+from service.engine.mode import Origin
 from service.engine.queue import FairQueue, Queue
-from service.engine.types import Answer, Origin, StepRequest
+from service.engine.requests import StepRequest
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.settings import Settings

@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from service.engine.types import Mode, ScoreMethod
+from service.engine.mode import Mode
+from service.engine.requests import ScoreMethod
 
 HISTORY = "The history of the"
 

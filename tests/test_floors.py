@@ -1,7 +1,7 @@
 """Who may import whom: downward only. A floor that is not tested is not there.
 
 __main__ -> server -> app -> middleware, routes -> engine -> runners, stores
-everyone -> settings, metrics, errors, engine.types
+everyone -> settings, metrics, errors, the nouns of engine: mode, requests, answers, scores, generated, compared, standing
 service  -> the light part of models (no torch), never training
 training -> models, never service
 """

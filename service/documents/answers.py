@@ -7,7 +7,7 @@ from typing import Annotated, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from service.engine.types import Mode, Origin
+from service.engine.mode import Mode, Origin
 
 ErrorBound = Annotated[
     float | None,

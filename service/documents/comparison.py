@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from service.documents.answers import AgreementDocument, ErrorBound, ModelDocument, PredictionDocument
-from service.engine.types import Mode, Origin
+from service.engine.mode import Mode, Origin
 
 
 class PercentilesDocument(TypedDict):

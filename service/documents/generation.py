@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from service.documents.answers import ErrorBound, LatencyDocument, ModelDocument
-from service.engine.types import Mode, Origin
+from service.engine.mode import Mode, Origin
 
 
 class GeneratedTokenDocument(TypedDict):

@@ -7,7 +7,7 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 from service.documents.answers import ModelDocument
 from service.documents.models import Costs
 from service.engine.agreement import Source
-from service.engine.types import Mode
+from service.engine.mode import Mode
 
 
 class BucketDocument(TypedDict):

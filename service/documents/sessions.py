@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NotRequired
 
 from service.documents.answers import Durable, ErrorBound, ModelDocument
-from service.engine.types import Mode, Origin
+from service.engine.mode import Mode, Origin
 
 
 class SessionDocument(ModelDocument):

@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 
+from service.engine.answers import Answer
 from service.engine.quick import QuickStep
-from service.engine.types import Answer, StepRequest
+from service.engine.requests import StepRequest
 from service.errors import EarlierStepFailed
 
 Outcome = Answer | Exception

@@ -19,11 +19,11 @@ from typing import Protocol
 from models.bundle_checks import ROLES
 from models.manifest import Role
 from service.engine import batch
+from service.engine.answers import Latency
 from service.engine.batch import Row, Work
 from service.engine.costs import Costs
 from service.engine.queue import ONE_TOKEN, FairQueue, Queue
 from service.engine.slab import Slab
-from service.engine.types import Latency
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Runner

@@ -25,7 +25,7 @@ from service.engine.ownership import id_of
 from service.engine.presence import Presence
 from service.engine.repository import Found, Repository, RepositoryError, look, tell
 from service.engine.retirement import Retirement
-from service.engine.types import Standing
+from service.engine.standing import Standing
 from service.engine.watch import Watch
 from service.errors import (
     InvalidRequest,

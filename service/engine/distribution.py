@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.vocabulary import Vocabulary
-from service.engine.types import Prediction
+from service.engine.answers import Prediction
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,9 @@ from models.vocabulary import Vocabulary
 from service.engine import comparison
 from service.engine.abreast import abreast
 from service.engine.answering import Answering
+from service.engine.answers import Answer, SessionView
 from service.engine.batcher import Batcher, Ticket
+from service.engine.compared import Comparison
 from service.engine.costs import Cost, Costs
 from service.engine.deadline import until
 from service.engine.direction import Direction
@@ -35,31 +37,20 @@ from service.engine.generation import Generation
 from service.engine.keeper import Keeper
 from service.engine.limits import Limits
 from service.engine.margin import Margin
+from service.engine.mode import Mode
 from service.engine.ownership import ANYBODY, Owner
 from service.engine.pacing import Pacing
 from service.engine.parallel import Parallel
 from service.engine.prompts import Prompts
 from service.engine.quick import Quick, QuickStep
 from service.engine.report import Report
+from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.engine.residents import Residents
+from service.engine.scores import Score, ScoredTokens, ScoreSummary
 from service.engine.scoring import Scorer, Scoring
 from service.engine.sessions import Sessions
 from service.engine.shadow import Aside, Shadow
 from service.engine.steps import Steps
-from service.engine.types import (
-    Answer,
-    CompareRequest,
-    Comparison,
-    GenerateRequest,
-    Mode,
-    PredictRequest,
-    Score,
-    ScoredTokens,
-    ScoreRequest,
-    ScoreSummary,
-    SessionView,
-    StepRequest,
-)
 from service.engine.warm_up import warm_up
 from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from service.metrics import Metrics

@@ -14,9 +14,11 @@ from service.engine.batcher import Ticket
 from service.engine.bounds import bound
 from service.engine.deadline import until
 from service.engine.forward import Forward, Outcome, last
+from service.engine.generated import Finish, FinishReason, GeneratedToken
+from service.engine.mode import Mode, Origin
+from service.engine.requests import GenerateRequest
 from service.engine.sampling import Sampler
 from service.engine.text_stream import TextStream
-from service.engine.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
 
 
 class Source(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from service.engine.types import check_session_id
+from service.engine.requests import check_session_id
 
 SLASH = "/"
 

@@ -12,14 +12,16 @@ from models.manifest import Manifest
 from models.vocabulary import Vocabulary
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
+from service.engine.answers import Answer
 from service.engine.batcher import Ticket
 from service.engine.bounds import Bound, meets
 from service.engine.costs import Costs
 from service.engine.forward import Forward, sequence
 from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
 from service.engine.limits import Limits
+from service.engine.mode import Mode, Origin
+from service.engine.requests import GenerateRequest, PredictRequest
 from service.engine.slab import Slab
-from service.engine.types import Answer, GenerateRequest, Mode, Origin, PredictRequest
 
 
 @dataclass(frozen=True, slots=True)

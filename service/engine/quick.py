@@ -15,12 +15,14 @@ import numpy as np
 
 from service.engine import routing
 from service.engine.answering import Answering, Course
+from service.engine.answers import Answer
 from service.engine.batch import Row, Work
 from service.engine.batcher import Batcher, Ticket
 from service.engine.forward import outcome
+from service.engine.mode import Mode, Origin
+from service.engine.requests import StepRequest
 from service.engine.sessions import Place, Sessions, place
 from service.engine.slab import Slab
-from service.engine.types import Answer, Mode, Origin, StepRequest
 from service.stores.store import Record
 
 

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from service.engine.agreement import AgreementStatistics, Source, violates
+from service.engine.answers import Agreement, Latency
 from service.engine.bounds import Bound
-from service.engine.types import Agreement, Latency, Mode
+from service.engine.mode import Mode
 from service.metrics import REQUEST_SECONDS, Metrics
 
 logger = logging.getLogger("wane.engine")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from models.manifest import Certificate
 from service.engine.bounds import bound, meets
-from service.engine.types import Mode
+from service.engine.mode import Mode
 
 NEAR = 1.1
 """Costs are measured, and two that are this near are the same: the way with the smaller bound is taken."""

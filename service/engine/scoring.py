@@ -29,8 +29,9 @@ from service.engine.batcher import Ticket
 from service.engine.deadline import until
 from service.engine.forward import sequence
 from service.engine.parallel import EXACT, Course, Demand, Parallel, Piece
+from service.engine.requests import ScoreMethod, ScoreRequest
+from service.engine.scores import ScoredTokens, ScoreProgress, ScoreSummary
 from service.engine.slab import ZERO, Slab
-from service.engine.types import ScoredTokens, ScoreMethod, ScoreProgress, ScoreRequest, ScoreSummary
 
 RESIDUAL = 1e-5
 """The greatest difference of a unit of the state at a joint, where no tolerance was asked for."""

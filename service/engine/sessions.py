@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
+from service.engine.mode import Mode
 from service.engine.ownership import ANYBODY, Owner, id_of, name_within
+from service.engine.requests import StepRequest
 from service.engine.residents import Resident, Residents
 from service.engine.slab import START
 from service.engine.turns import Turn, Turns
-from service.engine.types import Mode, StepRequest
 from service.errors import InvalidRequest, PositionConflict, SessionExists, TokenizerChanged, UnknownSession
 from service.metrics import Metrics
 from service.stores.snapshots import due

@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from models.manifest import Role, StateTensor
 from service.engine.agreement import Source
 from service.engine.answering import Answering, Course, Part
+from service.engine.answers import Agreement, Latency
 from service.engine.batcher import Batcher
 from service.engine.forward import Outcome, last
+from service.engine.mode import Mode
 from service.engine.report import Report
 from service.engine.slab import HIDDEN
-from service.engine.types import Agreement, Latency, Mode
 from service.runners.aside import RunnerLost
 from service.runners.runner import NEXT, RADIUS, Array
 

@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from models.manifest import Manifest
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
+from service.engine.answers import Answer, SessionView
 from service.engine.batcher import Ticket
 from service.engine.bounds import Bound, bound, meets
 from service.engine.costs import Costs
 from service.engine.forward import Forward, last
 from service.engine.limits import Limits
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from service.engine.residents import Resident
 from service.engine.sessions import Place, Sessions, conflict
 from service.engine.slab import ZERO, Slab
-from service.engine.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
 from service.errors import InvalidRequest
 from service.metrics import Metrics
 from service.stores.store import Record

@@ -25,26 +25,14 @@ from service.documents.models import (
 from service.documents.operations import ModelStandingDocument, StoreDocument
 from service.documents.scoring import ScoreDocument, ScoredTokensDocument, ScoreProgressDocument, ScoreSummaryDocument
 from service.documents.sessions import SessionDocument
+from service.engine.answers import Agreement, Answer, Latency, Prediction, SessionView
+from service.engine.compared import ComparedMode, Comparison, Percentiles
 from service.engine.engine import Engine
+from service.engine.generated import Finish, GeneratedToken
+from service.engine.mode import Origin
 from service.engine.ownership import id_of
-from service.engine.types import (
-    Agreement,
-    Answer,
-    ComparedMode,
-    Comparison,
-    Finish,
-    GeneratedToken,
-    Latency,
-    Origin,
-    Percentiles,
-    Prediction,
-    Score,
-    ScoredTokens,
-    ScoreProgress,
-    ScoreSummary,
-    SessionView,
-    Standing,
-)
+from service.engine.scores import Score, ScoredTokens, ScoreProgress, ScoreSummary
+from service.engine.standing import Standing
 from service.routes.reply import Reply
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")

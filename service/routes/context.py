@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from starlette.requests import HTTPConnection
 
+from service.engine.answers import Answer
 from service.engine.catalog import Catalog
 from service.engine.engine import Engine
+from service.engine.generated import Finish
 from service.engine.ownership import Owner, name_within
-from service.engine.types import Answer, Finish
 from service.logs import logs_access
 from service.middleware import context
 from service.settings import Settings

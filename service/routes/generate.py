@@ -12,8 +12,9 @@ from starlette.types import Send
 
 from service.documents.generation import GenerationDocument
 from service.engine.engine import Engine
+from service.engine.generated import Finish
 from service.engine.generation import Generation
-from service.engine.types import Finish, GenerateRequest
+from service.engine.requests import GenerateRequest
 from service.middleware import context
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_answer, note_model

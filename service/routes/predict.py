@@ -12,7 +12,7 @@ from starlette.responses import Response
 from service.documents.answers import AnswerDocument, BatchDocument, FailureDocument
 from service.documents.comparison import ComparedModelDocument, ComparisonDocument
 from service.engine.engine import Engine
-from service.engine.types import CompareRequest, PredictRequest
+from service.engine.requests import CompareRequest, PredictRequest
 from service.errors import InvalidRequest
 from service.routes import answers
 from service.routes.context import catalog, charge, deadline, named, note_answer, note_model, settings

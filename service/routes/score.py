@@ -12,8 +12,9 @@ from starlette.types import Send
 
 from service.documents.scoring import ScoreDocument
 from service.engine.engine import Engine
+from service.engine.requests import ScoreRequest
+from service.engine.scores import ScoredTokens, ScoreProgress
 from service.engine.scoring import Scoring
-from service.engine.types import ScoredTokens, ScoreProgress, ScoreRequest
 from service.middleware import context
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_model

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from service.documents.answers import AnswerDocument
 from service.documents.sessions import SessionDocument
-from service.engine.types import StepRequest
+from service.engine.requests import StepRequest
 from service.errors import InvalidRequest, shown
 from service.routes import answers
 from service.routes.context import catalog, deadline, header, named, note_answer, note_model, owner

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.documents.answers import AnswerDocument, FailureDocument, StepsDocument
+from service.engine.answers import Answer
 from service.engine.engine import Engine
-from service.engine.types import Answer, StepRequest
+from service.engine.requests import StepRequest
 from service.errors import EarlierStepFailed, InvalidRequest
 from service.routes import answers
 from service.routes.context import catalog, charge, deadline, header, named, settings

@@ -29,7 +29,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from service.documents.answers import AnswerDocument, FailureDocument
 from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.engine.types import PredictRequest, StepRequest
+from service.engine.requests import PredictRequest, StepRequest
 from service.errors import Abandoned, Conflict, DeadlineExceeded, Unauthorized, Unavailable, UnknownSession, WaneError
 from service.guard import chosen
 from service.metrics import Metrics

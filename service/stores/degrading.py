@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from service.engine.ownership import owner_of
-from service.engine.types import Standing
+from service.engine.standing import Standing
 from service.errors import Overloaded, PositionConflict, QuotaExceeded, Unavailable
 from service.metrics import Metrics
 from service.stores import written

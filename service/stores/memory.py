@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from service.engine.ownership import owner_of
-from service.engine.types import Standing
+from service.engine.standing import Standing
 from service.errors import Overloaded, QuotaExceeded
 from service.stores import saved
 from service.stores.packed import Packing, entry_bytes, revision, tail_bytes, touched, touched_s

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 
-from service.engine.types import Mode
+from service.engine.mode import Mode
 from service.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot
 from service.stores.tail import Tail
 

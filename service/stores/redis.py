@@ -26,7 +26,7 @@ from itertools import chain
 from typing import Any
 
 from service.engine.ownership import SLASH, owner_of
-from service.engine.types import Standing
+from service.engine.standing import Standing
 from service.errors import QuotaExceeded, Unavailable
 from service.metrics import Metrics
 from service.stores import written

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from service.engine.types import Mode, Standing
+from service.engine.mode import Mode
+from service.engine.standing import Standing
 from service.stores.tail import Tail
 
 DIGEST_BYTES = 16

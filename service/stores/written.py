@@ -16,8 +16,8 @@ import secrets
 import struct
 from functools import lru_cache
 
+from service.engine.mode import Mode
 from service.engine.ownership import id_of
-from service.engine.types import Mode
 from service.stores.store import DIGEST_BYTES, LastStep, Record
 from service.stores.tail import Tail
 

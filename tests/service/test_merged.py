@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from service.engine.agreement import Source
+from service.engine.answers import Agreement, Latency
+from service.engine.mode import Mode
 from service.engine.report import BUCKETS_MS, Report
-from service.engine.types import Agreement, Latency, Mode
 from service.merged import MergeError, merge, quantile
 from service.metrics import Metrics
 

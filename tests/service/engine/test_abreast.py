@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from service.engine.abreast import abreast
+from service.engine.answers import Answer, Latency
+from service.engine.mode import Mode, Origin
 from service.engine.quick import QuickStep
-from service.engine.types import Answer, Latency, Mode, Origin, StepRequest
+from service.engine.requests import StepRequest
 from service.errors import EarlierStepFailed, InvalidRequest
 
 

@@ -8,18 +8,12 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from service.engine.answers import Answer
 from service.engine.engine import Engine
+from service.engine.generated import GeneratedToken
 from service.engine.margin import Margin
-from service.engine.types import (
-    Answer,
-    GeneratedToken,
-    GenerateRequest,
-    Mode,
-    Origin,
-    PredictRequest,
-    ScoreRequest,
-    StepRequest,
-)
+from service.engine.mode import Mode, Origin
+from service.engine.requests import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.memory import MemoryStore

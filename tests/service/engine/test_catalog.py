@@ -15,8 +15,9 @@ from models.certificate import certify
 from models.manifest import Role, Rounding
 from service.engine import loading
 from service.engine.catalog import Catalog, CatalogError
+from service.engine.mode import Mode, Origin
 from service.engine.repository import Found
-from service.engine.types import Mode, Origin, PredictRequest, StepRequest
+from service.engine.requests import PredictRequest, StepRequest
 from service.errors import InvalidRequest, LoadFailed, Unavailable, UnknownModel, UnknownSession
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from models.manifest import Cell
 from service.engine.agreement import FLOAT32_ROUNDING
-from service.engine.types import Answer, Mode, PredictRequest, StepRequest
+from service.engine.answers import Answer
+from service.engine.mode import Mode
+from service.engine.requests import PredictRequest, StepRequest
 from tests.models.random_models import BLOCKS, CELLS
 from tests.service.engine.oracle import Small
 

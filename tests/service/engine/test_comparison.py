@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from service.engine.types import CompareRequest, Mode, Origin
+from service.engine.mode import Mode, Origin
+from service.engine.requests import CompareRequest
 from service.errors import InvalidRequest
 from tests.service.engine.fakes import Bench
 

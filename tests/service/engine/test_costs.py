@@ -7,8 +7,9 @@ import pytest
 
 from service.engine.chunks import SEGMENT_TOKENS
 from service.engine.costs import Costs
+from service.engine.mode import Mode
+from service.engine.requests import PredictRequest
 from service.engine.slab import Slab
-from service.engine.types import Mode, PredictRequest
 from tests.service.engine.fakes import HIDDEN, Bench, FakeRunner, InOrder, byte_vocabulary, make_manifest
 
 PIECE = 512

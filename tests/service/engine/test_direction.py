@@ -15,7 +15,8 @@ from models.certificate.outward import Matrix, Vector
 from models.certificate.request import WindowBound
 from models.certificate.top1 import Top1
 from service.engine.answering import MOST_PROOFS
-from service.engine.types import Mode, PredictRequest
+from service.engine.mode import Mode
+from service.engine.requests import PredictRequest
 from tests.service.engine.oracle import Small
 
 VOCABULARY = 11

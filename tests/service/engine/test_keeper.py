@@ -7,8 +7,9 @@ import pytest
 
 from service.engine import keeper
 from service.engine.keeper import SLOTS_AT_ONCE
+from service.engine.mode import Origin
+from service.engine.requests import StepRequest
 from service.engine.slab import RESERVED
-from service.engine.types import Origin, StepRequest
 from service.errors import Unavailable
 from tests.service.engine.fakes import Bench
 from tests.service.engine.test_steps import expected, start

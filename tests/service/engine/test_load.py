@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import pytest
 
 from models.manifest import Role
+from service.engine.answers import Answer
 from service.engine.engine import Engine
 from service.engine.margin import Margin
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from service.engine.slab import RESERVED
-from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
 from service.engine.warm_up import warm_up
 from service.errors import DeadlineExceeded, Overloaded, PositionConflict, WaneError
 from service.metrics import Metrics

@@ -12,18 +12,10 @@ from models.certificate.propagation import Propagation
 from service.engine import chunks
 from service.engine.engine import Engine
 from service.engine.margin import Margin
+from service.engine.mode import Mode
+from service.engine.requests import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from service.engine.scores import Score, ScoredTokens, ScoreProgress
 from service.engine.scoring import RESIDUAL
-from service.engine.types import (
-    GenerateRequest,
-    Mode,
-    PredictRequest,
-    Score,
-    ScoredTokens,
-    ScoreMethod,
-    ScoreProgress,
-    ScoreRequest,
-    StepRequest,
-)
 from service.errors import DeadlineExceeded, TooLarge, WaneError
 from service.metrics import Metrics
 from service.settings import Settings

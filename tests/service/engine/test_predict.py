@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from models.manifest import Certificate
+from service.engine.answers import Answer
 from service.engine.distribution import predictions
-from service.engine.types import Answer, Mode, Origin, PredictRequest
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest
 from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
 from tests.service.engine.fakes import CONTRACTIVE, Bench, name_vocabulary
 

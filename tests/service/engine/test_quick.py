@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from service.engine.types import Answer, Mode, Origin, StepRequest
+from service.engine.answers import Answer
+from service.engine.mode import Mode, Origin
+from service.engine.requests import StepRequest
 from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownSession, WaneError
 from tests.service.engine.fakes import Bench
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from service.engine.types import Mode, Origin, PredictRequest, StepRequest
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from tests.service.engine.fakes import Bench
 
 MakeBench = Callable[..., Bench]

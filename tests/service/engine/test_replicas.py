@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from service.engine.answers import Answer
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from service.errors import PositionConflict, Unavailable, UnknownSession
 from service.metrics import Metrics
 from service.settings import Settings

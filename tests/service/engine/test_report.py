@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from service.engine.answers import Latency
+from service.engine.mode import Mode
 from service.engine.report import BUCKETS_MS, RECENT, Durations, Report
-from service.engine.types import GenerateRequest, Latency, Mode, PredictRequest, ScoreRequest, StepRequest
+from service.engine.requests import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.metrics import Metrics
 from tests.service.engine.fakes import Bench
 

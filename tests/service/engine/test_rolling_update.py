@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from service.engine.answers import Answer
 from service.engine.engine import Engine
 from service.engine.margin import Margin
-from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.memory import MemoryStore

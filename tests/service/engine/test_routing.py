@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from models.manifest import Certificate
+from service.engine.mode import Mode
 from service.engine.routing import Cost, is_free, of_session, rebuilt_from, ways
-from service.engine.types import Mode
 from tests.service.engine.fakes import CONTRACTIVE, ROUNDING
 
 BOUNDS = tuple(0.5**k for k in range(1, 17))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from service.engine.distribution import log_softmax
-from service.engine.types import ScoreRequest
+from service.engine.requests import ScoreRequest
 from tests.service.engine.fakes import Bench
 
 EOS = 0

@@ -11,9 +11,11 @@ import pytest
 from models.manifest import Role
 from service.engine import shadow
 from service.engine.agreement import compare
+from service.engine.answers import Answer
 from service.engine.catalog import Catalog
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from service.engine.shadow import Shadow
-from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
 from service.metrics import Metrics
 from service.runners.aside import RunnerLost
 from service.runners.runner import Array

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, ScoreRequest, StepRequest
 from service.engine.sessions import of_tokens
-from service.engine.types import Mode, Origin, PredictRequest, ScoreRequest, StepRequest
 from service.errors import (
     DeadlineExceeded,
     InvalidRequest,

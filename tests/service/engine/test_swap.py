@@ -11,9 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
+from service.engine.answers import Answer
 from service.engine.catalog import Catalog, Entry
 from service.engine.engine import Engine
-from service.engine.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from service.engine.mode import Mode, Origin
+from service.engine.requests import PredictRequest, StepRequest
 from service.errors import DeadlineExceeded, LoadFailed, TokenizerChanged, Unavailable, UnknownModel, UnknownSession
 from service.metrics import Metrics
 from service.settings import Settings

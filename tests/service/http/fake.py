@@ -7,36 +7,17 @@ from collections.abc import AsyncGenerator, Sequence
 
 from models.manifest import Manifest
 from service.engine.abreast import abreast
+from service.engine.answers import Agreement, Answer, Latency, ModeAnswer, Prediction, SessionView
 from service.engine.catalog import Entry
+from service.engine.compared import ComparedMode, Comparison, Percentiles
+from service.engine.generated import Finish, FinishReason, GeneratedToken
+from service.engine.mode import Mode, Origin
 from service.engine.ownership import ANYBODY, Owner, id_of, name_within
 from service.engine.presence import Presence
 from service.engine.quick import QuickStep
-from service.engine.types import (
-    Agreement,
-    Answer,
-    ComparedMode,
-    CompareRequest,
-    Comparison,
-    Finish,
-    FinishReason,
-    GeneratedToken,
-    GenerateRequest,
-    Latency,
-    Mode,
-    ModeAnswer,
-    Origin,
-    Percentiles,
-    Prediction,
-    PredictRequest,
-    Score,
-    ScoredTokens,
-    ScoreProgress,
-    ScoreRequest,
-    ScoreSummary,
-    SessionView,
-    Standing,
-    StepRequest,
-)
+from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
+from service.engine.scores import Score, ScoredTokens, ScoreProgress, ScoreSummary
+from service.engine.standing import Standing
 from service.errors import Unavailable, UnknownModel, UnknownSession
 
 LATENCY = Latency(0.25, 0.5, 1.0)

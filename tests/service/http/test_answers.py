@@ -8,7 +8,8 @@ import json
 import httpx
 import pytest
 
-from service.engine.types import GenerateRequest, Mode, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from service.engine.mode import Mode
+from service.engine.requests import GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 from tests.service.http.fake import MANIFEST, FakeCatalog, FakeEngine
 
 WHO = {"model": "fake", "model_version": "3", "device": "cpu"}

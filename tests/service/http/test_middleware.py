@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from service.engine.types import PredictRequest
+from service.engine.requests import PredictRequest
 from tests.service.http.conftest import LIMIT
 from tests.service.http.fake import FakeCatalog, FakeEngine
 from tests.service.http.problems import assert_problem

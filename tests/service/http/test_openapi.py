@@ -15,7 +15,14 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from service import documents
-from service.engine.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+from service.engine.requests import (
+    CompareRequest,
+    GenerateRequest,
+    PredictRequest,
+    ScoreMethod,
+    ScoreRequest,
+    StepRequest,
+)
 from service.schemas import Body, CompareBody, GenerateBody, PredictBody, ScoreBody, StepBody
 
 Example = tuple[str, str, object, dict[str, Any]]

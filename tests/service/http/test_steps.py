@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.engine.types import Mode, StepRequest
+from service.engine.mode import Mode
+from service.engine.requests import StepRequest
 from service.errors import PositionConflict, Unavailable
 from tests.service.http.fake import FakeCatalog, FakeEngine
 from tests.service.http.problems import assert_members, assert_problem

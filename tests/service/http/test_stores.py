@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.engine.types import Standing
+from service.engine.standing import Standing
 from tests.service.http.fake import FakeCatalog
 from tests.service.http.live import environment, live_server, run
 from tests.service.stores.redis_server import redis_server

@@ -15,7 +15,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
 
-from service.engine.types import Mode, PredictRequest, StepRequest
+from service.engine.mode import Mode
+from service.engine.requests import PredictRequest, StepRequest
 from service.errors import (
     DeadlineExceeded,
     InvalidRequest,

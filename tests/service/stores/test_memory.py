@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.engine.types import Mode
+from service.engine.mode import Mode
 from service.errors import Overloaded
 from service.stores.memory import EXPIRED_AT_ONCE, MemoryStore
 from service.stores.packed import entry_bytes

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError  # noqa: A004  (of redis)
 
-from service.engine.types import Mode
+from service.engine.mode import Mode
 from service.errors import Overloaded, Unavailable
 from service.metrics import Metrics
 from service.stores.redis import RedisStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.engine.types import Mode
+from service.engine.mode import Mode
 from service.stores.packed import entry_bytes
 from service.stores.remembered import SNAPSHOTS, Remembered
 from service.stores.store import Record, Snapshot

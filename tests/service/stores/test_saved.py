@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.types import Mode
+from service.engine.mode import Mode
 from service.stores import saved
 from service.stores.memory import MemoryStore
 from service.stores.packed import entry_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.engine.types import Mode
+from service.engine.mode import Mode
 from service.stores import written
 from service.stores.snapshots import due, read_snapshot, write_snapshot
 from service.stores.store import LastStep, Record, Snapshot

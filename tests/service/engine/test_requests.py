@@ -5,7 +5,8 @@ from math import inf, nan
 
 import pytest
 
-from service.engine.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest, StepRequest
+from service.engine.mode import Mode
+from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.errors import InvalidRequest
 
 SOME = (1, 2)
