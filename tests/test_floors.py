@@ -1,7 +1,7 @@
 """Who may import whom: downward only. A floor that is not tested is not there.
 
 __main__ -> server -> app -> middleware, routes -> engine -> runners, stores
-everyone -> settings, metrics, errors, the nouns of engine: mode, requests, answers, scores, generated, compared, standing
+everyone -> settings, metrics, errors, engine.{mode,requests,answers,scores,generated,compared,standing}
 service  -> the light part of models (no torch), never training
 training -> models, never service
 """
@@ -65,8 +65,14 @@ ONLY_IN = {
 
 NEVER = {
     "service/engine/": HTTP,
-    "service/runners/": (*HTTP, "service/engine/engine", "service/engine/catalog"),
-    "service/stores/": (*HTTP, "service/engine/engine", "service/engine/catalog", "service/runners/"),
+    "service/runners/": (*HTTP, "service/engine/engine", "service/engine/catalog", "service/engine/changes"),
+    "service/stores/": (
+        *HTTP,
+        "service/engine/engine",
+        "service/engine/catalog",
+        "service/engine/changes",
+        "service/runners/",
+    ),
     "service/routes/": ("service/runners/", "service/stores/", "service/server", *CLIENTS),
     **dict.fromkeys(CLIENTS, ("service/engine/", "service/runners/", "service/stores/", "service/server", *HTTP)),
 }

@@ -1,65 +1,40 @@
-"""The models that this process serves, by name: loaded at start, and replaced and ended while they are served.
-
-A model's new version is loaded beside the old one, verified and warmed up as at start. Then it takes the old one's
-place between two turns of the event loop: requests that come later are given the new one, those that are there already
-are answered by the old one, which goes once the last of them is over. If the load fails, nothing has changed.
-
-Sessions go on under the new version, from their tails, if its tokenizer is the same. Else they end where they are, on
-the old one, which is kept for as long as sessions live.
-"""
+"""The models that this process serves, by name: loaded at start, and then replaced and unloaded as `changes` has it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from models.bundle import Bundle, BundleError
+from models.bundle import Bundle
 from service.engine import loading
-from service.engine.deadline import until
+from service.engine.changes import Changes
 from service.engine.engine import Engine
-from service.engine.loading import Opened
+from service.engine.index import Entry, index
 from service.engine.ownership import id_of
 from service.engine.presence import Presence
-from service.engine.repository import Found, Repository, RepositoryError, look, tell
+from service.engine.repository import Found, Repository, RepositoryError, look
 from service.engine.retirement import Retirement
 from service.engine.standing import Standing
 from service.engine.watch import Watch
 from service.errors import (
     InvalidRequest,
-    LoadFailed,
     TokenizerChanged,
     Unavailable,
     UnknownModel,
     UnknownSession,
-    WaneError,
     shown,
 )
 from service.metrics import Metrics
-from service.runners.runner import DeviceError
 from service.settings import Settings
 from service.stores.opening import make_store
 from service.stores.store import Store
 
 logger = logging.getLogger("wane.engine")
 
-Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
-
 
 class CatalogError(Exception):
     """The bundles asked for cannot be served; the message is for the operator, and the process ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One version of a model, and what is with it; `reason` says why it is not ready, or is still there."""
-
-    name: str
-    version: str
-    condition: Condition
-    reason: str = ""
 
 
 class Catalog:
@@ -78,11 +53,17 @@ class Catalog:
         self.presence = Presence()
         self._repository = Repository(settings.bundles)
         self._retirement = Retirement(self.presence, settings.session_ttl_s)
-        self._changing = asyncio.Lock()
-        self._changes: set[asyncio.Task[Engine]] = set()
-        self._loading: Found | None = None
+        self._changes = Changes(
+            self._engines,
+            self._digests,
+            self.get,
+            self.check_ready,
+            self._repository,
+            self._retirement,
+            settings,
+            metrics,
+        )
         self._watching: asyncio.Task[None] | None = None
-        self._failures: dict[str, LoadFailed] = {}
 
     @property
     def ready(self) -> bool:
@@ -127,7 +108,7 @@ class Catalog:
             return
         # Every session can then be asked for every window that its model takes.
         longest = max(bundle.manifest.max_window for bundle in bundles)
-        store = self._store = self._make_store(max(self._settings.tail_tokens, longest))
+        store = self._store = self._changes.store = self._make_store(max(self._settings.tail_tokens, longest))
         await store.open()
         engines: dict[str, Engine] = {}
         for one in opened:
@@ -138,8 +119,8 @@ class Catalog:
             engine.publish()
             engine.keep()
             engines[engine.name] = engine
-        self._engines = engines
-        self._digests = {one.name: one.digest for one in found}
+        self._engines.update(engines)
+        self._digests.update({one.name: one.digest for one in found})
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
@@ -198,124 +179,20 @@ class Catalog:
         Raises UnknownModel where there is no such bundle; LoadFailed, with the reason, and then what was served before
         still is; DeadlineExceeded, Unavailable.
         """
-        self.check_ready()
-        task = asyncio.create_task(self._load(name))
-        self._changes.add(task)
-        task.add_done_callback(self._changed)
-        async with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
-            return await asyncio.shield(task)
-
-    def _changed(self, task: asyncio.Task[Engine]) -> None:
-        self._changes.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever asked may have left
-
-    async def _load(self, name: str) -> Engine:
-        async with self._changing:
-            self.check_ready()
-            current = self._engines.get(name)
-            try:
-                found = await asyncio.to_thread(self._repository.find, name)
-                if current is not None and found.digest == self._digests[name]:
-                    self._failures.pop(name, None)
-                    self._metrics.loads.labels("same").inc()
-                    return current
-                if current is not None and found.version == current.version:
-                    raise LoadFailed(
-                        name, f"its bundle has changed, but not its version, which is {found.version} as before"
-                    )
-                engine = await self._open(found)
-            except LoadFailed as error:
-                self._failures[name] = error
-                self._metrics.loads.labels("failed").inc()
-                logger.warning("%s", error.message)
-                raise
-            if self._status != "ready":
-                await engine.close()
-                self.check_ready()
-            self._failures.pop(name, None)
-            self._metrics.loads.labels("loaded").inc()
-            self._replace(engine, found.digest)
-            return engine
-
-    async def _open(self, found: Found) -> Engine:
-        """The engine of a bundle. Raises LoadFailed."""
-        assert self._store is not None, "ready without a store: this is a bug"
-        self._loading = found
-        try:
-            opened = await asyncio.to_thread(self._read, found)
-            self._store.tail_tokens = max(self._store.tail_tokens, opened.bundle.manifest.max_window)
-            return await loading.start(opened, self._store, self._settings, self._metrics)
-        except (BundleError, DeviceError, ValueError) as error:
-            raise LoadFailed(found.name, tell(error, found.path)) from error
-        except Exception as error:
-            if isinstance(error, WaneError):
-                raise
-            logger.exception("model %s was not loaded", found.name)
-            raise LoadFailed(found.name, "nobody expected why; the log has it") from error
-        finally:
-            self._loading = None
-
-    def _read(self, found: Found) -> Opened:
-        opened = loading.open_graphs(loading.read(found.path), self._settings)
-        if look(found.path).digest != found.digest:
-            opened.close()
-            raise LoadFailed(found.name, "its bundle was changed while it was read: ask again")
-        return opened
-
-    def _replace(self, engine: Engine, digest: str) -> None:
-        """The engine takes its place, between two turns of the event loop."""
-        before, older = self._engines.get(engine.name), self._retirement.of(engine.name, engine.tokenizer)
-        self._engines[engine.name] = engine
-        self._digests[engine.name] = digest
-        if older is not None:  # of this tokenizer: its sessions go on here
-            self._retirement.retire(older)
-        if before is not None:
-            self._metrics.model_info.remove(before.name, before.version, before.device)
-            if before.tokenizer == engine.tokenizer:
-                self._retirement.retire(before)
-            else:
-                logger.info("version %s of %s is kept for the sessions that it has", before.version, before.name)
-                self._retirement.linger(before)
-        engine.publish()
-        engine.keep()
+        return await self._changes.load(name, deadline)
 
     async def unload_model(self, name: str) -> None:
         """The model is served no more; its sessions are there again if it is loaded again before they expire.
 
         Raises UnknownModel, Unavailable.
         """
-        self.check_ready()
-        async with self._changing:
-            engine = self.get(name)
-            del self._engines[name], self._digests[name]
-            self._metrics.model_info.remove(name, engine.version, engine.device)
-            for one in (engine, *(other for other in self._retirement.lingering if other.name == name)):
-                self._retirement.retire(one)
-            logger.info("unloaded %s", name)
+        await self._changes.unload(name)
 
     async def index(self) -> Sequence[Entry]:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        entries = [Entry(engine.name, engine.version, "READY") for engine in self.list()]
-        entries += [
-            Entry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
-            for one in self._retirement.lingering
-        ]
-        entries += [
-            Entry(one.name, one.version, "UNLOADING", "until its last requests are answered")
-            for one in self._retirement.leaving
-        ]
-        if self._loading is not None:
-            entries.append(Entry(self._loading.name, self._loading.version, "LOADING"))
-        told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
-        for found in bundles:
-            if (found.name, found.version) not in told:
-                failure = self._failures.get(found.name)
-                reason = found.reason or ("not loaded" if failure is None else failure.reason)
-                entries.append(Entry(found.name, found.version, "UNAVAILABLE", reason))
-        return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
+        return index(self.list(), self._retirement, self._changes.loading, bundles, self._changes.failures)
 
     async def settled(self) -> None:
         """Waits until what was replaced or unloaded is gone."""
@@ -343,7 +220,7 @@ class Catalog:
         await asyncio.gather(*(engine.close() for engine in engines))
         if self._store is not None:  # before loads are waited for, which may take longer than the process has
             await self._store.close()
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        await asyncio.gather(*self._changes.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
         """Raises Unavailable while nothing is served."""

@@ -19,7 +19,7 @@ from service.documents.repository import (
     RepositoryEntryDocument,
     UnloadedDocument,
 )
-from service.engine.catalog import Entry
+from service.engine.index import Entry
 from service.routes import answers
 from service.routes.context import catalog, deadline, note_model
 from service.routes.decode import decode, json_body

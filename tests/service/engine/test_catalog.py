@@ -156,7 +156,7 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
         closed.set()
 
     monkeypatch.setattr(store, "close", close)
-    monkeypatch.setattr(catalog, "_read", slow)
+    monkeypatch.setattr(catalog._changes, "_read", slow)
     catalog._digests[catalog.default] = "another"
     monkeypatch.setattr(catalog.get(), "version", "0")
     load = asyncio.create_task(catalog.load_model(catalog.default))

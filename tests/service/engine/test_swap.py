@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from service.engine.answers import Answer
-from service.engine.catalog import Catalog, Entry
+from service.engine.catalog import Catalog
 from service.engine.engine import Engine
+from service.engine.index import Entry
 from service.engine.mode import Mode, Origin
 from service.engine.requests import PredictRequest, StepRequest
 from service.errors import DeadlineExceeded, LoadFailed, TokenizerChanged, Unavailable, UnknownModel, UnknownSession
@@ -286,7 +287,7 @@ async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(catalog: 
     put(folder, "2", "lstm-stable")
     with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
         await catalog.load_model(MODEL, asyncio.get_running_loop().time())
-    await asyncio.wait(catalog._changes)
+    await asyncio.wait(catalog._changes.tasks)
     assert catalog.get().version == "2"
 
 
@@ -301,7 +302,7 @@ async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done
 async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(catalog: Catalog, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     loading = asyncio.create_task(catalog.load_model(MODEL))
-    while catalog._loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
+    while catalog._changes.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
     await catalog.close()
     with pytest.raises(Unavailable, match="stopping"):

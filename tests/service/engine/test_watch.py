@@ -97,13 +97,13 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
     monkeypatch.setattr("service.engine.loading.verify_graphs", lambda bundle, run: 0.0)
     catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
     replaced = asyncio.Event()
-    replace = catalog._replace
+    replace = catalog._changes.replace
 
     def noted(*arguments: object) -> None:
         replace(*arguments)  # type: ignore[arg-type]
         replaced.set()
 
-    monkeypatch.setattr(catalog, "_replace", noted)
+    monkeypatch.setattr(catalog._changes, "replace", noted)
     await catalog.load()
     put(folder, "2")
     await asyncio.wait_for(replaced.wait(), 60)

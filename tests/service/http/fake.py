@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from models.manifest import Manifest
 from service.engine.abreast import abreast
 from service.engine.answers import Agreement, Answer, Latency, ModeAnswer, Prediction, SessionView
-from service.engine.catalog import Entry
 from service.engine.compared import ComparedMode, Comparison, Percentiles
 from service.engine.generated import Finish, FinishReason, GeneratedToken
+from service.engine.index import Entry
 from service.engine.mode import Mode, Origin
 from service.engine.ownership import ANYBODY, Owner, id_of, name_within
 from service.engine.presence import Presence
