@@ -44,7 +44,10 @@ def _check_characters(text: str) -> None:
 
 
 class Vocabulary:
-    """Encodes and decodes tokens; immutable and safe to share between threads."""
+    """Encodes and decodes tokens; immutable and safe to share between threads.
+
+    `texts` and `partials`: by id, what `token` and `partial_bytes` say of one.
+    """
 
     def __init__(self, kind: VocabularyKind, tokenizer_json: str) -> None:
         self.kind = kind
@@ -66,10 +69,10 @@ class Vocabulary:
             bytes(table[character] for character in name) if kind == "bpe" and name not in (EOS, UNK) else name.encode()
             for name in names
         ]
-        self._text = [piece.decode(errors="replace") for piece in self._bytes]
-        self._partial = [
-            None if raw == text.encode() else raw for raw, text in zip(self._bytes, self._text, strict=True)
-        ]
+        self.texts = tuple(piece.decode(errors="replace") for piece in self._bytes)
+        self.partials = tuple(
+            None if raw == text.encode() else raw for raw, text in zip(self._bytes, self.texts, strict=True)
+        )
         self._ids = {name: index for index, name in enumerate(names)}
         self._longest_bytes = max(map(len, self._bytes))
 
@@ -137,11 +140,11 @@ class Vocabulary:
             pieces = (b"\n" if index == self.eos_id else self._bytes[index] for index in ids)
             return b"".join(pieces).decode(errors="replace")
         separator = "\n" if self.kind == "events" else " "
-        return separator.join("\n" if index == self.eos_id else self._text[index] for index in ids)
+        return separator.join("\n" if index == self.eos_id else self.texts[index] for index in ids)
 
     def token(self, index: int) -> str:
         """One token as text (`<eos>` by its name)."""
-        return self._text[index]
+        return self.texts[index]
 
     def token_bytes(self, index: int) -> bytes:
         """One token's bytes: where a token is part of a UTF-8 character, these say which part."""
@@ -149,4 +152,4 @@ class Vocabulary:
 
     def partial_bytes(self, index: int) -> bytes | None:
         """One token's bytes where its text does not say them all: where they are no whole UTF-8 characters."""
-        return self._partial[index]
+        return self.partials[index]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,7 @@ or running, goes out without: by direction a proof takes several times as long a
 worse than not to be proved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
+class Course(NamedTuple):
     """How a question at `position` is answered.
 
     `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` and `known` are about the

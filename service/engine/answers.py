@@ -1,4 +1,4 @@
-"""What the engine says of predictions, steps and sessions: frozen and slotted. Durations are milliseconds; a *position*
+"""What the engine says of predictions, steps and sessions: all immutable. Durations are milliseconds; a *position*
 counts the tokens of a sequence, its leading `<eos>` not counted."""
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class ModeAnswer:
     latency: Latency
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What the model says comes next, and how it came to say so.
 
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved

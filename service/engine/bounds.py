@@ -16,7 +16,7 @@ A bound of 1 is true of any two distributions, and says nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from models.certificate.answer import total_variation
 from models.manifest import Certificate
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """`state`: 2-norm distance at the output layer's input; `variation`: total variation at temperature 1.
 
     `runs`: as `state`, between runs in float32: it counts their rounding where `state` is 0, too. None: not known.

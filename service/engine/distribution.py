@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +41,20 @@ def predictions(
         total = top.log_sum_exp
         # The sum is rounded: of a token that is all but certain the difference may be above 0.
         logprobs = [min(value - total, 0.0) for value in top.logits[:count].tolist()]
-        return tuple(map(_prediction, top.ids[:count].tolist(), logprobs, repeat(vocabulary)))
+        return _listed(top.ids[:count].tolist(), logprobs, vocabulary)
     of_all = log_softmax(logits)
     least = np.partition(of_all, -count)[-count]
     candidates = np.flatnonzero(of_all >= least)  # with all that tie for the last places
     order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
-    return tuple(map(_prediction, order.tolist(), of_all[order].tolist(), repeat(vocabulary)))
+    return _listed(order.tolist(), of_all[order].tolist(), vocabulary)
 
 
-def _prediction(token: int, logprob: float, vocabulary: Vocabulary) -> Prediction:
-    return Prediction(token, vocabulary.token(token), math.exp(logprob), logprob, vocabulary.partial_bytes(token))
+def _listed(tokens: list[int], logprobs: list[float], vocabulary: Vocabulary) -> tuple[Prediction, ...]:
+    """One for each token. There are some with every answer: hence no call for each of their fields."""
+    texts, partials, exp, make = vocabulary.texts, vocabulary.partials, math.exp, Prediction._make
+    return tuple(
+        [
+            make((token, texts[token], exp(logprob), logprob, partials[token]))
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+    )

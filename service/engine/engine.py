@@ -383,7 +383,10 @@ class Engine:
 
     async def _end(self, quick: QuickStep) -> Answer:
         """The answer of a step that is on its way. Raises as `step`."""
-        answer = await self._outlived(quick.answer, quick, quick.ticket)
+        if quick.answer.done():  # another step of its batch was waited for
+            answer = quick.answer.result()
+        else:
+            answer = await self._outlived(quick.answer, quick, quick.ticket)
         if answer is None:
             return await self._in_a_task(quick.request, quick.ticket, lost=1)
         self._report.answered("step", answer.mode)

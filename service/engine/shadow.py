@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
@@ -152,11 +152,11 @@ class Shadow:
         recurrent = course.mode is Mode.RECURRENT
         if recurrent:
             k = self._window if len(fed) > course.position else min(self._window, len(fed))
-            tokens, course = last(fed, course.position, k).copy(), replace(course, mode=Mode.BOTH, window=k)
+            tokens, course = last(fed, course.position, k).copy(), course._replace(mode=Mode.BOTH, window=k)
         else:
             tokens = fed
             known = course.position if len(fed) > course.position else len(fed)
-            course = replace(course, mode=Mode.BOTH, known=known)
+            course = course._replace(mode=Mode.BOTH, known=known)
         return Case(course, tokens, Part(outcome, live.bound, live.latency), recurrent)
 
     def _wake(self) -> None:

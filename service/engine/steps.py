@@ -6,8 +6,6 @@ next state is made in a slot of its own, so whatever fails on the way has change
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -280,7 +278,7 @@ class Steps:
 
 def _vouched(answer: Answer, record: Record) -> Answer:
     """The answer, with what the session's store vouches for."""
-    return answer if record.durable is None else replace(answer, durable=record.durable)
+    return answer if record.durable is None else answer._replace(durable=record.durable)
 
 
 def _check(found: Bound | None, tolerance: float | None) -> None:

@@ -198,18 +198,18 @@ async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail = ZeroDivisionError("a bug")
-    token = bench.vocabulary.token
 
-    def broken(index: int) -> str:
-        if index == unlucky:
-            raise fail
-        return token(index)
+    class Broken(tuple[str, ...]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == unlucky:
+                raise fail
+            return super().__getitem__(index)
 
     requests = [PredictRequest((token,), mode=Mode.RECURRENT, top_k=1) for token in (10, 11, 12)]
     firsts = [top(bench, [EOS, *request.tokens]) for request in requests]
     assert len(set(firsts)) == 3
     unlucky = firsts[1]
-    monkeypatch.setattr(bench.vocabulary, "token", broken)
+    monkeypatch.setattr(bench.vocabulary, "texts", Broken(bench.vocabulary.texts))
     answers = await bench.engine.predict_many(requests)
     assert [isinstance(answer, Answer) for answer in answers] == [True, False, True]
     assert answers[1] is fail
