@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.page import markdown
 from benchmarks.scaling import check
 
 Result = dict[str, Any]
-STORM = ("calm_p99_ms", "worst_resident_p99_ms", "worst_rebuilt_p99_ms")
+Column = tuple[str, Callable[[Result], str]]
+"""What stands above it, and what it shows of a row."""
 
 
 def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
@@ -30,77 +32,99 @@ def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
     }
 
 
+def table(columns: Sequence[Column], rows: Iterable[Result]) -> list[str]:
+    """A table's lines, with a row for each result."""
+    return markdown([head for head, _ in columns], [[shown(row) for _, shown in columns] for row in rows])
+
+
+def number(head: str, name: str, spec: str = ",", unit: str = "", times: float = 1) -> Column:
+    """A column of what is called so in each row, so many times as large."""
+    return head, lambda row: f"{times * row[name]:{spec}}{unit}"
+
+
+def word(head: str, name: str) -> Column:
+    """A column of what is called so in each row, as it is."""
+    return head, lambda row: str(row[name])
+
+
+def by_policy(result: Result, name: str) -> Iterator[Result]:
+    """What is called so of each policy, with the policy."""
+    return ({"policy": policy, **one} for policy, own in result["policies"].items() for one in own[name])
+
+
+POLICY = word("Redis keeps", "policy")
+REPLICAS = number("replicas", "replicas")
+SESSIONS: Column = ("sessions", lambda row: power(row["sessions"]))
+WORST: tuple[Column, ...] = (
+    ("worst 2 s: resident", lambda row: ms(row["worst_resident_p99_ms"])),
+    ("rebuilt", lambda row: ms(row["worst_rebuilt_p99_ms"])),
+    number("doubled for", "raised_s", ".0f", " s"),
+)
+BEFORE: Column = ("p99 before, ms", lambda row: ms(row["calm_p99_ms"]))
+MOVED = number("sessions moved to each", "moved_here")
+
+
 def of_costs(costs: Result) -> list[str]:
     """What the simulation is fed with."""
-    micro = {
-        "event loop, a step": "loop_step_s",
-        "event loop, a batch and its trip": "loop_batch_s",
-        "event loop, a rebuilt one more": "loop_rebuilt_s",
-        "model, a batch of steps": "run_batch_s",
-        "model, each step in it": "run_step_s",
-        "HAProxy, a request": "front_s",
-        "Redis, a trip": "store_trip_s",
-        "Redis, a command in it": "store_command_s",
-    }
-    columns = list(costs)
-    rows = [[name, *(f"{1e6 * costs[policy][key]:,.0f} us" for policy in columns)] for name, key in micro.items()]
-    tail = costs[columns[0]]
+    policies = list(costs)
+    tail, state = (costs[policy] for policy in policies)
+
+    def each(name: str, key: str, spec: str, unit: str, times: float = 1) -> list[str]:
+        """A row with a column for each policy."""
+        return [name, *(f"{times * costs[policy][key]:{spec}} {unit}" for policy in policies)]
+
     write = sorted(tail["write_s"]["always"])
-    rows.append(
-        ["the disk, a write (median; p95)", *[f"{1e6 * write[len(write) // 2]:,.0f} us; {1e6 * write[-2]:,.0f} us"] * 2]
-    )
+    median, p95 = write[len(write) // 2], write[-2]
     tokens = "; ".join(f"{int(one)} tokens {1e3 * seconds:.2f} ms" for one, seconds in tail["windows"])
-    rows.append(
+    rows = [
+        *(
+            each(name, key, ",.0f", "us", 1e6)
+            for name, key in (
+                ("event loop, a step", "loop_step_s"),
+                ("event loop, a batch and its trip", "loop_batch_s"),
+                ("event loop, a rebuilt one more", "loop_rebuilt_s"),
+                ("model, a batch of steps", "run_batch_s"),
+                ("model, each step in it", "run_step_s"),
+                ("HAProxy, a request", "front_s"),
+                ("Redis, a trip", "store_trip_s"),
+                ("Redis, a command in it", "store_command_s"),
+            )
+        ),
         [
-            "model, a state rebuilt from",
-            tokens,
-            f"{1e3 * costs[columns[1]]['restored_s']:.2f} ms from one that was kept",
-        ]
-    )
-    for name, key in (
-        ("replica, a session with its state", "replica_session_bytes"),
-        ("Redis, a session", "store_session_bytes"),
-        ("network, a step: client and replica", "front_bytes"),
-        ("network, a step: replica and Redis", "store_bytes"),
-    ):
-        rows.append([name, *(f"{costs[policy][key]:,.0f} bytes" for policy in columns)])
-    rows.append(
-        ["replica, before any session", *(f"{costs[one]['replica_base_bytes'] / 2**20:,.0f} MiB" for one in columns)]
-    )
-    rows.append(["replica, started anew until ready", *(f"{costs[one]['ready_s']:.1f} s" for one in columns)])
-    return markdown(("", *(f"Redis keeps: {policy}" for policy in columns)), rows)
+            "the disk, a write (median; p95)",
+            *[f"{1e6 * median:,.0f} us; {1e6 * p95:,.0f} us"] * 2,
+        ],
+        ["model, a state rebuilt from", tokens, f"{1e3 * state['restored_s']:.2f} ms from one that was kept"],
+        *(
+            each(name, key, ",.0f", "bytes")
+            for name, key in (
+                ("replica, a session with its state", "replica_session_bytes"),
+                ("Redis, a session", "store_session_bytes"),
+                ("network, a step: client and replica", "front_bytes"),
+                ("network, a step: replica and Redis", "store_bytes"),
+            )
+        ),
+        each("replica, before any session", "replica_base_bytes", ",.0f", "MiB", 1 / 2**20),
+        each("replica, started anew until ready", "ready_s", ".1f", "s"),
+    ]
+    return markdown(("", *(f"Redis keeps: {policy}" for policy in policies)), rows)
 
 
 def of_sizes(result: Result) -> list[str]:
     """Fleets by sessions."""
-    rows: list[list[str]] = []
-    for policy, own in result["policies"].items():
-        rows += [
-            [
-                power(one["sessions"]),
-                policy,
-                f"{one['steps_per_s']:,.0f}",
-                *(f"{one[name]:,}" for name in ("replicas", "shards", "fronts")),
-                f"{sum(one['cores'].values()):,.0f}",
-                f"{sum(one['gib'].values()):,.0f}",
-                f"{8e-9 * one['network_bytes_per_s']:,.1f}",
-                f"{one['per_million']['an_hour']:,.2f}",
-            ]
-            for one in own["sizes"]
-        ]
-    head = (
-        "sessions",
-        "Redis keeps",
-        "steps/s",
-        "replicas",
-        "Redis",
-        "HAProxy",
-        "cores",
-        "GiB",
-        "Gbit/s",
-        "USD/h a million",
+    columns = (
+        SESSIONS,
+        POLICY,
+        number("steps/s", "steps_per_s", ",.0f"),
+        REPLICAS,
+        number("Redis", "shards"),
+        number("HAProxy", "fronts"),
+        ("cores", lambda row: f"{sum(row['cores'].values()):,.0f}"),
+        ("GiB", lambda row: f"{sum(row['gib'].values()):,.0f}"),
+        number("Gbit/s", "network_bytes_per_s", ",.1f", times=8e-9),
+        ("USD/h a million", lambda row: f"{row['per_million']['an_hour']:,.2f}"),
     )
-    return markdown(head, rows)
+    return table(columns, by_policy(result, "sizes"))
 
 
 def of_saturation(result: Result) -> list[str]:
@@ -115,193 +139,110 @@ def of_saturation(result: Result) -> list[str]:
 
 def of_money(result: Result) -> list[str]:
     """A million sessions."""
-    rows: list[list[str]] = []
-    for think, kinds in result["policies"]["tail"]["by_think"].items():
-        for kind, one in kinds.items():
-            each = one["per_million"]
-            rows.append(
-                [
-                    f"{float(think):,.0f} s",
-                    f"{kind} ({100 * one['resident']:.0f} %)",
-                    *(f"{each['cores'][name]:,.2f}" for name in each["cores"]),
-                    *(f"{each['gib'][name]:,.2f}" for name in each["gib"]),
-                    f"{each['an_hour']:,.3f}",
-                ]
-            )
-    head = (
-        "a step once in",
-        "states",
-        "cores: replicas",
-        "Redis",
-        "HAProxy",
-        "GiB: states",
-        "replicas' rest",
-        "Redis",
-        "USD/h",
-    )
-    return markdown(head, rows)
+    rows = [
+        [
+            f"{float(think):,.0f} s",
+            f"{kind} ({100 * one['resident']:.0f} %)",
+            *(f"{cores:,.2f}" for cores in one["per_million"]["cores"].values()),
+            *(f"{gib:,.2f}" for gib in one["per_million"]["gib"].values()),
+            f"{one['per_million']['an_hour']:,.3f}",
+        ]
+        for think, kinds in result["policies"]["tail"]["by_think"].items()
+        for kind, one in kinds.items()
+    ]
+    cores, gib = ("cores: replicas", "Redis", "HAProxy"), ("GiB: states", "replicas' rest", "Redis")
+    return markdown(("a step once in", "states", *cores, *gib, "USD/h"), rows)
 
 
 def of_lost(result: Result) -> list[str]:
     """One replica of each fleet."""
-    rows: list[list[str]] = []
-    for policy, own in result["policies"].items():
-        rows += [
-            [
-                power(one["sessions"]),
-                policy,
-                f"{one['replicas']:,}",
-                f"{one['moved_here']:,}",
-                f"{one['first_rebuilt_per_s']:,.1f}",
-                *(ms(one[name]) for name in STORM),
-                f"{one['raised_s']:.0f} s",
-            ]
-            for one in own["lost"]
-        ]
-    head = (
-        "sessions",
-        "Redis keeps",
-        "replicas",
-        "sessions moved to each",
-        "rebuilt/s at first",
-        "p99 before, ms",
-        "worst 2 s: resident",
-        "rebuilt",
-        "doubled for",
-    )
-    return markdown(head, rows)
+    rebuilt = number("rebuilt/s at first", "first_rebuilt_per_s", ",.1f")
+    return table((SESSIONS, POLICY, REPLICAS, MOVED, rebuilt, BEFORE, *WORST), by_policy(result, "lost"))
 
 
 def of_third(result: Result) -> list[str]:
     """A third of all."""
-    rows: list[list[str]] = []
-    for policy, own in result["policies"].items():
-        rows += [
-            [
-                policy,
-                one["queue"],
-                f"{one['moved_here']:,}",
-                f"{one['first_rebuilt_per_s']:,.0f}",
-                *(ms(one[name]) for name in STORM),
-                f"{one['raised_s']:.0f} s",
-                f"{100 * one['refused_share']:.1f} %",
-                f"{100 * one['loop_share']:.0f} %",
-            ]
-            for one in own["lost_zone"]
-        ]
-    head = (
-        "Redis keeps",
-        "queue",
-        "sessions moved to each",
-        "rebuilt/s at first",
-        "p99 before, ms",
-        "worst 2 s: resident",
-        "rebuilt",
-        "doubled for",
-        "refused",
-        "loop busy",
+    columns = (
+        POLICY,
+        word("queue", "queue"),
+        MOVED,
+        number("rebuilt/s at first", "first_rebuilt_per_s", ",.0f"),
+        BEFORE,
+        *WORST,
+        number("refused", "refused_share", ".1f", " %", 100),
+        number("loop busy", "loop_share", ".0f", " %", 100),
     )
-    return markdown(head, rows)
+    return table(columns, by_policy(result, "lost_zone"))
 
 
 def of_joined(result: Result) -> list[str]:
     """A replica without states."""
-    rows: list[list[str]] = []
-    for policy, own in result["policies"].items():
-        rows += [
-            [
-                policy,
-                f"{one['slowstart_s']:.0f} s",
-                f"{one['sessions']:,}",
-                f"{one['rebuilt']:,}",
-                *(ms(one[name]) for name in ("late_p99_ms", *STORM[1:])),
-                f"{one['raised_s']:.0f} s",
-                f"{one['refused']:,}",
-            ]
-            for one in own["joined"]
-        ]
-    head = (
-        "Redis keeps",
-        "slow start",
-        "sessions come",
-        "rebuilt",
-        "p99 in the end, ms",
-        "worst 2 s: resident",
-        "rebuilt",
-        "doubled for",
-        "refused",
+    columns = (
+        POLICY,
+        number("slow start", "slowstart_s", ".0f", " s"),
+        number("sessions come", "sessions"),
+        number("rebuilt", "rebuilt"),
+        ("p99 in the end, ms", lambda row: ms(row["late_p99_ms"])),
+        *WORST,
+        number("refused", "refused"),
     )
-    return markdown(head, rows)
+    return table(columns, by_policy(result, "joined"))
 
 
 def of_deployed(result: Result) -> list[str]:
     """All replicas, one after another."""
     own = result["policies"]["tail"]
-    rows = [
-        [
-            power(size["sessions"]),
-            f"{one['replicas']:,}",
-            f"{one['at_once']:,}",
-            duration(one["takes_s"]),
-            f"{one['rebuilt_for_each_session']:.2f}",
-            f"{one['most_rebuilt_per_s']:,.0f}",
-        ]
-        for size, one in zip(own["sizes"], own["deployed"], strict=True)
-    ]
-    return markdown(
-        ("sessions", "replicas", "at once", "takes", "rebuilt for each session", "rebuilt/s at most, all replicas"),
-        rows,
+    columns = (
+        SESSIONS,
+        REPLICAS,
+        number("at once", "at_once"),
+        ("takes", lambda row: duration(row["takes_s"])),
+        number("rebuilt for each session", "rebuilt_for_each_session", ".2f"),
+        number("rebuilt/s at most, all replicas", "most_rebuilt_per_s", ",.0f"),
     )
+    sizes = [size["sessions"] for size in own["sizes"]]
+    rows = [{**one, "sessions": sessions} for sessions, one in zip(sizes, own["deployed"], strict=True)]
+    return table(columns, rows)
 
 
 def of_ring(result: Result) -> list[str]:
     """What moves."""
-    rows = [
-        [
-            str(one["replicas"]),
-            f"{100 * one['added_moves']:.2f} % ({100 * one['added_must']:.2f} %)",
-            str(one["added_moves_elsewhere"]),
-            f"{100 * one['lost_moves']:.2f} % ({100 / one['replicas']:.2f} %)",
-            str(one["lost_moves_others"]),
-            f"{one['least_share']:.2f} to {one['largest_share']:.2f}",
-        ]
-        for one in result["ring"]
-    ]
-    head = (
-        "replicas",
-        "one more moves (must move)",
-        "of these not to it",
-        "one fewer moves (must move)",
-        "others moved",
-        "a replica's share by the mean",
+    columns = (
+        word("replicas", "replicas"),
+        (
+            "one more moves (must move)",
+            lambda row: f"{100 * row['added_moves']:.2f} % ({100 * row['added_must']:.2f} %)",
+        ),
+        word("of these not to it", "added_moves_elsewhere"),
+        (
+            "one fewer moves (must move)",
+            lambda row: f"{100 * row['lost_moves']:.2f} % ({100 / row['replicas']:.2f} %)",
+        ),
+        word("others moved", "lost_moves_others"),
+        (
+            "a replica's share by the mean",
+            lambda row: f"{row['least_share']:.2f} to {row['largest_share']:.2f}",
+        ),
     )
-    return markdown(head, rows)
+    return table(columns, result["ring"])
 
 
 def of_skew(result: Result) -> list[str]:
     """Hot sessions."""
-    rows: list[list[str]] = []
-    for sessions, own in result["skew"].items():
-        rows += [
-            [
-                power(float(sessions)),
-                f"{own['replicas']:,}",
-                f"{one['exponent']:.1f}",
-                f"{one['hottest_per_s']:,.2f}",
-                f"{one['busiest']:.2f}",
-                f"{100 * one['resident']:.0f} %",
-            ]
-            for one in own["exponents"]
-        ]
-    head = (
-        "sessions",
-        "replicas",
-        "exponent",
-        "steps/s of the hottest",
-        "busiest replica by the mean",
-        "steps that find their state, room for a tenth",
+    columns = (
+        SESSIONS,
+        REPLICAS,
+        number("exponent", "exponent", ".1f"),
+        number("steps/s of the hottest", "hottest_per_s", ",.2f"),
+        number("busiest replica by the mean", "busiest", ".2f"),
+        number("steps that find their state, room for a tenth", "resident", ".0f", " %", 100),
     )
-    return markdown(head, rows)
+    rows = [
+        {**one, "sessions": float(sessions), "replicas": own["replicas"]}
+        for sessions, own in result["skew"].items()
+        for one in own["exponents"]
+    ]
+    return table(columns, rows)
 
 
 def ms(value: float | None) -> str:

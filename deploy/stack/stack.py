@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from deploy.stack import secrets
 from deploy.stack.compose import Service, read
@@ -135,9 +134,7 @@ class Stack:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
             self.stop()
         finally:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,16 +16,16 @@ import yaml
 from deploy.ray.store import PASSWORD
 from deploy.stack.local import ROOT
 from tests.service.stores.redis_server import REQUIRED, free_port, program
+from tests.stack.command import Command
 from tests.stack.conftest import BUNDLE
 
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
 STORE = re.compile(r"sessions are in (\S+) \(pid (\d+)\)\n")
 READY = ": ready at "
-WAIT_S = 60
 
 
-class RayCommand:
+class RayCommand(Command):
     """The command, the configuration that it reads, and the replicas that it last told of."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
@@ -41,44 +37,23 @@ class RayCommand:
         self.folder = folder
         self.configuration = folder / "serve.yaml"
         self.configuration.write_text(CONFIGURATION.read_text(encoding="utf-8"), encoding="utf-8")
-        command = [sys.executable, "-m", "deploy.ray", f"--config={self.configuration}", f"--port={self.port}"]
-        command += [f"--folder={folder / 'redis'}", f"--ray-folder={folder / 'ray'}", *arguments]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**inherited, "WANE_BUNDLES": str(BUNDLE), "HOME": str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        super().__init__(
+            "deploy.ray",
+            f"--config={self.configuration}",
+            f"--port={self.port}",
+            f"--folder={folder / 'redis'}",
+            f"--ray-folder={folder / 'ray'}",
+            *arguments,
+            environment={**inherited, "WANE_BUNDLES": str(BUNDLE), "HOME": str(folder)},
         )
-        self.printed: Queue[str] = Queue()
-        self.reader = Thread(target=self._read)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.printed.put(line)
-        self.printed.put("")
 
     def until_store(self) -> str:
         """The address of the sessions' store, which the command tells of first."""
-        told = STORE.fullmatch(self.until(STORE.fullmatch))
+        told = STORE.fullmatch(self.until(STORE.fullmatch)[-1])
         assert told is not None
         password = (self.folder / "redis" / PASSWORD).read_text(encoding="utf-8").strip()
         return told[1].replace("//", f"//:{password}@")
-
-    def until(self, wanted: Callable[[str], object]) -> str:
-        """The first line from here on that is wanted."""
-        lines: list[str] = []
-        while not lines or not wanted(lines[-1]):
-            line = self.printed.get(timeout=WAIT_S)
-            assert line, f"it ended before it printed what was waited for; it printed {lines}"
-            lines.append(line)
-        return lines[-1]
 
     def until_ready(self, replicas: int, without: Sequence[int] = ()) -> list[int]:
         """Waits for so many replicas and no other, none of them of a process in `without`; the ids of theirs."""
@@ -87,7 +62,7 @@ class RayCommand:
             pids = running(line)
             return READY in line and len(pids) == replicas == line.count("(pid") and not set(pids) & set(without)
 
-        return running(self.until(wanted))
+        return running(self.until(wanted)[-1])
 
     def scale(self, replicas: int) -> None:
         """Writes the configuration with so many replicas, and has it read."""
@@ -96,7 +71,7 @@ class RayCommand:
             deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
         self.configuration.write_text(yaml.safe_dump(document), encoding="utf-8")
         self.process.send_signal(signal.SIGHUP)
-        self.until(lambda line: "is read again" in line)
+        self.until_said("is read again")
 
     def processes(self) -> list[int]:
         """Every process that runs because the command does: Ray's are in sessions of their own, and all have the
@@ -115,8 +90,7 @@ class RayCommand:
         """Kills what there is of it still."""
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(WAIT_S)
-        self.reader.join(WAIT_S)
+        super().end()
 
 
 def running(line: str) -> list[int]:

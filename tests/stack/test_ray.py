@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.stack.command import WAIT_S
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
 from tests.stack.player import Player
-from tests.stack.ray_command import WAIT_S, RayCommand
+from tests.stack.ray_command import RayCommand
 from tests.stack.test_streams import RESTART, Streaming, play
 from tests.stack.twin import Twin
 

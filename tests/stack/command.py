@@ -1,0 +1,58 @@
+"""A command that runs until it is told to end, as the tests start it: what it prints is read line by line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from queue import Queue
+from threading import Thread
+
+from deploy.stack.local import ROOT
+
+WAIT_S = 120
+
+
+class Command:
+    """`python -m MODULE`, with these arguments, in a session of its own."""
+
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """Starts it. `environment` is its own, if it is not this process's."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._printed: Queue[str] = Queue()
+        self._reader = Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self._printed.put(line)
+        self._printed.put("")
+
+    def until(self, wanted: Callable[[str], object]) -> list[str]:
+        """The lines that are printed from here on, up to the first that is wanted."""
+        lines: list[str] = []
+        while not lines or not wanted(lines[-1]):
+            line = self._printed.get(timeout=WAIT_S)
+            assert line, f"it ended before it printed what was waited for; it printed {lines}"
+            lines.append(line)
+        return lines
+
+    def until_said(self, text: str) -> list[str]:
+        """The lines that are printed from here on, up to one with this in it."""
+        return self.until(lambda line: text in line)
+
+    def end(self) -> None:
+        """Kills it, if it runs still."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
