@@ -48,11 +48,14 @@ class Group:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return ALONE
         try:
-            dist.init_process_group()
+            store, rank, size = next(dist.rendezvous("env://"))
+            # torchrun starts processes again with the store that has the addresses of those before
+            attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
             raise RunError(f"the other processes were not found: {error}") from error
         local = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-        group = cls(dist.get_rank(), dist.get_world_size(), *local)
+        group = cls(rank, size, *local)
         signal.signal(signal.SIGTERM, group._on_sigterm)
         return group
 

@@ -119,13 +119,13 @@ class Trainer:
             pressed, proved = self.pressure(self.step)
             loss = loss + pressed
             told.append(proved)
+        loss = loss * (lanes.share * self.group.size)  # gradients are averaged over processes, not over lanes
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
         value, *rest = self.group.total([lanes.share * mean for mean in told])
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
         self.proved = rest[0] if rest else None
-        loss = loss * (lanes.share * self.group.size)  # gradients are averaged over processes, not over lanes
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"the gradient is {norm} at step {self.step + 1}: try a smaller learning_rate")

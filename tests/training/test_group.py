@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,18 +52,34 @@ threads = 1
 """
 
 
-def torchrun(*arguments: object) -> subprocess.Popen[str]:
-    """Two processes, each on one thread."""
+def children(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Process ids by rank."""
+    found = {}
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+        found |= {entry.removeprefix("RANK="): int(child) for entry in environment if entry.startswith("RANK=")}
+    return found
+
+
+@contextmanager
+def torchrun(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Two processes, each on one thread; what is left of them in the end is killed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, *map(str, arguments)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            for child in children(process).values() if process.poll() is None else ():
+                os.kill(child, signal.SIGKILL)
+            process.kill()
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -90,8 +107,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case, trained by two processes; `HANDED_ON` begun by one before."""
     folder = tmp_path_factory.mktemp("together")
     trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
-    process = torchrun(ROOT / "tests/training/group_cases.py", folder)
-    output, _ = process.communicate(timeout=TIMEOUT_S)
+    with torchrun(ROOT / "tests/training/group_cases.py", folder) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     return folder
 
@@ -174,15 +191,6 @@ def test_weights_that_have_come_apart_stop_the_run_at_its_next_evaluation(togeth
     assert max(record["step"] for record in records(together / "drift")) < 20
 
 
-def children(process: subprocess.Popen[str]) -> dict[str, int]:
-    """Process ids by rank."""
-    found = {}
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-        found |= {entry.removeprefix("RANK="): int(child) for entry in environment if entry.startswith("RANK=")}
-    return found
-
-
 def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_goes_on(tmp_path: Path) -> None:
     experiment, folder = tmp_path / "long.toml", tmp_path / "run"
     experiment.write_text(EXPERIMENT)
@@ -191,21 +199,24 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_g
     def past(step: int) -> bool:
         return any(record["step"] >= step for record in records(folder))
 
-    killed = torchrun(*command)
-    wait_until(lambda: past(50), killed)
-    os.kill(children(killed)["1"], signal.SIGKILL)
-    output, _ = killed.communicate(timeout=TIMEOUT_S)
+    with torchrun("--max-restarts=1", *command) as killed:
+        wait_until(lambda: past(50), killed)
+        os.kill(children(killed)["1"], signal.SIGKILL)
+        begun_again = max(record["step"] for record in records(folder)) + 100
+        wait_until(lambda: past(begun_again), killed)
+        os.kill(children(killed)["1"], signal.SIGKILL)
+        output, _ = killed.communicate(timeout=TIMEOUT_S)
     assert killed.returncode == 1
     assert "error: rank 0 of 2 lost the connection to another" in output or "rank 0 of 2 was ended by its" in output
     named = output[output.index("Root Cause") :]
     assert "rank      : 1 (local_rank: 1)" in named and "(SIGKILL)" in named
     step = RunFolder(folder).load("checkpoint.pt")["step"]
-    assert step >= 40
+    assert step >= begun_again - 10
 
-    interrupted = torchrun(*command)
-    wait_until(lambda: past(step + 50), interrupted)
-    interrupted.send_signal(signal.SIGINT)
-    output, _ = interrupted.communicate(timeout=TIMEOUT_S)
+    with torchrun(*command) as interrupted:
+        wait_until(lambda: past(step + 50), interrupted)
+        interrupted.send_signal(signal.SIGINT)
+        output, _ = interrupted.communicate(timeout=TIMEOUT_S)
     assert interrupted.returncode != 0
     assert "2 processes, from step" in output
     assert output.count("stopped; the same command goes on from the last checkpoint") == 1
@@ -217,7 +228,7 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_g
     assert start >= step + 40
     assert all(loss < records(folder)[0]["loss"] for loss in losses)
     starts = [origin.hardware.endswith("1 thread(s), 2 processes") for origin in RunFolder(folder).origins()]
-    assert starts == [True, True]
+    assert starts == [True, True, True]
     assert RunFolder(folder).origins()[0].command == (
         "torchrun --nproc-per-node 2 -m -- training train long.toml --run run"
     )

@@ -1,0 +1,150 @@
+"""What a second process brings to training on the processors of this machine, beside a second thread.
+
+    python -m benchmarks.processes TEXT [--rounds N] [--seconds S] [--json FILE]
+    python -m benchmarks.processes --render
+
+Shipped experiments train on a text with the shipped vocabulary, by processes that are started anew in every round, in
+which the ways take turns. Timed are whole steps, neither evaluations nor checkpoints. `--render` puts the figures into
+the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.page import markdown, put
+from training.config import DataConfig, Experiment
+from training.data import load_corpus
+from training.group import Group
+from training.loop import Trainer
+from training.run_folder import RunFolder
+
+EXPERIMENTS = ("rnn-stable", "lstm", "gated-stable")
+VOCABULARY = Path("models/bundles/lstm/tokenizer.json")
+PAGE, FIGURES = Path("docs/training.md"), Path("docs/figures/processes.json")
+WARM_UP = 5
+FOREVER = 1_000_000
+
+
+@dataclass(frozen=True)
+class Way:
+    """How many processes train, on how many threads each."""
+
+    name: str
+    processes: int
+    threads: int
+
+    def command(self) -> list[str]:
+        """What starts them, up to the module's name."""
+        if self.processes == 1:
+            return [sys.executable, "-m"]
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
+        return [sys.executable, "-m", *launcher, "-m", "--"]
+
+
+WAYS = (
+    Way("one process, one thread", 1, 1),
+    Way("one process, two threads", 1, 2),
+    Way("two processes, one thread each", 2, 1),
+)
+BESIDE, MEASURED = WAYS[1].name, WAYS[2].name
+
+
+def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, float]:
+    """Tokens a second by experiment, in this process or in the group that it is one of."""
+    found = {}
+    data = DataConfig(kind="text", path=text)
+    corpus = group.from_first(lambda: load_corpus(data, VOCABULARY.read_text(encoding="utf-8")))
+    for name in EXPERIMENTS:
+        experiment = Experiment.read(Path(f"training/experiments/{name}.toml"))
+        changed = {"threads": threads, "steps": FOREVER, "evaluate_every": FOREVER, "checkpoint_every": FOREVER}
+        training = experiment.training.model_copy(update=changed)
+        experiment = experiment.model_copy(update={"data": data, "training": training})
+        with tempfile.TemporaryDirectory() as folder:
+            steps = Trainer(experiment, corpus, RunFolder(Path(folder)), group).run()
+            for _ in range(WARM_UP):
+                next(steps)
+            taken, begun = 0, time.perf_counter()
+            while group.from_first(lambda begun=begun: time.perf_counter() - begun < seconds):
+                for _ in range(WARM_UP):
+                    next(steps)
+                taken += WARM_UP
+            found[name] = taken * training.batch * training.chunk / (time.perf_counter() - begun)
+    return found
+
+
+def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
+    """`speeds`, of processes of their own."""
+    with tempfile.NamedTemporaryFile() as answer:
+        arguments = [str(text), "--seconds", str(seconds), "--threads", str(way.threads), "--answer", answer.name]
+        environment = os.environ | {"OMP_NUM_THREADS": str(way.threads)}
+        subprocess.run([*way.command(), "benchmarks.processes", *arguments], env=environment, check=True)
+        speeds: dict[str, float] = json.loads(Path(answer.name).read_text())
+        return speeds
+
+
+def lines(document: dict[str, Any]) -> list[str]:
+    """The figures as a table in Markdown: medians, and the least and the most of all rounds."""
+    rows = []
+    for name in EXPERIMENTS:
+        by_way = {way.name: [found[name] for found in document["tokens_per_s"][way.name]] for way in WAYS}
+        ratios = np.divide(by_way[MEASURED], by_way[BESIDE])  # of the same round
+        cells = [f"{np.median(s):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in by_way.values()]
+        rows.append([f"`{name}`", *cells, f"{np.median(ratios):.2f}x ({ratios.min():.2f} to {ratios.max():.2f})"])
+    return markdown(["tokens/s", *(way.name for way in WAYS), "two processes / two threads"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="?", help="file or folder of text")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each experiment in each round")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--render", action="store_true")
+    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.render:
+        put(PAGE, "processes", lines(json.loads(FIGURES.read_text(encoding="utf-8"))))
+        return
+    if options.text is None:
+        parser.error("name a text to train on")
+    if options.answer:
+        group = Group.join()
+        found = speeds(options.text, options.threads, options.seconds, group)
+        if group.first:
+            options.answer.write_text(json.dumps(found))
+        group.leave()
+        return
+    console = Console()
+    told: dict[str, list[dict[str, float]]] = {way.name: [] for way in WAYS}
+    for _ in track(range(options.rounds), "rounds", console=console, transient=True):
+        for way in WAYS:
+            told[way.name].append(measure(way, options.text, options.seconds))
+    document = {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "torch": torch.__version__,
+        "tokens_per_s": told,
+    }
+    console.print("\n".join(lines(document)), markup=False, soft_wrap=True)
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
