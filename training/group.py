@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from training.errors import LostError, RunError, TrainingError
@@ -48,9 +50,9 @@ class Group:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return ALONE
         try:
-            store, rank, size = next(dist.rendezvous("env://"))
+            store, rank, size = next(rendezvous("env://"))
             # torchrun starts processes again with the store that has the addresses of those before
-            attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
             raise RunError(f"the other processes were not found: {error}") from error
