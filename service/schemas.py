@@ -2,7 +2,7 @@
 
 Strict means that nothing is converted: "5" and 5.0 are no integers, true is no number, and NaN and Infinity,
 which are not JSON but which some encoders write all the same, are refused by name. Whether a value is in range is
-not judged here: `service.engine.types` and the engine do that, for every protocol alike.
+not judged here: `service.engine.requests` and the engine do that, for every protocol alike.
 
 Every list fails at its first wrong item: one failure is told, and a body may hold a million wrong ones.
 """
