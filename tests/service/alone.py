@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from itertools import combinations
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
+MALLINFO = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+SPARE = "asyncio_"  # begins the names of the threads of `asyncio.to_thread`
 
 
 def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -44,6 +45,27 @@ def left(kind: type) -> list[object]:
     return [one for one in gc.get_objects() if isinstance(one, kind)]
 
 
+class Allocated(ctypes.Structure):
+    """glibc's `struct mallinfo2`, of all its arenas; see mallinfo(3)."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
+
+
+def bytes_in_use() -> int:
+    """What was asked of the C library and not freed, however much of the system's memory it takes for that."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Allocated
+    found = library.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def bytes_withheld() -> int:
+    """What the C library could have given back to the system; afterwards it has."""
+    before = resident_bytes()
+    ctypes.CDLL(None).malloc_trim(0)
+    return before - resident_bytes()
+
+
 def resident_bytes() -> int:
     """Of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -51,13 +73,24 @@ def resident_bytes() -> int:
 
 def threads() -> int:
     """Of this process, Python's and others, but for those that an event loop keeps for whatever comes: how many of them
-    it starts is a matter of chance."""
-    spare = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("asyncio_")}
+    it starts is a matter of chance. One that has just ended may be counted."""
+    spare = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(SPARE)}
     return len({int(path.name) for path in Path("/proc/self/task").iterdir()} - spare)
 
 
-def growth(samples: list[int], alike: int = 1) -> float:
-    """By how much a sample is larger than the one before it: the median over all pairs, of which only those are taken
-    that are a multiple of `alike` apart. It is as it was though a fifth of the samples are anything (Theil and Sen)."""
-    pairs = [(i, j) for i, j in combinations(range(len(samples)), 2) if (j - i) % alike == 0]
-    return median((samples[j] - samples[i]) / (j - i) for i, j in pairs)
+def named_threads() -> list[str]:
+    """Python's, but for those that an event loop keeps."""
+    return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(SPARE))
+
+
+def growth(samples: list[int], kinds: int) -> float:
+    """By how much a sample is larger than the one before it; every `kinds`-th is of one kind, which has its own level.
+
+    What is kept is in all samples after it, and what comes and goes is more in some: so the least of a kind's later
+    half is held against the least of its earlier one, and the kind that has grown less is the one that tells."""
+    grown = []
+    for kind in range(kinds):
+        alike = samples[kind::kinds]
+        half = len(alike) // 2
+        grown.append((min(alike[half:]) - min(alike[:half])) / (half * kinds))
+    return min(grown)
