@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import threads, tracing
+from benchmarks import engine_page, threads, tracing
+from benchmarks.page import with_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,11 @@ def test_the_page_on_threads_has_the_table_of_its_figures() -> None:
 def test_the_page_on_observability_has_the_table_of_what_traces_cost() -> None:
     document = json.loads((ROOT / tracing.FIGURES).read_text(encoding="utf-8"))
     assert "\n".join(tracing.lines(document)) in (ROOT / tracing.PAGE).read_text(encoding="utf-8")
+
+
+def test_the_page_on_the_engine_has_the_tables_of_its_figures() -> None:
+    page = (ROOT / engine_page.PAGE).read_text(encoding="utf-8")
+    assert with_tables(page, engine_page.tables(ROOT / engine_page.FIGURES), "engine.md") == page
 
 
 def test_what_is_served_is_one_of_the_settings_that_were_measured() -> None:
