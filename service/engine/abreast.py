@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from service.engine.answers import Answer
+from service.engine.ownership import id_of
 from service.engine.quick import QuickStep
 from service.engine.requests import StepRequest
 from service.errors import EarlierStepFailed
@@ -82,7 +83,7 @@ async def _one_after_the_other(
         for index, request in steps:
             try:
                 if failed:
-                    raise EarlierStepFailed(request.session)
+                    raise EarlierStepFailed(id_of(request.session))
                 outcomes[index] = await step(request)
             except Exception as error:
                 outcomes[index], failed = error, True

@@ -61,4 +61,8 @@ async def test_behind_a_failure_only_its_own_session_s_steps_are_not_taken() -> 
     outcomes = await abreast(nothing, never, stepper.step, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
     assert [type(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
     assert ("a", 3) not in stepper.order
-    assert "'a'" in str(outcomes[3])
+
+
+async def test_a_step_behind_a_failure_is_told_of_its_session_by_the_id_that_its_owner_knows() -> None:
+    outcomes = await abreast(nothing, never, Stepper().step, requests(("alice/a", 0), ("alice/a", 1)))
+    assert "session 'a' " in str(outcomes[1])

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from service.app import ROUTES, create_app
 from service.engine.catalog import Catalog
-from service.errors import UnknownSession
+from service.errors import InvalidRequest, UnknownSession
 from service.keys import Permission
 from service.metrics import Metrics
 from service.settings import Settings
@@ -212,6 +212,17 @@ async def test_a_session_is_its_owner_s_and_is_called_what_the_owner_calls_it(
     assert [getattr(one, "session", one) for one in models.engine.asked[2:]] == [
         "alice/demo", ("alice/demo", 0), "alice/demo", "bob/demo", "bob/demo",
     ]  # fmt: skip
+
+
+async def test_a_step_behind_one_that_the_engine_refused_names_the_session_as_its_owner_does(
+    client: httpx.AsyncClient, models: FakeCatalog
+) -> None:
+    models.engine.failure = InvalidRequest("no")
+    body = {"steps": [{"session": "demo", **STEP}] * 2}
+    refused = await client.post("/v1/sessions/tokens", json=body, headers=bearer(ALICE))
+    first, second = (result["error"] for result in refused.json()["results"])
+    assert (first["code"], second["code"]) == ("invalid_request", "earlier_step_failed")
+    assert "'demo'" in second["detail"] and "alice/" not in refused.text
 
 
 @pytest.mark.parametrize("id_", ["alice/demo", "/demo", "../alice/demo", "a b", "", "x" * 129])
