@@ -106,6 +106,13 @@ class Metrics:
 
         # The batcher.
         self.queue_items = gauge("wane_queue_items", "Work that waits for the runner.", "model")
+        self.queue_wait_seconds = counter(
+            "wane_queue_wait_seconds",
+            "Time that work has waited for the runner, summed over all of it, once it was run or dropped; its rate is "
+            "how much was waiting on average. What is refused waits for nothing.",
+            "model",
+            "role",
+        )
         self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
         self.batch_seconds = histogram("wane_batch_seconds", "Runs of a graph.", RUN_SECONDS, "model", "role")
         self.batch_padding = histogram(

@@ -121,6 +121,7 @@ class _Observers:
     items: Observe
     padding: Observe
     seconds: Observe
+    waited: Observe
 
 
 class Batcher:
@@ -164,6 +165,7 @@ class Batcher:
                 metrics.batch_items.labels(model, role).observe,
                 metrics.batch_padding.labels(model, role).observe,
                 metrics.batch_seconds.labels(model, role).observe,
+                metrics.queue_wait_seconds.labels(model, role).inc,
             )
             for role in ROLES
         }
@@ -290,8 +292,10 @@ class Batcher:
     def _skip(self, item: Item, *, late: bool, error: DeadlineExceeded | None = None) -> None:
         """Counts, traces and settles what is not run."""
         (self._late if late else self._abandoned).inc()
+        skipped_s = time.perf_counter()
+        self._observers[item.work.role].waited(skipped_s - item.queued_s)
         if item.ticket.traced is not None:
-            item.ticket.traced.skipped(item.queued_s, time.perf_counter(), "deadline" if late else "abandoned")
+            item.ticket.traced.skipped(item.queued_s, skipped_s, "deadline" if late else "abandoned")
         self._settle(item, error)
 
     def _finish(
@@ -313,7 +317,7 @@ class Batcher:
             self._skip(item, late=deadline is not None and deadline <= self._now)
         if not items:
             return
-        self._observe(role, items, compute_s)
+        self._observe(role, items, started_s, compute_s)
         if len(items) == 1 and role in ONE_TOKEN:
             known_s = self._alone_s.get(role, compute_s)
             self._alone_s[role] = known_s + NEWEST * (compute_s - known_s)
@@ -338,13 +342,14 @@ class Batcher:
             ended_s = started_s + compute_s
             Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
 
-    def _observe(self, role: Role, items: Sequence[Item], compute_s: float) -> None:
+    def _observe(self, role: Role, items: Sequence[Item], started_s: float, compute_s: float) -> None:
         """Counts a batch that has run."""
         lengths = [1] if role in ONE_TOKEN else [item.work.length for item in items]
         observer = self._observers[role]
         observer.items(len(items))
         observer.padding(1 - sum(lengths) / (max(lengths) * len(lengths)))
         observer.seconds(compute_s)
+        observer.waited(sum([started_s - item.queued_s for item in items]))
 
     def _settle(self, item: Item, result: Row | WaneError | None) -> None:
         """Releases an item's slots and resolves its future, if anybody still waits for it."""

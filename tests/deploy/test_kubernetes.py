@@ -6,9 +6,12 @@ namespace, the images' tags, ConfigMaps from files, and the patch of one overlay
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import re
+import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,19 @@ from deploy.stack import secrets
 from deploy.stack.compose import SECRETS
 from deploy.stack.local import ROOT
 from service.app import ROUTES
-from service.metrics import Metrics
+from service.engine.requests import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.server import CLOSE_S
 from service.settings import Settings
+from tests.service.engine.fakes import Bench, Clock
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, LATEST = "1.30", "1.37"
 """The versions whose schemas they are held to: `lifecycle.preStop.sleep` is on by default from the first."""
+
+QUEUED = "wane_queue_wait_seconds_total"
+"""What the HPA's metric is the rate of."""
 
 Resource = dict[str, Any]
 
@@ -259,11 +266,52 @@ def test_the_hpa_scales_the_replicas_by_a_metric_that_the_adapter_makes_of_one_o
     (adapter,) = load(FOLDER / "monitoring" / "adapter.yaml")
     (rule,) = adapter["rules"]["custom"]
     assert rule["name"]["as"] == metric
-    series = re.match(r'\{__name__="(\w+)_sum",phase="(\w+)"', rule["seriesQuery"])
-    assert series is not None
-    metrics = Metrics()
-    metrics.answer_seconds.labels("m", "recurrent", series[2]).observe(0.001)
-    assert f'{series[1]}_sum{{mode="recurrent",model="m",phase="{series[2]}"}}' in metrics.render()[0].decode()
+    assert rule["seriesQuery"] == f'{{__name__="{QUEUED}",namespace!="",pod!=""}}'
+    assert rule["metricsQuery"] == "sum by (<<.GroupBy>>) (rate(<<.Series>>{<<.LabelMatchers>>}[1m]))"
+
+
+def queued_s(bench: Bench) -> float:
+    """What the adapter's rule sums up over one replica."""
+    found = [one for metric in bench.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
+    assert {one.labels["model"] for one in found} == {bench.engine.name}, "it is there before anything has waited"
+    return sum(one.value for one in found)
+
+
+@pytest.mark.parametrize("asked", ["predict", "step", "score", "generate"])
+async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_has_waited(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    bench = Bench()
+    engine = bench.engine
+    assert queued_s(bench) == 0
+    bench.runner.gate.clear()
+    busy = asyncio.create_task(engine.predict(PredictRequest((1,))))
+    await bench.runner.until_busy()
+
+    async def ask(number: int) -> None:
+        if asked == "score":
+            await engine.score(ScoreRequest((2, 3)))
+        elif asked == "generate":
+            async with aclosing(await engine.generate(GenerateRequest((2, 3), max_tokens=2))) as tokens:
+                assert [one async for one in tokens]
+        elif asked == "step":
+            await engine.create_session(f"s{number}")
+            await engine.step(StepRequest(f"s{number}", (2,)))
+        else:
+            await engine.predict(PredictRequest((2, 3)))
+
+    asking = [asyncio.create_task(ask(number)) for number in range(3)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert bench.sample("wane_queue_items") == 3
+    clock.now_s += 10
+    bench.runner.gate.set()
+    await asyncio.gather(busy, *asking)
+    await engine.drain()
+    await engine.close()
+    assert queued_s(bench) == 3 * 10
 
 
 def test_what_scales_it_down_and_what_empties_nodes_takes_one_replica_at_a_time() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 
 import numpy as np
@@ -14,7 +15,7 @@ from service.engine.slab import RESERVED, Slab
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Array
-from tests.service.engine.fakes import HIDDEN, PATIENCE_S, FakeRunner, byte_vocabulary, make_manifest
+from tests.service.engine.fakes import HIDDEN, PATIENCE_S, Clock, FakeRunner, byte_vocabulary, make_manifest
 
 VOCABULARY = byte_vocabulary()
 
@@ -63,6 +64,14 @@ class Rig:
 
     def skipped(self, reason: str) -> float | None:
         return self.metrics.registry.get_sample_value("wane_skipped_items_total", {"model": "fake", "reason": reason})
+
+    def waited_s(self) -> dict[Role, float | None]:
+        """The time that work has waited in the queue, by the roles that it was for."""
+        sample = self.metrics.registry.get_sample_value
+        return {
+            role: sample("wane_queue_wait_seconds_total", {"model": "fake", "role": role})
+            for role in ("window", "step")
+        }
 
 
 @pytest.fixture
@@ -356,6 +365,31 @@ async def test_a_ticket_splits_its_time_into_queue_and_compute(rig: Rig) -> None
     assert latency.queue_ms > 0
     assert latency.compute_ms > 0
     assert latency.queue_ms + latency.compute_ms <= latency.total_ms
+
+
+async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skipped_and_what_was_refused_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    rig = Rig(max_batch=2, max_queue=4)
+    assert rig.waited_s() == {"window": 0, "step": 0}
+    first = await rig.hold()
+    windows = [rig.ask(token) for token in range(2, 6)]  # two of them are handed over to the runner
+    await turn()
+    with pytest.raises(Overloaded):
+        await rig.ask(99)
+    clock.now_s += 2
+    steps = [rig.step(token) for token in range(2, 5)]
+    await turn()
+    for gone in (windows[3], steps[2]):
+        gone.cancel()
+    clock.now_s += 5
+    rig.runner.gate.set()
+    await asyncio.gather(first, *windows[:3], *steps[:2])
+    await rig.batcher.close()
+    assert rig.skipped("abandoned") == 2
+    assert rig.waited_s() == {"window": 4 * 7, "step": 3 * 5}
 
 
 async def test_a_step_that_is_alone_and_known_to_be_quick_is_run_by_the_event_loop() -> None:
