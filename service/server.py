@@ -18,6 +18,7 @@ import uvicorn
 from service import logs
 from service.app import VERSION, create_app
 from service.engine.catalog import Catalog
+from service.intake import Intake
 from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
@@ -111,9 +112,19 @@ def spare_the_collector() -> None:
 
 
 def protocols(settings: Settings, metrics: Metrics) -> dict[str, Any]:
-    """Of uvicorn's configuration what says by whom connections are served."""
-    named = {"patience": Patience.of(settings), "refusals": Refusals(metrics)}
-    return {"http": partial(PatientHttp, **named), "ws": partial(PatientWebSocket, **named)}
+    """Of uvicorn's configuration what says by whom connections are served, and who is believed to be at their ends: the
+    peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine."""
+    named = {
+        "patience": Patience.of(settings),
+        "refusals": Refusals(metrics),
+        "intake": Intake(settings.max_bodies_bytes),
+    }
+    return {
+        "http": partial(PatientHttp, **named),
+        "ws": partial(PatientWebSocket, **named),
+        "proxy_headers": settings.trusted_proxies is not None,
+        "forwarded_allow_ips": settings.trusted_proxies or "",
+    }
 
 
 def run(settings: Settings) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, Self
 
@@ -50,6 +51,11 @@ class Settings(BaseModel):
         description="a file of keys, by their hashes, which is read again when it changes: see docs/security.md. "
         "Without any keys everybody may ask",
     )
+    trusted_proxies: str | None = Field(
+        default=None,
+        description="addresses and networks of proxies, with commas between, that are believed when they say whose a "
+        "request is (x-forwarded-for), for the log; none: nobody is",
+    )
     bundles: Path = Field(default=Path("models/bundles"), description="a folder of bundles, or one bundle")
     watch_s: float | None = Field(
         default=None,
@@ -85,6 +91,12 @@ class Settings(BaseModel):
     max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
     max_scored_tokens: int = Field(default=262_144, ge=1, description="longest input that is only scored")
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
+    max_bodies_bytes: int = Field(
+        default=256 * 2**20,
+        ge=1024,
+        description="all bodies and WebSockets' messages that are received and not answered, but for those of at most "
+        "4 KiB; more are answered 429. At least max_body_bytes",
+    )
     max_window: int | None = Field(
         default=None, ge=1, description="largest k that may be asked for; never over a model's own limit"
     )
@@ -242,6 +254,24 @@ class Settings(BaseModel):
                 of_text(value.get_secret_value())
             except KeysError as error:
                 raise ValueError(str(error)) from None
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_addresses(cls, value: str | None) -> str | None:
+        for one in () if value is None else value.split(","):
+            try:
+                ip_network(one.strip())
+            except ValueError as error:
+                raise ValueError(f"{error}: an address is wanted, or a network such as 10.0.0.0/8") from None
+        return value
+
+    @field_validator("max_bodies_bytes")
+    @classmethod
+    def _holds_a_body(cls, value: int, info: ValidationInfo) -> int:
+        longest = int(info.data.get("max_body_bytes", value))
+        if value < longest:
+            raise ValueError(f"it must be at least max_body_bytes, which is {longest}")
         return value
 
     @field_validator("store_policy")

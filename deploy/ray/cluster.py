@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from deploy.ray.front import CALLBACK
-from deploy.stack.local import ROOT
+from deploy.stack.local import PROXIES, ROOT
 
 SURROUNDINGS = {
     "PYTHONPATH": str(ROOT),
@@ -23,6 +23,10 @@ SURROUNDINGS = {
     "OMP_NUM_THREADS": "1",
 }
 """What Ray and its workers find in their environment."""
+
+BELIEVED = "FORWARDED_ALLOW_IPS"
+"""By which Ray's proxies, which are uvicorn's servers, know whom to believe whose a request is. Without it they believe
+whoever comes from their own machine."""
 
 OBJECT_STORE_BYTES = 80 * 2**20  # requests and answers are messages, and no objects: about as small as Ray takes it
 NAMESPACE = "serve"
@@ -44,6 +48,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         os.environ.update(SURROUNDINGS)
+        os.environ[BELIEVED] = os.environ.get(PROXIES, "")
         import ray  # reads its environment when it is imported
         from ray.serve._private.api import serve_start
 

@@ -1,9 +1,10 @@
 """How a service of the compose file is run as a process of this machine: the same program, configuration and variables.
 
-Five things differ from the container, and nothing else. A service's address is a port of 127.0.0.1, wherever its name
-or its own port is written in a variable, in the command, or in a mounted file; the folder of its secrets is one of this
-machine, wherever its path is; a mounted file is read where it lies in the checkout, or as a copy where one of these is
-written in it; a volume is a folder, which the process runs in; and it may take what memory there is.
+Six things differ from the container, and nothing else. A service's address is a port of 127.0.0.1, wherever its name or
+its own port is written in a variable, in the command, or in a mounted file; that is where a proxy is, too; the folder
+of its secrets is one of this machine, wherever its path is; a mounted file is read where it lies in the checkout, or as
+a copy where one of these is written in it; a volume is a folder, which the process runs in; and it may take what memory
+there is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SERVER = "wane"
 """The image that is built from this checkout."""
 
+PROXIES = "WANE_TRUSTED_PROXIES"
 REDIS = "redis-server"
 PROMETHEUS = "prometheus"
 ELSEWHERE = frozenset({"grafana/grafana"})
@@ -54,6 +56,8 @@ def command(service: Service, place: Place) -> Command:
     port = place.addresses[service.name, service.ports[0]]
     if service.image == SERVER:
         environment |= {"WANE_HOST": "127.0.0.1", "WANE_PORT": str(port)}
+        if PROXIES in environment:
+            environment[PROXIES] = "127.0.0.1"
         return Command((sys.executable, "-m", "service"), environment, ROOT)
     program, *rest = service.command
     arguments = [_located(_mounted(argument, service, place), service, place) for argument in rest]

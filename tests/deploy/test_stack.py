@@ -11,7 +11,7 @@ import yaml
 
 from deploy.stack import secrets
 from deploy.stack.compose import SECRETS, Service, read
-from deploy.stack.local import ELSEWHERE, PROMETHEUS, ROOT, SERVER
+from deploy.stack.local import ELSEWHERE, PROMETHEUS, PROXIES, ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
 from service.settings import Settings
 
@@ -133,7 +133,9 @@ def test_a_process_has_its_container_s_variables_with_addresses_of_this_machine(
     names = "|".join(map(re.escape, RUN))
     for variable, value in given.items():
         address = re.search(rf"({names}|\*):(\d+)", value)
-        if SECRETS in value:
+        if variable == PROXIES:
+            assert found[variable] == "127.0.0.1"
+        elif SECRETS in value:
             assert in_the_container(stack, name, found[variable]) == value
         elif address is None:
             assert found[variable] == value

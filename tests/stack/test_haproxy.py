@@ -10,8 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 import pytest
 
-from deploy.stack.local import ROOT
+from deploy.stack.local import PROXIES, ROOT
+from tests.service.http.live import live_server
 from tests.service.stores.redis_server import free_port, program
+from tests.stack.conftest import BUNDLE
 from tests.stack.connection import Connection, Reply
 from tests.stack.replicas import Replica, three_replicas
 from tests.stack.states import WAIT_S, until
@@ -186,6 +188,21 @@ async def test_where_none_is_ready_any_is_asked_and_says_so_itself(balanced: Bal
     await until(balanced.operations, wane_1="DOWN", wane_2="DOWN", wane_3="DOWN")
     reply = await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")
     assert reply.status == 503 and "replica" in reply.document
+
+
+async def test_the_log_of_a_replica_has_the_client_s_address_and_neither_haproxy_s_nor_what_a_client_says() -> None:
+    settings = {"WANE_BUNDLES": str(BUNDLE), PROXIES: "127.0.0.1"}
+    with live_server(**settings) as server:
+        port = int(server.url.rpartition(":")[2])
+        async with (
+            haproxy([Replica(number, port=port) for number in range(3)]) as balanced,
+            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(local_address="127.0.0.2")) as client,
+        ):
+            headers = {"x-forwarded-for": "6.6.6.6", "x-request-id": "through"}
+            answer = await client.get(f"http://127.0.0.1:{balanced.port}/v1/models", headers=headers)
+        assert answer.status_code == 200
+        line = await asyncio.to_thread(server.read_until, "request", request_id="through")
+    assert line["client"] == "127.0.0.2"
 
 
 async def test_haproxy_has_metrics(balanced: Balanced) -> None:
