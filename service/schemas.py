@@ -248,12 +248,18 @@ class IndexBody(Body):
     ready: bool = Field(default=False, description="only those that take requests")
 
 
+class LoadParameters(Body):
+    """A load takes none: what a model is, its bundle says."""
+
+
 class LoadBody(Body):
-    """A load takes no parameters: what a model is, its bundle says."""
+    """Which model is in the path."""
 
     examples = ({},)
 
-    parameters: Annotated[dict[str, object], Field(max_length=0)] = Field(default={}, description="there are none")
+    parameters: Annotated[LoadParameters, WithJsonSchema(LoadParameters.model_json_schema())] = Field(
+        default=LoadParameters()
+    )
 
 
 class UnloadParameters(Body):

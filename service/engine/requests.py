@@ -145,7 +145,7 @@ class GenerateRequest:
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
                 raise InvalidRequest(
                     f"stop[{index}] has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}",
-                    "stop",
+                    f"stop[{index}]",
                 )
         if self.mode is Mode.BOTH:
             raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")

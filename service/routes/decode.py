@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.errors import SHOWN_CHARACTERS, Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson
+from service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson
 from service.middleware import context
-from service.routes.errors import invalid_request
+from service.routes.findings import invalid_request, unknown_field
 from service.schemas import Body
 
 B = TypeVar("B", bound=Body)
@@ -56,17 +56,12 @@ def parse(raw: bytes | str, model: type[B]) -> B:
         document = from_json(raw)
     except ValueError as error:
         raise NotJson(f"the body is not JSON: {error}") from error
-    if isinstance(document, dict):
-        # Not left to the model: it would build an error for each of them, and tell first of a field that is missing
-        # where it is one misspelt.
-        unknown = next((name for name in document if name not in model.model_fields), None)
-        if unknown is not None:
-            name = unknown[:SHOWN_CHARACTERS]
-            raise InvalidRequest(f"{name}: there is no such field", name)
+    if isinstance(document, dict) and (unknown := unknown_field(document, model)) is not None:
+        raise InvalidRequest(f"{unknown}: there is no such field", unknown)
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise invalid_request(error.errors(include_url=False, include_input=False)) from error
+        raise invalid_request(error, model) from error
 
 
 async def tokens_of(

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from service.errors import BodyTimeout, InvalidRequest, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
+from service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from service.logs import SERVICE
 from service.middleware import context
 
@@ -58,18 +56,6 @@ class Failure:
             "request_id": request_id,
             **self.extra,
         }
-
-
-def invalid_request(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """pydantic's findings in a request as one failure of ours, which names the first field at fault."""
-    same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
-    deepest = max(same_field, key=lambda one: len(one["loc"]))  # of a union's branches, the one that got furthest
-    name, *rest = map(str, deepest["loc"] or [""])
-    field = ".".join([name, *filter(str.isdecimal, rest)])  # beside indices, pydantic adds the names of branches
-    message = str(deepest["msg"]).removeprefix("Value error, ")
-    if deepest["type"] == "model_type":
-        message = "the body must be a JSON object"
-    return InvalidRequest(f"{field}: {message}" if field else message, field or None)
 
 
 def describe(error: Exception) -> Failure:

@@ -12,7 +12,9 @@ from starlette.requests import Request
 from service.errors import InvalidRequest
 from service.middleware import Context
 from service.routes.decode import decode
-from service.schemas import Body, CompareBody, GenerateBody, PredictBody
+from service.schemas import Body, CompareBody, GenerateBody, PredictBody, StepsBody, UnloadBody
+
+UNKNOWN = {f"unknown {index}": 1 for index in range(1000)}
 
 
 async def refusal(model: type[Body], document: object) -> InvalidRequest:
@@ -30,16 +32,31 @@ async def refusal(model: type[Body], document: object) -> InvalidRequest:
 @pytest.mark.parametrize(
     ("model", "document", "field"),
     [
-        (PredictBody, {"tokens": ["", ""] * 500}, "tokens.0"),
-        (PredictBody, {"inputs": [1, 1] * 500}, "inputs.0"),
-        (PredictBody, {"inputs": [["", ""] * 500]}, "inputs.0.0"),
-        (PredictBody, {f"unknown {index}": 1 for index in range(1000)}, "unknown 0"),
-        (PredictBody, {"tokens": [1], **{f"unknown {index}": 1 for index in range(1000)}}, "unknown 0"),
-        (CompareBody, {"tokens": [1], "windows": ["", ""] * 500}, "windows.0"),
-        (CompareBody, {"tokens": [1], "models": [1] * 8}, "models.0"),
-        (GenerateBody, {"tokens": [1], "stop": [1, 1] * 500}, "stop.0"),
+        (PredictBody, {"tokens": ["", ""] * 500}, "tokens[0]"),
+        (PredictBody, {"inputs": [1, 1] * 500}, "inputs[0]"),
+        (PredictBody, {"inputs": [["", ""] * 500]}, "inputs[0][0]"),
+        (PredictBody, UNKNOWN, "unknown 0"),
+        (PredictBody, {"tokens": [1], **UNKNOWN}, "unknown 0"),
+        (CompareBody, {"tokens": [1], "windows": ["", ""] * 500}, "windows[0]"),
+        (CompareBody, {"tokens": [1], "models": [1] * 8}, "models[0]"),
+        (GenerateBody, {"tokens": [1], "stop": [1, 1] * 500}, "stop[0]"),
+        (StepsBody, {"steps": [{"session": "s", "tokens": [1]}, UNKNOWN]}, "steps[1].unknown 0"),
+        (StepsBody, {"steps": [{"tokens": [1]}] * 1000}, "steps[0].session"),
+        (UnloadBody, {"parameters": UNKNOWN}, "parameters.unknown 0"),
     ],
-    ids=["ids", "inputs", "ids of an input", "only unknown fields", "unknown fields", "windows", "models", "stops"],
+    ids=[
+        "ids",
+        "inputs",
+        "ids of an input",
+        "only unknown fields",
+        "unknown fields",
+        "windows",
+        "models",
+        "stops",
+        "unknown fields of a step",
+        "steps",
+        "unknown parameters",
+    ],
 )
 async def test_a_body_that_is_wrong_a_thousand_times_builds_at_most_two_errors(
     model: type[Body], document: object, field: str

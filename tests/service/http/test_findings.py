@@ -1,0 +1,80 @@
+"""A wrong body is told where it is wrong, and what should be there, in words that need no knowledge of Python."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+PREDICT, COMPARE, SCORE, GENERATE = "/v1/predict", "/v1/compare", "/v1/score", "/v1/generate"
+STEPS, LOAD, UNLOAD = "/v1/sessions/tokens", "/v2/repository/models/fake/load", "/v2/repository/models/fake/unload"
+STEP = {"session": "a", "tokens": [1]}
+MODES = "'auto', 'recurrent', 'window' or 'both'"
+LONG = "x" * 65
+
+SAID: list[tuple[str, Any, str]] = [
+    (PREDICT, {"": 1}, "'': there is no such field"),
+    (PREDICT, {" ": 1}, "' ': there is no such field"),
+    (PREDICT, {"a\nb": 1}, "'a\\nb': there is no such field"),
+    (PREDICT, {LONG: 1}, f"'{LONG[:63]}...: there is no such field"),
+    (PREDICT, {"inputs": [None]}, "inputs[0] must be a string or a list"),
+    (PREDICT, {"inputs": ["a", {"str": "b"}]}, "inputs[1] must be a string or a list"),
+    (PREDICT, {"inputs": ["a", [1, "x"]]}, "inputs[1][1] must be an integer"),
+    (PREDICT, {"inputs": [[[1]]]}, "inputs[0][0] must be an integer"),
+    (PREDICT, {"inputs": "abc"}, "inputs must be a list"),
+    (PREDICT, {"inputs": []}, "inputs holds 0 values, but must hold at least 1"),
+    (PREDICT, {"tokens": [1, 2.0]}, "tokens[1] must be an integer"),
+    (PREDICT, {"tokens": "1"}, "tokens must be a list"),
+    (PREDICT, {"input": 1}, "input must be a string"),
+    (PREDICT, {"input": "a", "top_k": None}, "top_k must be an integer"),
+    (PREDICT, {"input": "a", "top_k": 2**63}, f"top_k must be less than {2**63}"),
+    (PREDICT, {"input": "a", "top_k": -(2**64)}, f"top_k must be at least {-(2**63)}"),
+    (PREDICT, {"input": "a", "mode": 5}, f"mode must be {MODES}"),
+    (PREDICT, {"input": "a", "model": LONG}, "model has more than 64 characters"),
+    (PREDICT, {"input": "a", "tolerance": "x"}, "tolerance must be a number"),
+    (PREDICT, {"input": "a", "tolerance": float("nan")}, "tolerance must be a finite number"),
+    (COMPARE, {"tokens": [1], "models": ["a"] * 9}, "models holds more than 8 values"),
+    (COMPARE, {"tokens": [1], "models": ["a", LONG]}, "models[1] has more than 64 characters"),
+    (COMPARE, {"tokens": [1], "windows": [1, "x"]}, "windows[1] must be an integer"),
+    (COMPARE, {"tokens": [1], "windows": [1, 0]}, "windows[1] is 0, but must be at least 1"),
+    (SCORE, {"tokens": [1], "method": "x"}, "method must be 'parallel' or 'sequential'"),
+    (SCORE, {"tokens": [1], "stream": 1}, "stream must be true or false"),
+    (GENERATE, {"tokens": [1], "stop": None}, "stop must be a string or a list"),
+    (GENERATE, {"tokens": [1], "stop": ["a", None]}, "stop[1] must be a string"),
+    (GENERATE, {"tokens": [1], "stop": ["a", ""]}, "stop[1] has 0 characters, but must have 1 to 256"),
+    ("/v1/sessions/s/rewind", {}, "position is missing"),
+    (STEPS, {"steps": {}}, "steps must be a list"),
+    (STEPS, {"steps": {"x": 1}}, "steps must be a list"),
+    (STEPS, {"steps": []}, "steps holds 0 values, but must hold at least 1"),
+    (STEPS, {"steps": [None]}, "steps[0] must be an object"),
+    (STEPS, {"steps": [{"tokens": [1]}]}, "steps[0].session is missing"),
+    (STEPS, {"steps": [{"sesion": "a", "tokens": [1]}]}, "steps[0].sesion: there is no such field"),
+    (STEPS, {"steps": [STEP, {**STEP, "": 1}]}, "steps[1].'': there is no such field"),
+    (STEPS, {"steps": [{**STEP, "top_k": "x"}]}, "steps[0].top_k must be an integer"),
+    (STEPS, {"steps": [{**STEP, "mode": "x"}]}, f"steps[0].mode must be {MODES}"),
+    (STEPS, {"steps": [{**STEP, "tokens": [1, "x"]}]}, "steps[0].tokens[1] must be an integer"),
+    (STEPS, {"steps": [{"session": "a"}]}, "steps[0]: give exactly one of `input`, `tokens`; found none of them"),
+    (LOAD, {"parameters": {"force": True}}, "parameters.force: there is no such field"),
+    (LOAD, {"parameters": 5}, "parameters must be an object"),
+    (UNLOAD, {"parameters": {"unload_dependents": 1}}, "parameters.unload_dependents must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), SAID, ids=lambda value: json.dumps(value)[:60])
+async def test_a_wrong_body_is_told_where_and_what_should_be_there(
+    client: httpx.AsyncClient, path: str, body: object, said: str
+) -> None:
+    response = await client.post(path, content=json.dumps(body))
+    document = response.json()
+    assert response.status_code == 422
+    assert document["error" if path.startswith("/v2/") else "detail"] == said
+    assert said.startswith(document["field"])
+
+
+@pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}], ids=str)
+async def test_what_is_wrong_with_the_whole_body_names_no_field(client: httpx.AsyncClient, body: object) -> None:
+    document = (await client.post(SCORE, json=body)).json()
+    assert document["detail"].startswith("give exactly one of `input`, `tokens`; found ")
+    assert "field" not in document
