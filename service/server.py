@@ -17,6 +17,7 @@ import uvicorn
 
 from service import logs
 from service.app import VERSION, create_app
+from service.arithmetic import spare_the_processors
 from service.engine.catalog import Catalog
 from service.intake import Intake
 from service.key_source import KeySource
@@ -130,6 +131,7 @@ def protocols(settings: Settings, metrics: Metrics) -> dict[str, Any]:
 def run(settings: Settings) -> None:
     """Serves until told to stop. Raises what kept the models from being loaded: CatalogError, BundleError, ..."""
     logs.configure(settings.log_level)
+    spare_the_processors(os.environ)
     failures: list[Exception] = []
 
     def end(error: Exception) -> None:

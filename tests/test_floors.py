@@ -47,6 +47,7 @@ ONLY_IN = {
     "matplotlib": ("service/plot", "training/"),
     "prometheus_client": ("service/histogram", "service/metrics"),
     "opentelemetry": ("service/tracing",),
+    "threadpoolctl": ("service/arithmetic",),
     "onnxruntime": ("service/runners/onnx", "models/export/", "training/"),
     "onnx": ("models/export/", "training/"),
     "torch": (*TORCH_MODELS, "training/"),
