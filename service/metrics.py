@@ -68,7 +68,8 @@ class Metrics:
         self.refused_connections = counter(
             "wane_refused_connections",
             "Connections that the server ended, by reason: too_many, long_head, long_trailers, slow_head, slow_body, "
-            "malformed, handshake (of a WebSocket), unread (cut off), frames (of a WebSocket, without a message).",
+            "full (of bodies and messages), malformed, handshake (of a WebSocket), unread (cut off), frames (of a "
+            "WebSocket, without a message).",
             "reason",
         )
         self._message_children: dict[int, Counter] = {}

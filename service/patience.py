@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from service.intake import Intake, Share
 from service.refusals import Reason, Refusals
 from service.settings import Settings
 
+COME_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 DEAF_S = 2.0  # for a client to read its answer, after which what it still sends is no longer taken
 
 
@@ -50,10 +52,11 @@ class Patient(asyncio.Protocol):
     transport: asyncio.Transport
     client: tuple[str, int] | None
 
-    def __init__(self, *given: Any, patience: Patience, refusals: Refusals, **named: Any) -> None:
+    def __init__(self, *given: Any, patience: Patience, refusals: Refusals, intake: Intake, **named: Any) -> None:
         super().__init__(*given, **named)
         self.patience = patience
         self.refusals = refusals
+        self.share = Share(intake)
         self.unread: asyncio.TimerHandle | None = None  # runs while there is more to read than the network takes
 
     def tell(self, reason: Reason, status: HTTPStatus | None = None) -> None:
@@ -87,5 +90,7 @@ class Patient(asyncio.Protocol):
 
 
 def bare_answer(status: HTTPStatus) -> bytes:
-    """The last answer on a connection, which says its status and nothing else."""
-    return b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, status.phrase.encode())
+    """The last answer on a connection, which says its status, whether to come again, and nothing else."""
+    again = b"retry-after: 1\r\n" if status in COME_AGAIN else b""
+    phrase = status.phrase.encode()
+    return b"HTTP/1.1 %d %s\r\n%sconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, phrase, again)

@@ -1,4 +1,4 @@
-"""HTTP with clients that are slow, or send too much: 408, 431 and 503 before there is a request to answer."""
+"""HTTP with clients that are slow, or send too much: 408, 429, 431 and 503 before there is a request to answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.corked import Corked, CorkedProtocol
+from service.intake import SMALL_BYTES
 from service.patience import DEAF_S, Patient, bare_answer
 from service.refusals import Reason
 
@@ -41,6 +42,9 @@ class PatientHttp(Patient, CorkedProtocol):
         self.timer: asyncio.TimerHandle | None = None
         self.graced = False  # the timer has run out once
         self.deaf = False  # the last answer is given, and what still comes is thrown away
+        self.unanswered_bytes = 0  # that came with requests, but for what came at once and is small
+        self.is_unread = False  # something that came, and it is the last
+        self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         is_full = len(self.connections) >= self.patience.connections
@@ -54,6 +58,7 @@ class PatientHttp(Patient, CorkedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.at_ease()
         cast(Corked, self.transport).let_go()
+        self.share.is_now(0)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -64,6 +69,9 @@ class PatientHttp(Patient, CorkedProtocol):
             self.go_on(data)
         elif len(data) > most and not 0 <= data.find(HEAD_END) <= most:
             self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
+        elif len(data) > SMALL_BYTES and not self.takes(len(data)):
+            self.refuse_unread()
             return
         else:
             super().data_received(data)
@@ -85,6 +93,8 @@ class PatientHttp(Patient, CorkedProtocol):
                 self.head_bytes += len(data)
             if self.head_bytes > most:
                 self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.measured is not self.scope and not self.has_room():
+            self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
         elif self.bare_bytes > most:
             self.refuse(Reason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
@@ -99,9 +109,34 @@ class PatientHttp(Patient, CorkedProtocol):
     def go_on(self, data: bytes) -> None:
         """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
         cycle, before = self.cycle, len(self.cycle.body)
+        if not cycle.response_complete and not self.takes(len(data)):
+            self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+            return
         super().data_received(data)
         is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
         self.bare_bytes = self.bare_bytes + len(data) if is_bare else 0
+
+    def takes(self, count: int) -> bool:
+        """Whether there is room for so many bytes more, which are then taken."""
+        if self.share.is_now(self.unanswered_bytes + count):
+            self.unanswered_bytes += count
+            return True
+        return False
+
+    def has_room(self) -> bool:
+        """Whether there is room for a body of the length that its head says; where it says none, that is seen when it
+        comes. What is too long at any time is refused elsewhere."""
+        self.measured = self.scope
+        declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
+        length = int(declared) if declared.isdigit() else 0
+        most = self.share.intake.most
+        return length <= SMALL_BYTES or length > most or self.share.intake.has_room(length - self.share.counted)
+
+    def on_response_complete(self) -> None:
+        if self.unanswered_bytes:
+            self.unanswered_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+            self.share.is_now(self.unanswered_bytes)
+        super().on_response_complete()
 
     def on_chunk_header(self) -> None:
         """The length of a chunk has come: from here on, fields are trailers."""
@@ -154,6 +189,11 @@ class PatientHttp(Patient, CorkedProtocol):
             self.transport.write(bare_answer(status))
         self.transport.close()
 
+    def refuse_unread(self) -> None:
+        """There is no room for what came, and nobody has looked at it."""
+        self.is_unread = True
+        self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+
     def send_400_response(self, msg: str) -> None:
         self.tell(Reason.MALFORMED, HTTPStatus.BAD_REQUEST)
         super().send_400_response(msg)
@@ -161,11 +201,14 @@ class PatientHttp(Patient, CorkedProtocol):
     def handle_websocket_upgrade(self) -> None:
         self.all_is_read()  # as far as this protocol can know: it is told no more
         super().handle_websocket_upgrade()
+        cast(Corked, self.transport).let_go()
+        self.parser = None  # type: ignore[assignment]  # it holds this, and both would wait for the garbage collector
+        self.share.is_now(0)
 
     def delays_closing(self) -> bool:
         """Whether the connection is closed a little later: while a request still comes in. A connection with something
         unread in it is not closed but reset, and whoever sent too much would not be told so."""
-        if self.scope is self.last_whole or self.deaf or self.transport.is_closing():
+        if (self.scope is self.last_whole and not self.is_unread) or self.deaf or self.transport.is_closing():
             return False
         self.deaf = True
         self.at_ease()

@@ -1,21 +1,25 @@
-"""WebSockets with clients that send frames without end, or a handshake that is none."""
+"""WebSockets with clients that send frames without end, messages without end, or a handshake that is none."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn._types import ASGIReceiveEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 from websockets.http11 import Request
 
+from service.intake import SMALL_BYTES
 from service.patience import DEAF_S, Patient, bare_answer
 from service.refusals import Reason
 
 PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # that end no message, in so many seconds: fragments, pings
-POLICY = 1008
+PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 
 
 class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
@@ -28,6 +32,19 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
         self.deaf = False  # it is about to be closed, and what still comes is not taken
+        self.in_message = False  # something came of a message, or of a frame, that is not whole
+        self.fragment_bytes = 0  # of the frames of that message which are whole
+        self.unanswered: deque[int] = deque()  # messages, by their bytes, in their order
+        self.unanswered_bytes = 0  # of all of them
+        self.timer: asyncio.TimerHandle | None = None  # runs while a message comes in
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.at_ease()
+        super().connection_lost(exc)
+        self.rest, self.frames = b"", []
+        self.conn.reader.discard()
+        self.conn.parser.close()  # it would hold its last frame, and itself, until the garbage collector comes
+        self.share.is_now(0)
 
     def data_received(self, data: bytes) -> None:
         if self.deaf:
@@ -36,9 +53,43 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
             super().data_received(data)
         else:
             self.rest += data
-            self.take_apart()
+            if self.has_room():
+                self.take_apart()
+        if self.in_message or self.timer is not None or self.rest or self.unanswered_bytes > SMALL_BYTES:
+            self.look()
         if not self.handshake_initiated:
             self.refuse_handshake()
+
+    def look(self) -> None:
+        """At what came and is no message yet: whether there is room for it, and that it does not take too long."""
+        if self.deaf or not self.has_room():
+            return
+        if not self.in_message or self.read_paused:
+            self.at_ease()
+        elif self.timer is None:
+            self.timer = self.loop.call_later(self.patience.body_s, self.too_slow)
+
+    def has_room(self) -> bool:
+        """Whether there is room for what came; else the WebSocket is closed."""
+        if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
+            return True
+        self.break_off(Reason.FULL, TRY_AGAIN, "too much is being received")
+        return False
+
+    def coming_bytes(self) -> int:
+        """What came and is no message yet."""
+        return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
+
+    def at_ease(self) -> None:
+        """No message is waited for."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def too_slow(self) -> None:
+        """The time is up for the rest of a message."""
+        self.timer = None
+        self.break_off(Reason.SLOW_BODY, POLICY, f"a message was not whole after {self.patience.body_s:g} s")
 
     def take_apart(self) -> None:
         """Goes on with what came in, piece by piece, until there is a message to take: a piece is frames enough to keep
@@ -62,21 +113,68 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.transport.write(answer)
         self.transport.close()
 
+    def handle_events(self) -> None:
+        begun = not self.conn.events or bool(self.conn.reader.buffer)
+        super().handle_events()
+        self.in_message = begun or bool(self.frames)
+
+    def handle_parser_exception(self) -> None:
+        """What came is no frame, or a frame too long."""
+        self.deaf = True
+        self.rest = b""
+        if self.conn.close_sent is not None and self.conn.close_sent.code == PROTOCOL:
+            self.tell(Reason.MALFORMED)
+        super().handle_parser_exception()
+
     async def receive(self) -> ASGIReceiveEvent:
         message = await super().receive()
         if self.rest:
             self.take_apart()
+        if self.in_message and not self.disconnected:
+            self.look()  # it has waited for this one, and its time begins
         return message
 
+    def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
+        """As uvicorn's. One message is answered by one."""
+        if self.unanswered and message["type"] == "websocket.send":
+            self.unanswered_bytes -= self.unanswered.popleft()
+            if self.share.counted:
+                self.share.is_now(self.coming_bytes() + self.unanswered_bytes)
+        return super().send(message)
+
     def send_receive_event_to_app(self) -> None:
+        """As uvicorn's, but that text which is none is logged as what it is, and not with a trace."""
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames, self.fragment_bytes = [], 0
         if self.close_sent:
             self.counts_frame()
+            return
+        self.frames_left = MOST_FRAMES
+        if self.curr_msg_data_type == "text":
+            try:
+                self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
+            except UnicodeDecodeError:
+                self.break_off(Reason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
+                return
         else:
-            self.frames_left = MOST_FRAMES
-        super().send_receive_event_to_app()
+            self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
+        self.unanswered.append(len(data))
+        self.unanswered_bytes += len(data)
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def handle_text(self, event: Frame) -> None:
+        self.fragment_bytes = len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self.fragment_bytes = len(event.data)
+        super().handle_bytes(event)
 
     def handle_cont(self, event: Frame) -> None:
         if self.counts_frame():
+            self.fragment_bytes += len(event.data)
             super().handle_cont(event)
 
     def handle_ping(self) -> None:
@@ -98,19 +196,22 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         if now_s - self.frames_since_s > FRAMES_S and not self.close_sent:
             self.frames_left, self.frames_since_s = MOST_FRAMES, now_s
             return True
-        self.stop_listening()
+        self.break_off(Reason.FRAMES, POLICY, "too many frames without a message")
         return False
 
-    def stop_listening(self) -> None:
+    def break_off(self, reason: Reason, code: int, why: str) -> None:
         """Leaves what still comes where it is, and closes the WebSocket as soon as its client can have read why."""
+        if self.deaf or self.transport.is_closing():
+            return
         self.deaf = True
-        self.rest = b""
+        self.at_ease()
+        self.rest, self.frames, self.fragment_bytes = b"", [], 0
         self.transport.pause_reading()
         if not self.close_sent:
-            self.tell(Reason.FRAMES)
-            code, reason = POLICY, "too many frames without a message"
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
-            self.conn.fail(code, reason)
+            self.tell(reason)
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": why})
+            self.conn.fail(code, why)
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.close_sent = True
             self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
+        self.share.is_now(self.unanswered_bytes)

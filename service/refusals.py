@@ -16,8 +16,10 @@ class Reason(StrEnum):
     LONG_HEAD = "long_head"  # 431
     LONG_TRAILERS = "long_trailers"  # or lengths of chunks, or what else comes with a body and is not the body: 431
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # that nobody waits for: where somebody does, the door answers 408 and counts the request
-    MALFORMED = "malformed"  # no HTTP: 400
+    SLOW_BODY = "slow_body"  # that nobody waits for: where somebody does, the door answers 408 and counts the request;
+    # or a WebSocket's message: 1008
+    FULL = "full"  # of bodies and messages that are not answered: 429; 1013
+    MALFORMED = "malformed"  # no HTTP: 400; no frame: 1002; no text: 1007
     HANDSHAKE = "handshake"  # of a WebSocket, which is none: 400, 405, 414, 426, 431
     UNREAD = "unread"  # what was sent: cut off
     FRAMES = "frames"  # of a WebSocket, too many that end no message: 1008

@@ -118,7 +118,7 @@ def protocols(settings: Settings, metrics: Metrics) -> dict[str, Any]:
     named = {
         "patience": Patience.of(settings),
         "refusals": Refusals(metrics),
-        "intake": Intake(settings.max_bodies_bytes),
+        "intake": Intake(max(settings.max_bodies_bytes, 2 * settings.max_body_bytes)),
     }
     return {
         "http": partial(PatientHttp, **named),

@@ -93,9 +93,9 @@ class Settings(BaseModel):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
     max_bodies_bytes: int = Field(
         default=256 * 2**20,
-        ge=1024,
-        description="all bodies and WebSockets' messages that are received and not answered, but for those of at most "
-        "4 KiB; more are answered 429. At least max_body_bytes",
+        ge=1,
+        description="memory for bodies and WebSockets' messages that are being received or not yet answered, of all "
+        "connections but those with at most 4096 of it; more are answered 429; raised to twice max_body_bytes",
     )
     max_window: int | None = Field(
         default=None, ge=1, description="largest k that may be asked for; never over a model's own limit"
@@ -264,14 +264,6 @@ class Settings(BaseModel):
                 ip_network(one.strip())
             except ValueError as error:
                 raise ValueError(f"{error}: an address is wanted, or a network such as 10.0.0.0/8") from None
-        return value
-
-    @field_validator("max_bodies_bytes")
-    @classmethod
-    def _holds_a_body(cls, value: int, info: ValidationInfo) -> int:
-        longest = int(info.data.get("max_body_bytes", value))
-        if value < longest:
-            raise ValueError(f"it must be at least max_body_bytes, which is {longest}")
         return value
 
     @field_validator("store_policy")

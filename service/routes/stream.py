@@ -5,12 +5,16 @@
     -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
 
 One message is answered at a time; others may be sent meanwhile and wait their turn. A failure that leaves the session
-as the client knows it leaves the socket open; else the document is the last message, and the socket is closed:
+as the client knows it leaves the socket open; else the document is the last message (but where
+a * stands, where there is none), and the socket is closed:
 
-    1008   there is no key, or it is not good, or no more
-    1009   the message is longer than a body may be (there is no document)
+    1002 * a frame is none
+    1007 * a text is not UTF-8
+    1008   there is no key, or it is not good, or no more; * a message takes too long to come in, or has too many frames
+    1009 * the message is longer than a body may be
     1011   nobody expected this
     1012   the server is loading or stopping: come again
+    1013   over the key's rate when it came; * too much is being received from everybody: come again
     4404   there is no such session, or no more
     4409   the session is not where the client says: what follows in the client's order would be wrong too
 """
