@@ -60,7 +60,7 @@ def totals(stack: Stack) -> dict[str, float]:
     rows = [line.split(",") for line in _get(f"http://127.0.0.1:{stack.operations}/;csv").splitlines()]
     front = next(row for row in rows if row[:2] == ["clients", "FRONTEND"])
     found["front_bytes"] = float(front[8]) + float(front[9])
-    with Redis.from_url(stack.store) as redis:
+    with Redis.from_url(stack.administered_store) as redis:
         stats = redis.info("stats")
         found["store_bytes"] = float(stats["total_net_input_bytes"]) + float(stats["total_net_output_bytes"])
     return found
@@ -163,7 +163,7 @@ def memory(stack: Stack) -> Result:
     random = Random(0)
     start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)  # what is needed once
     sessions = [f"kept-{number}" for number in range(KEPT)]
-    with Redis.from_url(stack.store) as redis:
+    with Redis.from_url(stack.administered_store) as redis:
         before, used = resident_bytes(replica), redis.info("memory")["used_memory"]
         start_with(replica.port, sessions, LENGTHS[-1], random)
         return {
@@ -176,10 +176,10 @@ def memory(stack: Stack) -> Result:
 
 def disk(stack: Stack, fsync: str) -> list[float]:
     """Milliseconds that writes of 100 bytes take by one connection."""
-    parts = urlsplit(stack.store)
+    parts = urlsplit(stack.administered_store)
     taken = []
     with (
-        Redis.from_url(stack.store) as redis,
+        Redis.from_url(stack.administered_store) as redis,
         socket.create_connection(("127.0.0.1", parts.port or 6379)) as connection,
     ):
         redis.config_set("appendfsync", fsync)
@@ -192,8 +192,7 @@ def disk(stack: Stack, fsync: str) -> list[float]:
             if told != b"+OK\r\n":
                 raise BadAnswer(f"Redis said {told!r} to {words[0]}")
 
-        if parts.password:
-            ask("AUTH", unquote(parts.password))
+        ask("AUTH", unquote(parts.username or ""), unquote(parts.password or ""))
         for _ in range(WRITES):
             begun = time.perf_counter()
             ask("SET", "write", "x" * 100)

@@ -6,9 +6,10 @@ there stays as it is.
     wane/api_keys               who may ask, by hashes: `client`, and `prometheus`, for the metrics alone
     client_key                  the first one's key
     prometheus/metrics_key      the second one's
-    redis/redis_acl             who may use Redis, by a hash: whoever has
+    redis/redis_acl             who may use Redis, by hashes: Wane, as far as it has to, by
     redis/redis_password        this one
     wane/redis_password         the same
+    redis_admin_password        of Redis's user `admin`, who may do everything there; no container has it
     grafana/grafana_password    of Grafana's user admin
 
 The folder is for its owner alone. What is in it can be read by all who can reach it: a container is given a folder as
@@ -27,10 +28,21 @@ CLIENT_KEY = "client_key"
 METRICS_KEY = "prometheus/metrics_key"
 REDIS_ACL = "redis/redis_acl"
 REDIS_PASSWORD = "redis/redis_password"
+ADMIN_PASSWORD = "redis_admin_password"
 STORE_PASSWORD = "wane/redis_password"
 GRAFANA_PASSWORD = "grafana/grafana_password"
+DRAWN = (CLIENT_KEY, METRICS_KEY, REDIS_PASSWORD, ADMIN_PASSWORD, GRAFANA_PASSWORD)
 PREFIX = {CLIENT_KEY: "wane_", METRICS_KEY: "wane_"}
 RANDOM_BYTES = 32
+
+COMMANDS = (
+    *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
+    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of keys
+)
+"""Of Redis, what Wane asks for, by itself and in its scripts: docs/sessions.md lists them."""
+
+KEYS = "wane:*"
+"""The keys that it asks for them of. It uses no channel."""
 
 
 def make(folder: Path) -> list[str]:
@@ -50,15 +62,18 @@ def make(folder: Path) -> list[str]:
             made.append(name)
         return file.read_text(encoding="utf-8").strip()
 
-    drawn = {
-        name: keep(name, PREFIX.get(name, "") + secrets.token_urlsafe(RANDOM_BYTES))
-        for name in (CLIENT_KEY, METRICS_KEY, REDIS_PASSWORD, GRAFANA_PASSWORD)
-    }
+    drawn = {name: keep(name, PREFIX.get(name, "") + secrets.token_urlsafe(RANDOM_BYTES)) for name in DRAWN}
     hashes = {name: sha256(secret.encode()).hexdigest() for name, secret in drawn.items()}
     keep(API_KEYS, f"client:sha256:{hashes[CLIENT_KEY]}\nprometheus:sha256:{hashes[METRICS_KEY]} scope=metrics")
     keep(STORE_PASSWORD, drawn[REDIS_PASSWORD])
-    keep(REDIS_ACL, f"user default on #{hashes[REDIS_PASSWORD]} ~* &* +@all")
+    keep(REDIS_ACL, redis_acl(hashes[REDIS_PASSWORD], hashes[ADMIN_PASSWORD]))
     return made
+
+
+def redis_acl(wane: str, admin: str) -> str:
+    """Redis's file of users, by the hashes of their passwords. Wane gives no name, and so is `default`."""
+    may = " ".join(f"+{command.lower()}" for command in COMMANDS)
+    return f"user default on #{wane} ~{KEYS} resetchannels -@all {may}\nuser admin on #{admin} ~* &* +@all"
 
 
 def main() -> None:

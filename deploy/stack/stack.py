@@ -84,6 +84,13 @@ class Stack:
         """The address of the sessions' store."""
         return f"redis://:{self.secret(secrets.REDIS_PASSWORD)}@127.0.0.1:{self.processes[STORE].port}/0"
 
+    @property
+    def administered_store(self) -> str:
+        """The same, for who may do everything there: Wane may not."""
+        return self.store.replace(
+            f"//:{self.secret(secrets.REDIS_PASSWORD)}", f"//admin:{self.secret(secrets.ADMIN_PASSWORD)}"
+        )
+
     def secret(self, name: str) -> str:
         """One of the secrets, by its file in the folder of them."""
         return (self.secrets / name).read_text(encoding="utf-8").strip()

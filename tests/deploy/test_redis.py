@@ -1,0 +1,86 @@
+"""Redis as it is shipped: what it promises to keep, and what its user may do, which is what Wane does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError, ResponseError
+
+from deploy.stack import secrets
+from deploy.stack.local import ROOT
+from tests.service.stores.redis_server import redis_server
+
+STORES = ROOT / "service" / "stores"
+PAGE = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
+CONFIGURATION = dict(
+    re.findall(r"^([a-z-]+) (.*)$", (ROOT / "deploy/redis/redis.conf").read_text(encoding="utf-8"), re.MULTILINE)
+)
+
+
+def test_what_redis_has_acknowledged_is_on_its_disk_as_the_page_on_sessions_has_it() -> None:
+    assert CONFIGURATION["appendonly"] == "yes"
+    assert CONFIGURATION["appendfsync"] == "always"
+    assert "`appendonly yes`, `appendfsync always` (as in `deploy/redis/redis.conf`)" in PAGE
+
+
+def test_wane_may_do_in_redis_what_it_does_and_what_the_page_on_sessions_says() -> None:
+    listed = re.search(r"needs the commands (.*?); of a cluster", PAGE, re.DOTALL)
+    assert listed is not None
+    assert set(secrets.COMMANDS) == set(re.findall(r"\b[A-Z]{3,}\b", listed[1])) - {"API"}
+    scripts = "".join(file.read_text(encoding="utf-8") for file in STORES.glob("*.lua"))
+    sent = "".join((STORES / f"{name}.py").read_text(encoding="utf-8") for name in ("redis", "redis_trips"))
+    used = {*re.findall(r"redis\.call\('([A-Z]+)'", scripts), *re.findall(r'(?:\(|return )"([A-Z]{3,})"[,)]', sent)}
+    assert set(secrets.COMMANDS) == used
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """The port of a Redis with the users that are shipped, and the folder of their passwords."""
+    folder = tmp_path_factory.mktemp("redis")
+    secrets.make(folder / "secrets")
+    with redis_server(folder, ("--aclfile", str(folder / "secrets" / secrets.REDIS_ACL))) as server:
+        yield server.port, folder / "secrets"
+
+
+def client(shipped: tuple[int, Path], user: str | None = None, file: str = secrets.REDIS_PASSWORD) -> Redis:
+    port, folder = shipped
+    return Redis(port=port, username=user, password=(folder / file).read_text(encoding="utf-8").strip())
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("CONFIG", "GET", "maxmemory"),
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("SCAN", "0"),
+        ("ACL", "LIST"),
+        ("SHUTDOWN",),
+        ("PUBLISH", "wane:", "x"),
+        ("GET", "other"),
+        ("SET", "other", "1"),
+        ("EVAL", "return redis.call('KEYS', '*')", "0"),
+        ("EVAL", "return redis.call('GET', 'other')", "0"),
+        ("EVAL", "return redis.call('GET', KEYS[1])", "1", "other"),
+    ],
+    ids=" ".join,
+)
+def test_wane_may_do_nothing_else_in_redis(shipped: tuple[int, Path], command: tuple[str, ...]) -> None:
+    with client(shipped) as redis:
+        redis.set("wane:default:{a}", "1")
+        assert redis.ping() and redis.get("wane:default:{a}") == b"1"
+        with pytest.raises(ResponseError, match=r"no permissions|can't (run|access)"):
+            redis.execute_command(*command)
+
+
+@pytest.mark.stack
+def test_whoever_administers_redis_may_do_everything_there_by_another_password(shipped: tuple[int, Path]) -> None:
+    with client(shipped, "admin", secrets.ADMIN_PASSWORD) as redis:
+        assert redis.config_get("maxmemory") and redis.acl_whoami() == "admin"
+    with client(shipped, "admin") as redis, pytest.raises(AuthenticationError):
+        redis.ping()
