@@ -92,23 +92,26 @@ def report(arguments: Sequence[str]) -> None:
     parser.add_argument("urls", nargs="+", metavar="URL", help="of a server, such as http://127.0.0.1:8000")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
+    urls = dict.fromkeys(url.rstrip("/") for url in options.urls)
     reports: list[Document] = []
     failures: list[str] = []
     with traced() as tracing:
-        for url in dict.fromkeys(options.urls):
+        for url in urls:
             try:
                 with Client(url, tracing=tracing) as client:
-                    reports.append(client.report())
-            except ClientError as error:
+                    found = client.report()
+                merge([*reports, found])
+                reports.append(found)
+            except (ClientError, MergeError) as error:
                 failures.append(str(error) if url in str(error) else f"{url}: {error}")
     if reports:
-        found = reports[0] if len(options.urls) == 1 else merge(reports)
+        found = reports[0] if len(urls) == 1 else merge(reports)
         if options.json:
             print(json.dumps(found, indent=2))  # noqa: T201  (what was asked for)
         else:
             Console().print(*report_tables(found))
     if failures:
-        missing = f"{len(failures)} of {len(options.urls)} did not report, and are not in it: " if reports else ""
+        missing = f"{len(failures)} of {len(urls)} did not report, and are not in it: " if reports else ""
         raise CommandError(missing + "; ".join(failures))
 
 

@@ -8,7 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
+from service.documents.models import ModelListDocument
+from service.documents.report import ReportDocument
 from service.tracing import Parent, Tracing
 
 Document = dict[str, Any]
@@ -19,7 +22,7 @@ PARENT_VARIABLE = "TRACEPARENT"
 
 
 class ClientError(Exception):
-    """The server could not be reached, or refused; the message is for a person to read."""
+    """The server could not be reached, refused, or is none of ours; the message is for a person to read."""
 
 
 class Client:
@@ -51,12 +54,12 @@ class Client:
 
     def models(self) -> list[Document]:
         """Every model, the default first."""
-        data: list[Document] = self._call("GET", "/v1/models")["data"]
+        data: list[Document] = self._get("/v1/models", ModelListDocument)["data"]
         return data
 
     def report(self) -> Document:
         """What the server has measured."""
-        return self._call("GET", "/v1/report")
+        return self._get("/v1/report", ReportDocument)
 
     def score(self, model: str, text: str) -> Document:
         """Token ids of `text`, and their log-probabilities."""
@@ -87,14 +90,36 @@ class Client:
         """Ends a session."""
         self._call("DELETE", f"/v1/sessions/{session}")
 
+    def _get(self, path: str, kind: Any) -> Document:
+        """What is at `path`, as it came, once it is known to be a document of this kind: by that a server shows that it
+        is one of ours, and of a version that is understood here."""
+        response = self._answered("GET", path)
+        try:
+            TypeAdapter(kind).validate_json(response.content, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            why = f"{place}: {first['msg']}" if place else first["msg"]
+            raise ClientError(f"{self._url} does not answer GET {path} as Wane does: {why}") from error
+        document: Document = response.json()
+        return document
+
     def _call(self, method: str, path: str, body: Document | None = None) -> Document:
+        response = self._answered(method, path, body)
+        try:
+            document: Document = response.json() if response.content else {}
+        except ValueError as error:
+            raise ClientError(f"{self._url} does not answer {method} {path} as Wane does: {error}") from error
+        return document
+
+    def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
+        """What the server says to it that is no refusal."""
         try:
             response = self._request(method, path, body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ClientError(f"{self._url} does not answer: {error}") from error
         if response.is_success:
-            document: Document = response.json() if response.content else {}
-            return document
+            return response
         try:
             detail = response.json()["detail"]
         except (ValueError, KeyError, TypeError):

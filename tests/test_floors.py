@@ -57,7 +57,7 @@ ONLY_IN = {
     "service.server": ("service/__main__",),
     "service.routes": ("service/app", "service/routes/"),
     "service.schemas": ("service/routes/",),
-    "service.documents": ("service/documents/", "service/app", "service/routes/"),
+    "service.documents": ("service/documents/", "service/app", "service/client", "service/routes/"),
     "service.middleware": ("service/app", "service/routes/"),
     "service.runners": ("service/runners/", "service/engine/", "service/__main__"),
     "service.stores": ("service/stores/", "service/engine/", "service/__main__"),

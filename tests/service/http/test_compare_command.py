@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -172,7 +176,7 @@ def test_a_window_is_measured_where_it_does_not_reach_back_to_the_start() -> Non
 
 
 def test_a_server_without_models_is_told_as_that() -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"object": "list", "data": []}))
     with Client("http://wane", transport) as client, pytest.raises(ClientError, match="the server has no models"):
         choose(client, None)
 
@@ -207,3 +211,69 @@ def test_replicas_reports_are_added_up_and_one_that_does_not_answer_is_named(
     assert "1 replicas" in printed.out and f"1 of 2 did not report, and are not in it: {absent} does not" in printed.err
     assert main(["report", live.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"][0].keys() == once["models"][0].keys()
+
+
+@contextmanager
+def stranger(page: bytes) -> Iterator[str]:
+    """The address of a server that answers everything with one page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing is printed."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+PAGES = {
+    "a page": (b"<html>statistics of a proxy</html>", "Invalid JSON"),
+    "nothing": (b"", "Invalid JSON"),
+    "another's JSON": (b'{"device": "cpu"}', "models: Field required"),
+    "a list": (b"[]", "object"),
+    "other types": (b'{"device": "cpu", "models": [{"model": 5}]}', "models.0.model: "),
+    "brackets without end": (b"[" * 100_000, "Invalid JSON"),
+}
+
+
+@pytest.mark.parametrize(("page", "why"), PAGES.values(), ids=PAGES)
+def test_a_url_that_is_not_a_server_of_ours_is_named_and_the_others_are_reported(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], page: bytes, why: str
+) -> None:
+    with stranger(page) as url:
+        assert main(["report", url, live.url + "/", live.url, "--json"]) == 2
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["replicas"] == 1
+        assert f"1 of 2 did not report, and are not in it: {url} does not answer GET /v1/report as" in printed.err
+        assert why in printed.err
+        assert main(["report", url]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and printed.err.startswith(f"error: {url} does not answer GET /v1/report as Wane does: ")
+        assert main(["compare", url]) == 2
+        assert f"error: {url} does not answer GET /v1/models as Wane does: " in capsys.readouterr().err
+
+
+def test_a_report_that_does_not_go_with_the_others_is_named_and_left_out(
+    live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    http.post("/v1/predict", json={"tokens": [1]}).raise_for_status()
+    other = http.get("/v1/report").json()
+    for model in other["models"]:
+        for mode in model["modes"].values():
+            mode["latency"]["queue"]["buckets"][0]["le_ms"] = 1e-9
+    with stranger(json.dumps(other).encode()) as url:
+        assert main(["report", live.url, url, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["replicas"] == 1
+    assert f"1 of 2 did not report, and are not in it: {url}: the replicas' histograms" in printed.err
