@@ -209,8 +209,8 @@ def test_a_replica_that_is_full_takes_no_more_memory_than_it_may() -> None:
         status = Path(f"/proc/{server.process.pid}/status").read_text()
     (taken,) = [int(found) * 1024 for found in re.findall(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)]
     models = len([one for one in (ROOT / DEFAULTS.bundles).iterdir() if (one / "manifest.json").is_file()])
-    full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes
-    assert full + GIB <= limit, "a GiB for requests that are under way, and a model's next version"
+    full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes + DEFAULTS.max_bodies_bytes
+    assert full + GIB <= limit, "a GiB for work that is under way, and a model's next version"
 
 
 def test_redis_fits_in_its_memory_twice_and_evicts_nobody() -> None:

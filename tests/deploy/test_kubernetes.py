@@ -182,6 +182,25 @@ def test_a_pod_may_take_as_much_memory_as_the_compose_file_s_container(name: str
     assert on_gpus == ("8Gi" if name == "wane" else limit)
 
 
+GIB = 2**30
+UNITS = {"Mi": 2**20, "Gi": GIB}
+
+
+def asked_bytes(name: str, among: list[Resource] = BASE) -> int:
+    """The memory that a pod of this name asks its node for."""
+    asked = container(name, among)["resources"]["requests"]["memory"]
+    return int(asked[:-2]) * UNITS[asked[-2:]]
+
+
+def test_a_pod_asks_for_the_memory_that_it_was_measured_to_take() -> None:
+    page = (ROOT / "docs" / "stack.md").read_text(encoding="utf-8")
+    (models,) = re.findall(r"six models take ([\d.]+) GiB", page)
+    assert len(list((ROOT / SETTINGS.bundles).glob("*/manifest.json"))) == 6
+    assert min(asked_bytes("wane"), asked_bytes("wane", GPU)) > float(models) * GIB
+    (store,) = re.findall(r"^maxmemory (\d+)gb$", get("ConfigMap", "redis")["data"]["redis.conf"], re.MULTILINE)
+    assert asked_bytes("redis") >= int(store) * GIB
+
+
 @pytest.mark.parametrize("name", ["haproxy", "redis"])
 def test_haproxy_and_redis_run_the_command_of_the_compose_file_with_the_same_file(name: str) -> None:
     assert container(name)["command"] == COMPOSE[name]["command"]
