@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from service.app import create_app
 from service.engine.catalog import Catalog
+from service.intake import Intake
 from service.metrics import Metrics
 from service.server import WEBSOCKETS, protocols
 from service.settings import Settings
@@ -39,6 +40,7 @@ class Patient(SocketServer):
         super().__init__(app, catalog)
         self.metrics = metrics
         named = WEBSOCKETS | protocols(settings, metrics)
+        self.intake: Intake = named["http"].keywords["intake"]
         self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
 
 
@@ -64,6 +66,11 @@ async def serving(**changes: float) -> AsyncIterator[Patient]:
 async def dialogue(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
     """What the server says until it hangs up, to somebody who says `first` and goes on with `drip`, bit by bit."""
     reader, writer = await asyncio.open_connection(*server.address)
+    return await hear(reader, writer, first, drip)
+
+
+async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
+    """What is said until the other side hangs up."""
 
     async def go_on() -> None:
         while drip:
@@ -73,12 +80,24 @@ async def dialogue(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
 
     writer.write(first)
     going_on = asyncio.create_task(go_on())
+    said = bytearray()
     try:
-        return await reader.read()
+        with suppress(ConnectionError):
+            while some := await reader.read(2**16):
+                said.extend(some)
+        return bytes(said)
     finally:
         going_on.cancel()
         await asyncio.gather(going_on, return_exceptions=True)
         writer.close()
+
+
+async def conversation(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
+    """As `dialogue`, on a WebSocket: what is said behind its handshake."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(HANDSHAKE)
+    await reader.readuntil(b"\r\n\r\n")
+    return await hear(reader, writer, first, drip)
 
 
 def deaf(server: Patient) -> socket.socket:
@@ -96,7 +115,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def frame(first: int, data: bytes = b"") -> bytes:
     """A frame with this first byte, masked by zeros."""
-    return bytes([first, 0x80 | len(data)]) + bytes(4) + data
+    length = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xff" + len(data).to_bytes(8)
+    return bytes([first]) + length + bytes(4) + data
 
 
 async def flood(server: Patient, first: bytes, more: bytes, most_bytes: int) -> bytes:

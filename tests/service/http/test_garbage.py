@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
+from websockets.frames import Frame
 
 from service.corked import Corked
+from service.patient_http import PatientHttp
+from service.patient_websocket import PatientWebSocket
 from service.routes.hangup import until_hangup
 from tests.service.alone import alone, left
-from tests.service.http.patient import GET, serving
+from tests.service.http.patient import GET, HANDSHAKE, frame, serving
 
 TURNS = 100  # of the event loop, for what there is still to do
 
@@ -49,6 +52,31 @@ async def connect_and_leave() -> None:
         assert not left(Corked)
 
 
-@pytest.mark.parametrize("what", [watch_a_request, connect_and_leave])
+async def leave_within_a_message(first: bytes) -> None:
+    """Three WebSockets, each gone before the message is whole that `first` begins."""
+    async with serving() as server:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(first)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert not [*left(PatientWebSocket), *left(Frame), *left(PatientHttp), *left(Corked)]
+
+
+async def leave_within_a_frame() -> None:
+    await leave_within_a_message(frame(0x81, b"{" * 100)[:50])
+
+
+async def leave_behind_a_fragment() -> None:
+    await leave_within_a_message(frame(0x01, b"{" * 100))
+
+
+@pytest.mark.parametrize("what", [watch_a_request, connect_and_leave, leave_within_a_frame, leave_behind_a_fragment])
 def test_what_is_over_leaves_nothing_for_the_garbage_collector(what: Callable[[], Coroutine[Any, Any, None]]) -> None:
     alone(what)

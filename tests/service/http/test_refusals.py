@@ -19,6 +19,7 @@ from tests.service.http.patient import (
     POST,
     SOON_S,
     Patient,
+    conversation,
     deaf,
     dialogue,
     flood,
@@ -60,6 +61,13 @@ def line(reason: str, status: int | None) -> Fields:
 
 def status_of(said: bytes) -> int:
     return int(said.split(b" ")[1])
+
+
+def closed_with(said: bytes) -> int:
+    """The code of the last frame that a WebSocket's server sent."""
+    first, length, *rest = said[said.rindex(b"\x88") :]
+    assert first == 0x88 and length == len(rest)
+    return int.from_bytes(rest[:2])
 
 
 LONG = b"x: " + b"y" * 9000 + b"\r\n\r\n"
@@ -135,6 +143,34 @@ async def test_frames_without_a_message_are_counted_and_logged_beside_the_socket
         await flood(server, HANDSHAKE, frame(0x89) * 5000, 2**26)
         assert counted(server) == {"frames": 1}
     assert line("frames", None) in lines and "socket" in {one["message"] for one in lines}
+
+
+@pytest.mark.parametrize(
+    ("code", "frames"),
+    [(1002, b"\xf1\x80" + bytes(4)), (1002, frame(0x80)), (1007, frame(0x81, b"\xff\xfe"))],
+    ids=["bits", "continuation", "text"],
+)
+async def test_a_websocket_that_says_what_is_none_is_told_so_counted_and_logged_without_a_trace(
+    code: int, frames: bytes, lines: list[Fields], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as server:
+        assert closed_with(await conversation(server, frames * 3)) == code
+        assert counted(server) == {"malformed": 1}
+    assert lines == [line("malformed", None), {**lines[-1], "message": "socket", "code": code}]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("first", [frame(0x01, b"{"), frame(0x81, b"{}")[:7], frame(0x89) + b"\x81"])
+async def test_a_message_that_drips_in_is_timed_out_counted_and_logged(first: bytes, lines: list[Fields]) -> None:
+    async with serving(body_timeout_s=SOON_S) as server:
+        assert closed_with(await conversation(server, first)) == 1008
+        assert counted(server) == {"slow_body": 1}
+    assert line("slow_body", None) in lines
+
+
+async def test_pings_give_a_message_no_more_time() -> None:
+    async with serving(body_timeout_s=SOON_S) as server:
+        assert closed_with(await conversation(server, frame(0x01, b"{"), frame(0x89))) == 1008
 
 
 async def test_good_requests_and_connections_on_which_nothing_comes_are_no_refusals(lines: list[Fields]) -> None:
