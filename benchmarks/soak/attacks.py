@@ -234,7 +234,9 @@ async def babbling(target: Target) -> AsyncIterator[str]:
         yield await raw.status()
         for text in ("{", '{"tokens": "x"}', '{"rewind": -5}', "x" * 3000, '{"tokens": []}'):
             await raw.send(frame(text))
-        await raw.send(random.choice((b"\xff" * 200, frame("x", announced=2**30), frame("x", announced=2**63 - 1))))
+        no_text = b"\x81\x82" + bytes(4) + b"\xff\xfe"
+        wrong = (b"\xff" * 200, no_text, frame("x", announced=2**30), frame("x", announced=2**63 - 1))
+        await raw.send(random.choice(wrong))
         await raw.read(4096, within_s=1.0)
         raw.reset()
 
