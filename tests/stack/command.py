@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from queue import Queue
 from threading import Thread
@@ -14,12 +13,12 @@ WAIT_S = 120
 
 
 class Command:
-    """`python -m MODULE`, with these arguments, in a session of its own."""
+    """A program, in the checkout and in a session of its own."""
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Starts it. `environment` is its own, if it is not this process's."""
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """Starts it: its name and its arguments. `environment` is its own, if it is not this process's."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            arguments,
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

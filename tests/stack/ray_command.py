@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,11 @@ from tests.stack.command import Command
 from tests.stack.conftest import BUNDLE
 
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
+OWNER = "alice"
+OWN, OTHERS = ({"authorization": f"Bearer the-key-of-{name}-in-tests"} for name in (OWNER, "bob"))
+"""What a client sends who has a key, and what another one does."""
+
+KEYS = f"{OWNER}:the-key-of-{OWNER}-in-tests,bob:the-key-of-bob-in-tests"
 REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
 STORE = re.compile(r"sessions are in (\S+) \(pid (\d+)\)\n")
 READY = ": ready at "
@@ -39,13 +45,13 @@ class RayCommand(Command):
         self.configuration.write_text(CONFIGURATION.read_text(encoding="utf-8"), encoding="utf-8")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         super().__init__(
-            "deploy.ray",
+            "scripts/ray",
             f"--config={self.configuration}",
             f"--port={self.port}",
             f"--folder={folder / 'redis'}",
             f"--ray-folder={folder / 'ray'}",
             *arguments,
-            environment={**inherited, "WANE_BUNDLES": str(BUNDLE), "HOME": str(folder)},
+            environment={**inherited, "WANE_BUNDLES": str(BUNDLE), "WANE_API_KEYS": KEYS, "HOME": str(folder)},
         )
 
     def until_store(self) -> str:
@@ -85,6 +91,15 @@ class RayCommand(Command):
             except OSError:  # it has ended meanwhile
                 continue
         return found
+
+    def logged(self, request_id: str) -> dict[str, Any]:
+        """A request's line in the log of its replica, which has ended."""
+        for file in (self.folder / "ray").glob("session_2*/logs/worker-*.err"):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                if line.startswith("{") and request_id in line:
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+        raise AssertionError(f"no log has {request_id}")
 
     def end(self) -> None:
         """Kills what there is of it still."""

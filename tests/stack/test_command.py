@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from tests.stack.conftest import BUNDLE
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
+STACK = (sys.executable, "-m", "deploy.stack")
 LINE = re.compile(r"  (\S+) +127\.0\.0\.1:\d+  pid (\d+)\n")
 
 
@@ -25,7 +27,7 @@ def test_one_command_starts_everything_and_one_signal_stops_it(tmp_path: Path) -
     program("prometheus")
     port = free_port()
     command = Command(
-        "deploy.stack",
+        *STACK,
         f"--port={port}",
         f"--operations-port={free_port()}",
         f"--prometheus-port={free_port()}",
@@ -58,7 +60,7 @@ def test_a_service_that_does_not_start_ends_the_command_with_its_log(tmp_path: P
     program("haproxy")
     program("prometheus")
     command = Command(
-        "deploy.stack",
+        *STACK,
         f"--port={free_port()}",
         f"--prometheus-port={free_port()}",
         f"--folder={tmp_path}",

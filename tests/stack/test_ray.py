@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -10,13 +11,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from websockets.asyncio.client import connect
 
+from service.middleware import POLICY
+from service.routes.stream import NO_SESSION
 from tests.stack.command import WAIT_S
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
 from tests.stack.player import Player
-from tests.stack.ray_command import RayCommand
+from tests.stack.ray_command import OTHERS, OWN, OWNER, RayCommand
 from tests.stack.test_streams import RESTART, Streaming, play
 from tests.stack.twin import Twin
 
@@ -26,6 +31,7 @@ SESSIONS = 100
 LONG = 10
 STREAMS = 16
 RATE = 0.5
+SPOOFED = {"x-forwarded-for": "6.6.6.6", "x-request-id": "a-client-that-says-it-is-another"}
 
 
 @pytest.fixture
@@ -50,13 +56,32 @@ async def a_step_each(players: list[Player]) -> None:
     await asyncio.gather(*(player.step((player.random.randrange(1, player.vocabulary),)) for player in players))
 
 
+async def asks_for_a_key(player: Player) -> None:
+    """Without one, or with another's, whoever asks is told so, and nothing becomes of the player's session."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{player.port}") as client:
+        path = f"/v1/sessions/{player.session}"
+        for keys, status in (({}, 401), ({"authorization": "Bearer none"}, 401), (OTHERS, 404), (OWN, 200)):
+            answer = await client.get(path, headers=keys | SPOOFED)
+            assert answer.status_code == status, answer.text
+    assert answer.json()["position"] == player.position
+    for keys, code in (({}, POLICY), (OTHERS, NO_SESSION)):
+        async with connect(f"ws://127.0.0.1:{player.port}{path}/stream", additional_headers=keys) as socket:
+            assert "error" in json.loads(await socket.recv())
+            await socket.wait_closed()
+        assert socket.close_code == code
+
+
 async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replicas_come_and_go(
     command: RayCommand, figures: Figures
 ) -> None:
     store = await asyncio.to_thread(command.until_store)
     pids = await asyncio.to_thread(command.until_ready, 2)
     first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
-    async with crowd(command.port, first) as players, crowd(command.port, [40] * STREAMS, name="stream") as others:
+    async with (
+        crowd(command.port, first, headers=OWN) as players,
+        crowd(command.port, [40] * STREAMS, name="stream", headers=OWN) as others,
+    ):
+        await asks_for_a_key(players[0])
         streams = [Streaming(player) for player in others]
         await play(streams)
         sockets = [await stream.open() for stream in streams]
@@ -91,7 +116,7 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
             longest_gap_while_scaled_s=longest_gap_s(players),
         )
         assert failures(players) == []
-        assert await histories([*players, *others], store, TAIL_TOKENS) == []
+        assert await histories([*players, *others], store, TAIL_TOKENS, OWNER) == []
     compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(one.tokens, one.answers) for one in (*players, *others)])
     figures(compared=compared)
     assert compared.broken == ()
@@ -101,3 +126,4 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
     await asyncio.to_thread(command.until, "stopped\n".__eq__)
     assert command.process.wait(WAIT_S) == 0
     assert command.processes() == []
+    assert command.logged(SPOOFED["x-request-id"])["client"] == "127.0.0.1"

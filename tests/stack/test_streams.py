@@ -39,7 +39,8 @@ class Streaming:
         while self.socket is None:
             try:
                 self.socket = await connect(
-                    f"ws://127.0.0.1:{self.player.port}/v1/sessions/{self.player.session}/stream"
+                    f"ws://127.0.0.1:{self.player.port}/v1/sessions/{self.player.session}/stream",
+                    additional_headers=self.player.headers,
                 )
                 self.opened += 1
             except (OSError, InvalidHandshake):
