@@ -21,13 +21,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.direct import Direct, Endpoint
 from service.documents.problem import ProblemDocument
 from service.engine.catalog import Catalog
+from service.errors import NotFound
 from service.guard import Guard
 from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
 from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
-from service.routes.errors import envelope
+from service.routes.errors import NOWHERE, envelope
 from service.settings import Settings
 from service.tracing import Tracing
 
@@ -146,6 +147,14 @@ def create_app(
     app.state.tracing = tracing
     for router in ROUTERS:
         app.include_router(router)
+    nowhere = app.router.default
+
+    async def default(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # the framework would refuse it without a word
+            raise NotFound(NOWHERE)
+        await nowhere(scope, receive, send)
+
+    app.router.default = default
     return app
 
 

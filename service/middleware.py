@@ -5,8 +5,9 @@ In:   its id (x-request-id, traceparent), its path (404), its key (401, 403, 429
 Out:  x-request-id and what tells browsers to be careful, an answer for whatever was raised, the metrics, and one line
       in the access log, whatever became of it.
 
-A WebSocket has its id and its key looked at too, before any route knows of it. One that is refused is accepted, told
-why in a message, and closed with 1008, for of a handshake that fails a browser tells its page nothing.
+A WebSocket has its id and its key looked at too, before any route knows of it. One that is refused, or for which there
+is no route, is accepted, told why in a message, and closed with 1008, for of a handshake that fails a browser tells its
+page nothing.
 
 It is one class, because every layer costs every message of every request a call.
 """
@@ -179,7 +180,8 @@ class Door:
                 end_trace(traced, scope, here, status or HUNG_UP, ended_s)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message."""
+        """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message, so that
+        what is raised here was raised before it was accepted."""
         started_s = time.perf_counter()
         here = scope["wane.context"] = Context.of(scope)
         here.timeout_s = self.request_timeout_ms / 1000
@@ -189,10 +191,9 @@ class Door:
                     refuse_control(scope["path"])
                 if self.guard is not None:
                     self.admit(self.guard, scope, here)
+                await self.app(scope, receive, send)
             except WaneError as error:
                 await self.turn_away(scope, receive, send, error)
-            else:
-                await self.app(scope, receive, send)
         finally:
             log_access("socket", self.line(scope, here, time.perf_counter() - started_s) | here.fields)
 

@@ -30,6 +30,7 @@ from service.middleware import context
 INTERNAL = "internal"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 INFERENCE_PROTOCOL = "/v2/"
+NOWHERE = "there is nothing at this path; /docs lists what there is"
 UNEXPECTED = "something went wrong here, and it is not your request; the log has it under this request id"
 
 
@@ -72,7 +73,7 @@ def describe(error: Exception) -> Failure:
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase
         detail = {
-            404: "there is nothing at this path; /docs lists what there is",
+            404: NOWHERE,
             405: "this path does not take this method; the header Allow lists those that it takes",
         }.get(error.status_code, error.detail)
         return Failure(error.status_code, phrase.lower().replace(" ", "_"), detail, headers=dict(error.headers or {}))

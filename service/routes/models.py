@@ -14,18 +14,21 @@ from service.routes.context import catalog
 router = APIRouter(tags=["models"])
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelListDocument)
 async def models(request: Request) -> Response:
     """Every model, the default first, with its family, its k, its certificate but for the curve, and its quality."""
     return answers.reply({"object": "list", "data": [answers.model_summary(one) for one in catalog(request).list()]})
 
 
+@router.head("/v1/models/{name}", include_in_schema=False)
 @router.get("/v1/models/{name}", response_model=ModelCardDocument)
 async def model(request: Request, name: str) -> Response:
     """One model, with its certificate's curve: the error bound of a window of k tokens, for every k."""
     return answers.reply(answers.model_card(catalog(request).get(name)))
 
 
+@router.head("/v1/report", include_in_schema=False)
 @router.get("/v1/report", response_model=ReportDocument)
 async def report(request: Request) -> Response:
     """What was measured while serving: latency by mode, agreement over all comparisons, sessions."""

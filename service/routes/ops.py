@@ -45,6 +45,7 @@ async def readyz(request: Request) -> Response:
     return answers.reply(document, 200 if ready else 503)
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics; with exemplars as OpenMetrics, where that is accepted."""
@@ -53,12 +54,14 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": content_type})
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """A first page for people."""
     return HTMLResponse(pages.first(), headers=pages.HEADERS)
 
 
+@router.head("/docs", include_in_schema=False)
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
     """Every route, for people."""

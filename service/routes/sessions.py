@@ -39,6 +39,7 @@ async def create(request: Request) -> Response:
     return answers.reply(document, 201, {"location": f"/v1/sessions/{document['session']}"})
 
 
+@router.head("/{session}", include_in_schema=False)
 @router.get("/{session}", response_model=SessionDocument)
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""

@@ -155,10 +155,10 @@ async def test_a_method_that_a_path_does_not_take_has_the_shape(client: httpx.As
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
-        ("/v1/sessions/s", "DELETE, GET"),
+        ("/v1/sessions/s", "DELETE, GET, HEAD"),
         ("/v1/sessions", "POST"),
         ("/readyz", "GET, HEAD"),
-        ("/v1/models/m", "GET"),
+        ("/v1/models/m", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),
     ],
 )

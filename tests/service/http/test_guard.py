@@ -11,11 +11,10 @@ from typing import Any, cast
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from service.app import ROUTES, create_app
+from service.app import create_app
 from service.engine.catalog import Catalog
 from service.errors import InvalidRequest, UnknownSession
 from service.keys import Permission
@@ -24,6 +23,7 @@ from service.settings import Settings
 from tests.service.http.conftest import never
 from tests.service.http.fake import FakeCatalog
 from tests.service.http.problems import assert_members
+from tests.service.http.table import every_route, every_socket
 
 ALICE, BOB, OPS, SCRAPER = (f"{name}-0123456789abcdefgh" for name in ("alice", "bob", "ops", "scraper"))
 KEYS = f"alice:{ALICE},bob:{BOB},ops:{OPS}:admin,scraper:{SCRAPER}:metrics"
@@ -34,16 +34,6 @@ STREAM = "/v1/sessions/s/stream"
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
-
-
-def every_route(app: FastAPI) -> list[tuple[str, str]]:
-    """Every method and path that the application has, its own pages and those of the framework included."""
-    found = []
-    for route in [*app.routes, *ROUTES]:
-        if isinstance(route, Route):
-            path = route.path.replace("{session}", "s").replace("{name}", "fake")
-            found += [(method, path) for method in sorted(route.methods or ())]
-    return sorted(set(found))
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +65,7 @@ async def test_every_route_but_the_probes_refuses_a_call_without_a_key(
 ) -> None:
     routes = every_route(guarded)
     assert len(routes) >= 22
+    assert {("HEAD", "/v1/models"), ("HEAD", "/v1/sessions/s")} <= set(routes)
     assert {path for _, path in routes} >= OPEN | {"/", "/docs", "/openapi.json", "/metrics"}
     for method, path in routes:
         for headers in ({}, bearer("wrong"), bearer(""), {"authorization": ALICE}, {"authorization": "Bearer"}):
@@ -118,8 +109,10 @@ async def test_what_a_key_is_good_for_is_told_behind_the_path_that_the_applicati
             assert statuses == [403, 200], path
 
 
-def test_a_websocket_at_a_path_with_a_control_character_is_told_that_there_is_nothing(sockets: TestClient) -> None:
-    with sockets.websocket_connect(STREAM + "%0a", headers=bearer(ALICE)) as socket:
+@pytest.mark.parametrize("path", [STREAM + "%0a", "/v1/nowhere", "/v1/models", STREAM + "/"])
+def test_a_websocket_at_a_path_where_there_is_none_is_told_so(sockets: TestClient, path: str) -> None:
+    with sockets.websocket_connect(path, ["wane", f"bearer.{ALICE}"]) as socket:
+        assert socket.accepted_subprotocol == "wane"
         assert_members(socket.receive_json()["error"], 404, "not_found")
         with pytest.raises(WebSocketDisconnect) as caught:
             socket.receive_json()
@@ -153,9 +146,9 @@ async def test_whoever_may_not_load_models_is_told_so_in_the_protocol_s_words(cl
 
 
 def test_every_websocket_refuses_whoever_has_no_key_and_says_so(guarded: FastAPI, sockets: TestClient) -> None:
-    paths = [route.path for route in ROUTES if isinstance(route, WebSocketRoute)]
-    assert paths
-    for path in [*(path.replace("{session}", "s") for path in paths), "/v1/nowhere"]:
+    paths = every_socket(guarded)
+    assert paths == [STREAM]
+    for path in [*paths, "/v1/nowhere"]:
         for headers, subprotocols in (({}, None), (bearer("wrong"), None), ({}, ["wane", "bearer.wrong"])):
             with sockets.websocket_connect(path, subprotocols, headers=headers) as socket:
                 assert socket.accepted_subprotocol == (None if subprotocols is None else "wane")

@@ -165,7 +165,7 @@ async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient,
         assert (await client.head("/healthz")).status_code == 200
 
 
-async def test_a_websocket_to_a_path_without_one_is_closed_and_not_an_error(app: FastAPI) -> None:
+async def test_a_websocket_to_a_path_without_one_is_told_so_and_closed(app: FastAPI) -> None:
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -175,4 +175,5 @@ async def test_a_websocket_to_a_path_without_one_is_closed_and_not_an_error(app:
         sent.append(message)
 
     await app({"type": "websocket", "path": "/v1/predict", "headers": [], "query_string": b""}, receive, send)
-    assert [message["type"] for message in sent] == ["websocket.close"]
+    assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
+    assert '"code": "not_found"' in sent[1]["text"]
