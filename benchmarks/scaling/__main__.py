@@ -4,8 +4,9 @@
     python -m benchmarks.scaling measure [--seconds S]   what the parts cost, on the real stack: scaling_costs.json
     python -m benchmarks.scaling check [--seconds S]     the real stack under the load to compare: scaling_check.json
 
-`measure` and `check` take about three minutes each on two cores, and want the machine for themselves; the rest takes
-one, anywhere, and gives the same figures each time."""
+Each takes about three minutes on two cores. `measure` and `check` want the machine for themselves; the first runs
+anywhere, on one of them, and gives the same figures each time.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.scaling", description=__doc__.splitlines()[0] if __doc__ else ""
+        "python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", nargs="?", choices=("run", "measure", "check"), default="run")
     parser.add_argument("--seconds", type=float, default=measure.SECONDS, help="of each load that is measured")
