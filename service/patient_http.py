@@ -127,9 +127,11 @@ class PatientHttp(Patient, CorkedProtocol):
         """Whether there is room for a body of the length that its head says; where it says none, that is seen when it
         comes. What is too long at any time is refused elsewhere."""
         self.measured = self.scope
+        most, taken = self.share.intake.most, self.share.intake.taken
+        if 2 * taken <= most:  # a body is at most half of it
+            return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0
-        most = self.share.intake.most
         return length <= SMALL_BYTES or length > most or self.share.intake.has_room(length - self.share.counted)
 
     def on_response_complete(self) -> None:

@@ -160,7 +160,11 @@ async def test_a_websocket_that_says_what_is_none_is_told_so_counted_and_logged_
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("first", [frame(0x01, b"{"), frame(0x81, b"{}")[:7], frame(0x89) + b"\x81"])
+@pytest.mark.parametrize(
+    "first",
+    [frame(0x01, b"{"), frame(0x81, b"{}")[:7], frame(0x89) + b"\x81", frame(0x81, b"{}") + frame(0x81, b"{}")[:7]],
+    ids=["fragment", "frame", "behind a ping", "behind a message"],
+)
 async def test_a_message_that_drips_in_is_timed_out_counted_and_logged(first: bytes, lines: list[Fields]) -> None:
     async with serving(body_timeout_s=SOON_S) as server:
         assert closed_with(await conversation(server, first)) == 1008
