@@ -54,10 +54,10 @@ class Hostiles:
         told = self.told.setdefault(attack.__name__, Counter())
         try:
             async with asyncio.timeout(CUT_OFF_S):
-                async for answer in attack(self.target):
+                async for answer, right in attack(self.target):
                     told[answer] += 1
-                    if answer not in ATTACKS[attack]:
-                        self.wrong.append(f"{attack.__name__} was answered {answer}")
+                    if answer not in right:
+                        self.wrong.append(f"{attack.__name__} was answered {answer}, not {' or '.join(right)}")
         except OSError as error:
             told[type(error).__name__] += 1
         except TimeoutError:
