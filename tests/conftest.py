@@ -20,6 +20,7 @@ TRAIN_FILES = [
     HERE / name
     for name in (
         "benchmarks/test_stability_price.py",
+        "docs/test_readme_training.py",
         "docs/test_training.py",
         "models/test_constraints.py",
         "models/test_export.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.transcript import Command, TranscriptError, compare, parse, run
+from tests.docs.transcript import Command, TranscriptError, compare, parse, run, scripts
 
 
 def console(*lines: str, info: str = "console") -> str:
@@ -27,8 +27,13 @@ def test_a_document_is_parsed_into_commands_with_their_lines_and_output() -> Non
     ]
 
 
-def test_blocks_for_people_are_not_run() -> None:
+def test_blocks_of_another_kind_are_not_compared() -> None:
     assert parse(console("$ false", info="bash") + console("$ false", info="") + console("x", info="json")) == []
+
+
+def test_the_commands_of_bash_blocks_come_block_by_block() -> None:
+    document = console("echo a \\", "    b", "true", info="bash") + console("$ false") + console("echo c", info="bash")
+    assert scripts(document) == [["echo a      b", "true"], ["echo c"]]
 
 
 def test_a_console_block_without_a_command_is_a_fault_of_the_document() -> None:

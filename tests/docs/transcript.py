@@ -12,7 +12,8 @@ line, for any lines. Decimal numbers need only agree to a thousandth, and millis
 text) not at all. A line that ends in a backslash goes on in the next one.
 
 A block of `console background` is started and kept running until the end of the file, once it has printed what stands
-there: a server. Blocks with any other first word, such as `bash`, are for people only.
+there: a server. Blocks with any other first word are not compared with what they print. Those of `bash` are for a test
+that runs them otherwise: see `scripts`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,15 @@ def parse(markdown: str) -> list[Command]:
         first = markdown.count("\n", 0, block.start("body")) + 1
         commands += _commands(block["body"], first, background="background" in words)
     return commands
+
+
+def scripts(markdown: str) -> list[list[str]]:
+    """The commands of a document's `bash` blocks, block by block; one over several lines is one."""
+    return [
+        block["body"].replace("\\\n", " ").splitlines()
+        for block in FENCE.finditer(markdown)
+        if block["info"].split()[:1] == ["bash"]
+    ]
 
 
 def _commands(body: str, first: int, *, background: bool) -> Iterator[Command]:

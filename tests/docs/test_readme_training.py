@@ -1,0 +1,52 @@
+"""The README's commands that print nothing to compare: those of its `bash` blocks, run in their order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_readme import ROOT, free_port
+from tests.docs.transcript import TIMEOUT_S, Command, run, scripts
+
+EXPERIMENT = "training/experiments/licence.toml"
+
+
+def test_each_block_is_run_by_a_test() -> None:
+    """The one that audits a model from outside is run, and what it has made is served, by tests/training."""
+    own, outside = scripts((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert EXPERIMENT in own[1]
+    assert ["examples/outside_lstm.py" in outside[0], " audit " in outside[1]] == [True, True]
+    assert len(outside) == 3 and outside[2] == own[-1]
+
+
+@pytest.mark.slow
+def test_the_commands_that_train_a_model_of_one_s_own_end_with_its_being_served(tmp_path: Path) -> None:
+    install, *commands, serve = scripts((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert install == ".venv/bin/pip install -e '.[train]'" and "train" in extras
+    port = free_port()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
+    environment = {**inherited, "WANE_PORT": str(port), "NO_COLOR": "1"}
+    for command in commands:
+        spelt = command.replace(".venv/bin/python", sys.executable).replace("runs/", f"{tmp_path}/")
+        if EXPERIMENT in command:
+            spelt += f" --run {tmp_path}/licence"  # its default is beneath the checkout
+        ended = subprocess.run(
+            ["bash", "-c", spelt],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout
+    serving = Command(0, serve.replace("runs/", f"{tmp_path}/"), '...\n{..."message":"ready"...}\n', background=True)
+    asked = Command(0, f"curl -s 127.0.0.1:{port}/v1/models", '{"object":"list","data":[{"id":"licence"...\n')
+    run([serving, asked], ROOT, environment)
