@@ -154,7 +154,7 @@ async def test_a_websocket_that_says_what_is_none_is_told_so_counted_and_logged_
     code: int, frames: bytes, lines: list[Fields], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as server:
-        assert closed_with(await conversation(server, frames * 3)) == code
+        assert closed_with(await conversation(server, frames * 1000)) == code
         assert counted(server) == {"malformed": 1}
     assert lines == [line("malformed", None), {**lines[-1], "message": "socket", "code": code}]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
