@@ -1,4 +1,4 @@
-"""Puts the figures of `parked`, `precision` and `lookup` into the tables of docs/engine.md.
+"""Puts the figures of `parked`, `shadow`, `precision` and `lookup` into the tables of docs/engine.md.
 
 python -m benchmarks.engine_page
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ def tables(figures: Path) -> dict[str, list[str]]:
     """The page's tables by name, each as its lines in Markdown; `figures` is the folder with the benchmarks' JSON."""
     kept = {
         name: json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("parked", "precision", "lookup")
+        for name in ("parked", "shadow", "precision", "lookup")
     }
     return {
         "parked": parked(kept["parked"]["results"]),
+        "shadows": shadows(kept["shadow"]["windows"].values()),
         "precision": in_turns(kept["precision"]["subjects"], "float32", "int8", slower="float32"),
         "lookup": in_turns(kept["lookup"]["subjects"], "looked up", "multiplied", slower="multiplied"),
     }
@@ -49,6 +50,35 @@ def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
             ]
             for result in results
         ],
+    )
+
+
+def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Live latency by k and rate, its difference from the same round's without shadows, and what they took and did."""
+    rows = []
+    for window in windows:
+        none = window["rounds"]["0.0"]
+        for rate, rounds in window["rounds"].items():
+            requests = sum(one["requests"] for one in rounds)
+            over = {
+                name: [one[name] - other[name] for one, other in zip(rounds, none, strict=True)]
+                for name in ("p50_ms", "p99_ms")
+            }
+            rows.append(
+                [
+                    f"{window['k']}",
+                    rate,
+                    _spread([one["p50_ms"] for one in rounds], ".2f"),
+                    _spread([one["p99_ms"] for one in rounds], ".2f"),
+                    *(["", ""] if rounds is none else [_spread(values, "+.2f") for values in over.values()]),
+                    _spread([1000 * one["shadow_cpu_s"] / one["requests"] for one in rounds], ".3f"),
+                    f"{sum(one['compared'] for one in rounds) / requests:.1%}",
+                    f"{sum(one['dropped'] for one in rounds) / requests:.1%}",
+                ]
+            )
+    return markdown(
+        ["k", "rate", "p50, ms", "p99, ms", "p50 over none", "p99 over none", "CPU s a 1,000", "compared", "dropped"],
+        rows,
     )
 
 
@@ -74,8 +104,8 @@ def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, 
     return markdown(["us an item", first, second, f"{slower} / {quicker}"], rows)
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+def _spread(values: Sequence[float], form: str = ".1f") -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def main() -> None:
