@@ -35,8 +35,8 @@ class PatientHttp(Patient, CorkedProtocol):
         super().__init__(*given, **named)
         self.last_whole: object = None  # the scope of the last request that came in whole
         self.completed = False  # a request, by what has come in last
-        self.last_begun: object = None  # that of the last one whose head did not come in at once
-        self.head_bytes = 0  # of that head, behind what its beginning came in
+        self.head_bytes = 0  # of a head that is not whole; without its beginning, if that came behind another request
+        self.head_end = b""  # the last of them
         self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
         self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
         self.timer: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ class PatientHttp(Patient, CorkedProtocol):
         most = self.patience.header_bytes
         if self.scope is not self.last_whole and self.in_body():
             self.go_on(data)
-        elif len(data) > most and not 0 <= data.find(HEAD_END) <= most:
+        elif len(data) > most - self.head_bytes and self.is_long_head(data):
             self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             return
         elif len(data) > SMALL_BYTES and not self.takes(len(data)):
@@ -77,29 +77,34 @@ class PatientHttp(Patient, CorkedProtocol):
             super().data_received(data)
         if self.scope is self.last_whole:
             if self.completed:
-                self.completed = False
+                self.completed, self.head_bytes, self.head_end = False, 0, b""
                 if self.timer is not None:
                     self.at_ease()
             elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
                 self.begin_timer()  # an empty line may stand before a request, and begins none
             return
-        self.completed = False
+        is_behind, self.completed = self.completed, False
         if self.timer is None:
             self.begin_timer()
         if not self.in_body():
-            if self.last_begun is not self.scope:
-                self.last_begun, self.head_bytes = self.scope, 0
-            else:
+            if not is_behind:
                 self.head_bytes += len(data)
-            if self.head_bytes > most:
-                self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        elif self.measured is not self.scope and not self.has_room():
+            self.head_end = (self.head_end + data)[1 - len(HEAD_END) :]
+            return
+        self.head_bytes, self.head_end = 0, b""
+        if self.measured is not self.scope and not self.has_room():
             self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
         elif self.bare_bytes > most:
             self.refuse(Reason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
             self.cycle.keep_alive = False
             self.withheld = self.cycle
+
+    def is_long_head(self, data: bytes) -> bool:
+        """Whether the head that `data` begins, or goes on with, is longer than it may be."""
+        before = self.head_end  # what ends it may come in two
+        found = (before + data).find(HEAD_END)
+        return found < 0 or found - len(before) > self.patience.header_bytes - self.head_bytes
 
     def begin_timer(self) -> None:
         """From now on a head is waited for, and no longer than it may take."""

@@ -9,6 +9,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from service.patient_http import HEAD_END
 from tests.service.http.patient import (
     CHUNKED,
     GET,
@@ -108,9 +109,10 @@ async def test_a_connection_that_is_used_now_and_then_is_left_alone() -> None:
     [
         [b"GET / HTTP/1.1\r\nx: " + b"y" * 5000 + b"\r\n\r\n"],
         [b"GET / HTTP/1.1\r\n", *[b"x: " + b"y" * 500 + b"\r\n"] * 5],
+        [b"GET / HTTP/1.1\r\nx: " + b"y" * 1500, b"y" * 1500 + b"\r\n\r\n"],
         [b"GET /" + b"y" * 5000],
     ],
-    ids=["at once", "bit by bit", "path"],
+    ids=["at once", "bit by bit", "in two", "path"],
 )
 async def test_a_head_that_is_too_long_is_refused(chunks: list[bytes]) -> None:
     async with serving(max_header_bytes=2048) as server:
@@ -119,6 +121,21 @@ async def test_a_head_that_is_too_long_is_refused(chunks: list[bytes]) -> None:
             writer.write(chunk)
             await asyncio.sleep(0.01)
         assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+
+@pytest.mark.parametrize("split", range(-5, 2))
+async def test_a_head_that_comes_in_two_may_be_as_long_as_one_that_does_not(split: int) -> None:
+    body = json.dumps({"tokens": [1] * 5000}).encode()
+    head = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\nx: " % len(body)
+    head += b"y" * (2040 - len(head)) + HEAD_END
+    at = len(head) + split
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write((head + body)[:at])
+        await asyncio.sleep(0.01)
+        writer.write((head + body)[at:])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
 
