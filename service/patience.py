@@ -57,6 +57,7 @@ class Patient(asyncio.Protocol):
         self.patience = patience
         self.refusals = refusals
         self.share = Share(intake)
+        self.timer: asyncio.TimerHandle | None = None  # runs while something comes in that is not whole
         self.unread: asyncio.TimerHandle | None = None  # runs while there is more to read than the network takes
 
     def tell(self, reason: Reason, status: HTTPStatus | None = None) -> None:
@@ -64,8 +65,15 @@ class Patient(asyncio.Protocol):
         self.refusals.tell(reason, self.client, status)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.at_ease()
         self.all_is_read()
         super().connection_lost(exc)
+
+    def at_ease(self) -> None:
+        """Nothing is waited for."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def pause_writing(self) -> None:
         super().pause_writing()

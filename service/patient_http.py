@@ -39,7 +39,6 @@ class PatientHttp(Patient, CorkedProtocol):
         self.head_end = b""  # the last of them
         self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
         self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
-        self.timer: asyncio.TimerHandle | None = None
         self.graced = False  # the timer has run out once
         self.deaf = False  # the last answer is given, and what still comes is thrown away
         self.unanswered_bytes = 0  # that came with requests, but for what came at once and is small
@@ -56,7 +55,6 @@ class PatientHttp(Patient, CorkedProtocol):
             self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.at_ease()
         cast(Corked, self.transport).let_go()
         self.share.is_now(0)
         super().connection_lost(exc)
@@ -165,12 +163,6 @@ class PatientHttp(Patient, CorkedProtocol):
     def in_body(self) -> bool:
         """Whether the head of the request that comes in is whole, and its body is not."""
         return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
-
-    def at_ease(self) -> None:
-        """Nothing is waited for."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
     def too_slow(self) -> None:
         """The time is up for what comes in: for a body once the door has had the time to say so itself."""

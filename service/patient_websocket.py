@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from http import HTTPStatus
@@ -36,10 +35,8 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.fragment_bytes = 0  # of the frames of that message which are whole
         self.unanswered: deque[int] = deque()  # messages, by their bytes, in their order
         self.unanswered_bytes = 0  # of all of them
-        self.timer: asyncio.TimerHandle | None = None  # runs while a message comes in
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.at_ease()
         super().connection_lost(exc)
         self.rest, self.frames = b"", []
         self.conn.reader.discard()
@@ -79,12 +76,6 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
     def coming_bytes(self) -> int:
         """What came and is no message yet."""
         return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
-
-    def at_ease(self) -> None:
-        """No message is waited for."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
     def too_slow(self) -> None:
         """The time is up for the rest of a message."""
