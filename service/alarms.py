@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 TICK_S = 0.01
 
@@ -42,12 +41,13 @@ class Alarm:
 class Alarms:
     """The alarms of one event loop, by the tick in which they ring."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self._ticks: dict[int, set[Alarm]] = {}
 
     def at(self, when: float, ring: Callable[[], None]) -> Alarm:
         """`when` is seconds on the event loop's clock; what has passed rings in the loop's next turn."""
-        loop = asyncio.get_running_loop()
+        loop = self.loop
         tick = math.ceil(when / TICK_S)
         wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
         if wide > 0:
@@ -64,13 +64,14 @@ class Alarms:
             alarms.pop().ring()
 
 
-_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Alarms] = WeakKeyDictionary()
+_latest: Alarms | None = None
 
 
 def alarms() -> Alarms:
-    """Those of the running event loop."""
+    """Those of the running event loop. A process serves on one loop; another one begins with none."""
+    global _latest
     loop = asyncio.get_running_loop()
-    found = _of_loop.get(loop)
-    if found is None:
-        found = _of_loop[loop] = Alarms()
+    found = _latest
+    if found is None or found.loop is not loop:
+        found = _latest = Alarms(loop)
     return found

@@ -70,7 +70,7 @@ class Changes:
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
         task.add_done_callback(self._changed)
-        async with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
+        with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
             return await asyncio.shield(task)
 
     async def unload(self, name: str) -> None:

@@ -9,8 +9,8 @@ from service.alarms import Alarm, alarms
 from service.errors import DeadlineExceeded
 
 
-class until:  # noqa: N801  (read as `async with until(deadline)`)
-    """Cancels the body of the `async with` at `deadline`, seconds on the event loop's clock, and raises
+class until:  # noqa: N801  (read as `with until(deadline)`)
+    """Cancels the body of the `with` at `deadline`, seconds on the event loop's clock, and raises
     DeadlineExceeded in its place, with the message `why`. None is never.
 
     What `asyncio.timeout_at` does, on a coarser clock that costs a request less.
@@ -23,7 +23,7 @@ class until:  # noqa: N801  (read as `async with until(deadline)`)
         self._why = why
         self._rang = False
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "this is a bug: a deadline is always some task's"
         self._task = task
@@ -34,7 +34,7 @@ class until:  # noqa: N801  (read as `async with until(deadline)`)
         self._rang = True
         self._task.cancel()
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._alarm is not None:

@@ -235,13 +235,12 @@ class Engine:
         """
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
-            with self._admitted():
-                async with until(deadline):
-                    if len(text) <= ENCODED_AT_ONCE:
-                        tokens = self.vocabulary.encode(text)
-                    else:
-                        loop = asyncio.get_running_loop()
-                        tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text)
+            with self._admitted(), until(deadline):
+                if len(text) <= ENCODED_AT_ONCE:
+                    tokens = self.vocabulary.encode(text)
+                else:
+                    loop = asyncio.get_running_loop()
+                    tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text)
         except ValueError as error:
             raise InvalidRequest(f"the input is no text: {error}", "input") from error
         self._limits.length(len(tokens), document=document)
@@ -257,12 +256,11 @@ class Engine:
         if request.window is not None:
             self._limits.of_window(request.window)
         ticket = Ticket(request.deadline)
-        with self._admitted():
-            async with until(request.deadline):
-                if request.session is None:
-                    answer = await self._prompts.predict(request, ticket)
-                else:
-                    answer = await self._steps.predict(request, request.session, ticket)
+        with self._admitted(), until(request.deadline):
+            if request.session is None:
+                answer = await self._prompts.predict(request, ticket)
+            else:
+                answer = await self._steps.predict(request, request.session, ticket)
         self._report.answered("predict", answer.mode)
         return answer
 
@@ -307,11 +305,10 @@ class Engine:
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
-        with self._admitted():
-            async with until(request.deadline):
-                compared = await comparison.compare(
-                    self._forward, self._slab, self._answering, self.vocabulary, request, ticket
-                )
+        with self._admitted(), until(request.deadline):
+            compared = await comparison.compare(
+                self._forward, self._slab, self._answering, self.vocabulary, request, ticket
+            )
         self._report.answered("compare", Mode.BOTH)
         return compared
 
@@ -330,7 +327,7 @@ class Engine:
         ticket = Ticket(request.deadline)
         with ExitStack() as stack:
             stack.enter_context(self._admitted())
-            async with until(request.deadline):
+            with until(request.deadline):
                 generation = await self._prompts.generate(request, ticket, stack)
         self._report.answered("generate", generation.mode)
         return generation
@@ -350,16 +347,17 @@ class Engine:
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
-        async with until(deadline), self._sessions.turn(session):
-            await self._sessions.delete(session)
+        with until(deadline):
+            async with self._sessions.turn(session):
+                await self._sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
         """Cuts the session's tail back to `position`, after the step that it may be in.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
-        with self._admitted():
-            async with until(deadline), self._sessions.turn(session):
+        with self._admitted(), until(deadline):
+            async with self._sessions.turn(session):
                 return self._steps.view(await self._sessions.rewind(session, position))
 
     async def step(self, request: StepRequest) -> Answer:
@@ -404,7 +402,7 @@ class Engine:
     async def _outlived(self, answer: Awaitable[A], step: QuickStep | asyncio.Task[Answer], ticket: Ticket) -> A:
         """The answer of a step, which its caller may leave: then it is taken back, unless it has entered a batch."""
         try:
-            async with until(ticket.deadline):
+            with until(ticket.deadline):
                 return await answer
         except DeadlineExceeded as error:
             if ticket.entered:

@@ -142,7 +142,7 @@ class Generation:
             )
             if is_last or stream.stopped:
                 break
-            async with until(request.deadline):
+            with until(request.deadline):
                 outcome = await self._source.feed(token)
         window = self._source.window
         yield Finish(

@@ -66,7 +66,7 @@ class Scorer:
         fed = sequence(self._eos_id, request.tokens)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
-            async with until(request.deadline):
+            with until(request.deadline):
                 demand = await self._demand(request.tolerance)
         settled, total, course = 0, 0.0, Course()
         with self._slab.lease() as slot:
@@ -81,7 +81,7 @@ class Scorer:
                     yield ScoreProgress(piece.done, len(request.tokens))
             finally:
                 await pieces.aclose()
-        async with until(request.deadline):
+        with until(request.deadline):
             bound = await self._bound(course)
         yield ScoreSummary(
             tokens=settled,
@@ -95,7 +95,7 @@ class Scorer:
         )
 
     async def _next(self, pieces: AsyncGenerator[Piece, None], deadline: float | None) -> Piece | None:
-        async with until(deadline):
+        with until(deadline):
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:

@@ -28,7 +28,7 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     if deadline is not None and here.body_timeout_s < here.timeout_s:
         deadline -= here.timeout_s - here.body_timeout_s
     try:
-        async with until(deadline, "the deadline passed while the body was still coming in"):
+        with until(deadline, "the deadline passed while the body was still coming in"):
             raw = await _body(request)
     except DeadlineExceeded:
         if deadline == here.deadline:

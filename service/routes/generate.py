@@ -38,7 +38,7 @@ async def generate(request: Request) -> Response:
     body = await decode(request, GenerateBody)
     engine = catalog(request).get(body.model)
     note_model(request, engine)
-    async with until_hangup(request):
+    with until_hangup(request):
         wanted = GenerateRequest(
             tokens=await tokens_of(engine, body.sequence, deadline(request)),
             max_tokens=body.max_tokens,

@@ -21,10 +21,10 @@ MOST_EARLY = 16
 sender down."""
 
 
-class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
-    """Cancels the body of the `async with` when the client goes away, and raises Abandoned in its place.
+class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
+    """Cancels the body of the `with` when the client goes away, and raises Abandoned in its place.
 
-        async with until_hangup(request):
+        with until_hangup(request):
             answer = await engine.step(...)
 
     A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
@@ -41,7 +41,7 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
         self._gone = False
         self._watcher: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "this is a bug: a request is always served by a task"
         self._task = task
@@ -62,7 +62,7 @@ class until_hangup:  # noqa: N801  (read as `async with until_hangup(request)`)
             if early is not None:
                 early.append(message)
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._alarm.cancel()

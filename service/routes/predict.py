@@ -35,7 +35,7 @@ async def predict(request: Request) -> Response:
         session = named(request, body.session)
         engine = await catalog(request).engine_for(session, body.model)
     note_model(request, engine)
-    async with until_hangup(request):
+    with until_hangup(request):
         if body.inputs is not None:
             return answers.reply(await _predict_many(request, engine, body, body.inputs))
         given = await engine.predict(await _predict_request(request, engine, body, body.sequence, session))
@@ -92,7 +92,7 @@ async def compare(request: Request) -> Response:
     names: Sequence[str | None] = body.models or [body.model]
     engines = [catalog(request).get(name) for name in names]
     compared: list[ComparedModelDocument] = []
-    async with until_hangup(request):
+    with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
             tokens = await tokens_of(engine, body.sequence, deadline(request))

@@ -65,7 +65,7 @@ async def load(request: Request, name: str) -> Response:
     """Loads a model, or the version of it that its bundle now holds, beside the one that is served; then takes that
     one's place. Answered when that is done. If it fails, what was served before still is, and `error` says why."""
     await decode(request, LoadBody, empty=b"{}")
-    async with until_hangup(request):
+    with until_hangup(request):
         engine = await catalog(request).load_model(name, deadline(request))
     note_model(request, engine)
     loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}

@@ -42,7 +42,7 @@ async def score(request: Request) -> Response:
     body = await decode(request, ScoreBody)
     engine = catalog(request).get(body.model)
     note_model(request, engine)
-    async with until_hangup(request):
+    with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
         wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request))
         if not body.stream:

@@ -55,7 +55,7 @@ async def delete(request: Request, session: SessionId) -> Response:
     name = named(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
-    async with until_hangup(request):
+    with until_hangup(request):
         await engine.delete_session(name, deadline(request))
     return Response(status_code=204)
 
@@ -68,7 +68,7 @@ async def append(request: Request, session: SessionId) -> Response:
     name = named(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
-    async with until_hangup(request):
+    with until_hangup(request):
         step = StepRequest(
             session=name,
             tokens=await tokens_of(engine, body.sequence, deadline(request)),
@@ -105,6 +105,6 @@ async def rewind(request: Request, session: SessionId) -> Response:
     name = named(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
-    async with until_hangup(request):
+    with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
     return answers.reply(answers.session(engine, view))

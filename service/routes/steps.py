@@ -38,7 +38,7 @@ async def append_many(request: Request) -> Response:
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
     charge(request, len(body.steps))
-    async with until_hangup(request):
+    with until_hangup(request):
         outcomes = await _step_many(request, body.steps)
     document: StepsDocument = {"results": [_document(request, outcome) for outcome in outcomes]}
     return answers.reply(document)

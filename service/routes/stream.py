@@ -128,7 +128,7 @@ class Stream:
             message = self.early.popleft()
         else:
             try:
-                async with until(asyncio.get_running_loop().time() + self.idle_s):
+                with until(asyncio.get_running_loop().time() + self.idle_s):
                     message = await self.socket.receive()
             except DeadlineExceeded:
                 await self.close(NORMAL, f"idle for {self.idle_s:g} s")
@@ -148,7 +148,7 @@ class Stream:
             self.engine = await catalog(self.socket).engine_for(session)
         engine = self.engine
         deadline = asyncio.get_running_loop().time() + self.timeout_s
-        async with until_hangup(self.socket, self.early):
+        with until_hangup(self.socket, self.early):
             if body.rewind is not None:
                 await engine.rewind(session, body.rewind, deadline)
                 return answers.answer(engine, await engine.predict(PredictRequest(session=session, deadline=deadline)))

@@ -30,7 +30,7 @@ async def watch_a_request() -> None:
 
     watching = asyncio.Event()
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    async with until_hangup(Request(scope, receive)):
+    with until_hangup(Request(scope, receive)):
         await watching.wait()
     await asyncio.sleep(0)  # the watcher ends
     assert not left(until_hangup)
