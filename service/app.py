@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
@@ -16,12 +16,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from service.direct import Direct, Endpoint
 from service.documents.problem import ProblemDocument
 from service.engine.catalog import Catalog
 from service.errors import NotFound
+from service.fast_path import FastPath
 from service.guard import Guard
 from service.key_source import KeySource
 from service.logs import SERVICE
@@ -63,12 +64,14 @@ PROBLEM = {
 
 class Application(FastAPI):
     """FastAPI, which describes every route and calls all but the direct ones: see `service/direct.py`. On either way a
-    request passes one door."""
+    request passes one door. `fast_path`: for a server that does not ask it for every step."""
+
+    fast_path: FastPath
 
     def __init__(self, *, door: Middleware, direct: Direct, **described: Any) -> None:
         super().__init__(middleware=[door], **described)
         self.direct = direct
-        self.answer_directly: ASGIApp = door.cls(direct, *door.args, **door.kwargs)
+        self.answer_directly = cast(Door, door.cls(direct, *door.args, **door.kwargs))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.direct.takes(scope):
@@ -145,6 +148,8 @@ def create_app(
     app.state.metrics = metrics
     app.state.settings = settings
     app.state.tracing = tracing
+    step = next(route for route in app.direct.routes if route.endpoint is sessions.append)
+    app.fast_path = FastPath(app, app.answer_directly, step)
     for router in ROUTERS:
         app.include_router(router)
     nowhere = app.router.default

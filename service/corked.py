@@ -41,6 +41,13 @@ class Corked:
         if self._bytes >= self.MOST_BYTES:
             self.flush()
 
+    def write_whole(self, data: bytes) -> None:
+        """As `write`, of what nothing follows: it need not wait for that."""
+        if self._held:
+            self.write(data)
+        elif not self._transport.is_closing():
+            self._transport.write(data)
+
     def flush(self) -> None:
         """Writes what is held back."""
         if self._held:

@@ -41,6 +41,9 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
+ADMITTED = "wane.admitted"
+"""In the scope of a request whose key was looked at, and which was counted, before it came to the door: its holder."""
+
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 # Of what is not POSTed: the answer to a POST no browser stores, nor takes for a script, a style or an image.
@@ -82,6 +85,10 @@ class Context:
         else:
             request_id = trace_id or f"{getrandbits(128):032x}"
         return cls(request_id, trace_id, parent, headers)
+
+    def named(self) -> tuple[bytes, bytes]:
+        """The header of the answer that tells the id."""
+        return b"x-request-id", self.request_id.encode()
 
     def header(self, name: str) -> str | None:
         """The value of the first header of this lower-case name."""
@@ -151,7 +158,7 @@ class Door:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 careful = () if scope["method"] == "POST" else CAREFUL
-                message["headers"] = [*message["headers"], (b"x-request-id", here.request_id.encode()), *careful]
+                message["headers"] = [*message["headers"], here.named(), *careful]
             else:
                 sent_bytes += len(message.get("body", b""))
             await send(message)
@@ -161,9 +168,7 @@ class Door:
                 refuse_control(scope["path"])
             if self.guard is not None:
                 self.admit(self.guard, scope, here)
-            here.timeout_s = self.timeout_s(here)
-            here.body_timeout_s = self.body_timeout_s
-            here.deadline = asyncio.get_running_loop().time() + here.timeout_s
+            self.set_deadline(here)
             await self.app(scope, self.bounded(here, receive), send_out)
         except (Exception, asyncio.CancelledError) as error:
             if status is not None:
@@ -199,12 +204,13 @@ class Door:
 
     def admit(self, guard: Guard, scope: Scope, here: Context) -> None:
         """Notes who asks. Raises Unauthorized, Forbidden, RateLimited."""
-        holder = guard.identify(scope, here.headers)
+        holder = scope[ADMITTED] if ADMITTED in scope else guard.identify(scope, here.headers)
         if holder is not None:
             here.holder = holder
             here.owner = holder.owner
             here.fields["key"] = holder.key.name
-            guard.admit(scope, holder)
+            if ADMITTED not in scope:
+                guard.admit(scope, holder)
 
     async def turn_away(self, scope: Scope, receive: Receive, send: Send, error: WaneError) -> None:
         """Tells a WebSocket why it is refused."""
@@ -215,6 +221,12 @@ class Door:
         await send({"type": "websocket.accept", "subprotocol": chosen(scope)})
         await send({"type": "websocket.send", "text": f'{{"error": {bytes(document).decode()}}}'})
         await send({"type": "websocket.close", "code": code, "reason": error.code})
+
+    def set_deadline(self, here: Context) -> None:
+        """Notes by when an answer is wanted. Raises InvalidRequest for a timeout that is none."""
+        here.timeout_s = self.timeout_s(here)
+        here.body_timeout_s = self.body_timeout_s
+        here.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
     def timeout_s(self, here: Context) -> float:
         """How long an answer is wanted. Raises InvalidRequest for a timeout that is none."""

@@ -19,16 +19,17 @@ from service import logs
 from service.app import VERSION, create_app
 from service.arithmetic import spare_the_processors
 from service.engine.catalog import Catalog
+from service.fast_path import FastPath
 from service.intake import Intake
 from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.patience import Patience
-from service.patient_http import PatientHttp
 from service.patient_websocket import PatientWebSocket
 from service.refusals import Refusals
 from service.settings import Settings, SettingsError
 from service.tracing import Tracing
+from service.whole_http import Believe, WholeHttp
 
 KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
 # Messages are short: to compress one costs more than to answer it.
@@ -112,16 +113,18 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def protocols(settings: Settings, metrics: Metrics) -> dict[str, Any]:
+def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None = None) -> dict[str, Any]:
     """Of uvicorn's configuration what says by whom connections are served, and who is believed to be at their ends: the
-    peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine."""
+    peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine. `fast_path`: the
+    application's."""
+    believe = None if settings.trusted_proxies is None else Believe(settings.trusted_proxies)
     named = {
         "patience": Patience.of(settings),
         "refusals": Refusals(metrics),
         "intake": Intake(max(settings.max_bodies_bytes, 2 * settings.max_body_bytes)),
     }
     return {
-        "http": partial(PatientHttp, **named),
+        "http": partial(WholeHttp, fast_path=fast_path, believe=believe, **named),
         "ws": partial(PatientWebSocket, **named),
         "proxy_headers": settings.trusted_proxies is not None,
         "forwarded_allow_ips": settings.trusted_proxies or "",
@@ -147,7 +150,7 @@ def run(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         workers=1,
-        **(WEBSOCKETS | protocols(settings, metrics)),
+        **(WEBSOCKETS | protocols(settings, metrics, app.fast_path)),
         ws_max_size=settings.max_body_bytes,
         lifespan="on",
         log_config=None,

@@ -34,13 +34,27 @@ TORCH_MODELS = (
     "models/parallel_scan",
     "models/export/",
 )
-HTTP = ("service/app", "service/direct", "service/guard", "service/middleware", "service/routes/", "service/schemas")
+HTTP = (
+    "service/app",
+    "service/direct",
+    "service/fast_path",
+    "service/guard",
+    "service/middleware",
+    "service/routes/",
+    "service/schemas",
+)
 CLIENTS = ("service/client", "service/compare", "service/console", "service/merged", "service/plot")
 
 ONLY_IN = {
     "fastapi": HTTP,
     "starlette": HTTP,
-    "uvicorn": ("service/corked", "service/patient_http", "service/patient_websocket", "service/server"),
+    "uvicorn": (
+        "service/corked",
+        "service/patient_http",
+        "service/patient_websocket",
+        "service/server",
+        "service/whole_http",
+    ),
     "httpx": ("service/client",),
     "redis": ("service/stores/redis",),
     "rich": ("service/__main__", "service/console", "training/"),
@@ -55,10 +69,11 @@ ONLY_IN = {
     "service": ("service/",),
     "service.app": ("service/server",),
     "service.server": ("service/__main__",),
-    "service.routes": ("service/app", "service/routes/"),
-    "service.schemas": ("service/routes/",),
+    "service.fast_path": ("service/app", "service/server", "service/whole_http"),
+    "service.routes": ("service/app", "service/fast_path", "service/routes/"),
+    "service.schemas": ("service/fast_path", "service/routes/"),
     "service.documents": ("service/documents/", "service/app", "service/client", "service/routes/"),
-    "service.middleware": ("service/app", "service/routes/"),
+    "service.middleware": ("service/app", "service/fast_path", "service/routes/"),
     "service.runners": ("service/runners/", "service/engine/", "service/__main__"),
     "service.stores": ("service/stores/", "service/engine/", "service/__main__"),
 }

@@ -28,7 +28,7 @@ from service.errors import (
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.opening import make_store
-from service.stores.store import Store
+from service.stores.store import Ready, Record, Store
 
 logger = logging.getLogger("wane.engine")
 
@@ -50,6 +50,7 @@ class Catalog:
         self._status = "loading"
         self._leaving = False
         self._store: Store | None = None
+        self._ready: Ready | None = None  # the store, if it answers at once
         self.presence = Presence()
         self._repository = Repository(settings.bundles)
         self._retirement = Retirement(self.presence, settings.session_ttl_s)
@@ -109,6 +110,7 @@ class Catalog:
         # Every session can then be asked for every window that its model takes.
         longest = max(bundle.manifest.max_window for bundle in bundles)
         store = self._store = self._changes.store = self._make_store(max(self._settings.tail_tokens, longest))
+        self._ready = store if isinstance(store, Ready) else None
         await store.open()
         engines: dict[str, Engine] = {}
         for one in opened:
@@ -145,6 +147,14 @@ class Catalog:
         self.check_ready()
         assert self._store is not None, "ready without a store: this is a bug"
         record = self._store.recall(session) or await self._store.get(session)
+        return self._engine_of(session, record, model)
+
+    def engine_at_once(self, session: str) -> Engine | None:
+        """As `engine_for`; None where the store has to be waited for. Raises as `engine_for`."""
+        self.check_ready()
+        return None if self._ready is None else self._engine_of(session, self._ready.look(session))
+
+    def _engine_of(self, session: str, record: Record | None, model: str | None = None) -> Engine:
         engine = None if record is None else self._engines.get(record.model)
         if record is None or engine is None:
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")

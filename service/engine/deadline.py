@@ -8,6 +8,8 @@ from types import TracebackType
 from service.alarms import Alarm, alarms
 from service.errors import DeadlineExceeded
 
+TOO_LATE = "the deadline passed before the answer was there"
+
 
 class until:  # noqa: N801  (read as `with until(deadline)`)
     """Cancels the body of the `with` at `deadline`, seconds on the event loop's clock, and raises
@@ -18,7 +20,7 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
 
     __slots__ = ("_alarm", "_cancelled_before", "_deadline", "_rang", "_task", "_why")
 
-    def __init__(self, deadline: float | None, why: str = "the deadline passed before the answer was there") -> None:
+    def __init__(self, deadline: float | None, why: str = TOO_LATE) -> None:
         self._deadline = deadline
         self._why = why
         self._rang = False

@@ -30,7 +30,7 @@ from service.engine.answers import Answer, SessionView
 from service.engine.batcher import Batcher, Ticket
 from service.engine.compared import Comparison
 from service.engine.costs import Cost, Costs
-from service.engine.deadline import until
+from service.engine.deadline import TOO_LATE, until
 from service.engine.direction import Direction
 from service.engine.forward import PIECE_TOKENS, Forward
 from service.engine.generation import Generation
@@ -367,19 +367,19 @@ class Engine:
         after that the step commits, and asking again replays it.
         Raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
         """
-        quick = self._begin(request)
+        quick = self.begin(request)
         if quick is not None:
-            return await self._end(quick)
+            return await self.end(quick)
         return await self._in_a_task(request, Ticket(request.deadline))
 
-    def _begin(self, request: StepRequest) -> QuickStep | None:
-        """The step on its way, if it needs one run and no more. Raises as `step`."""
+    def begin(self, request: StepRequest) -> QuickStep | None:
+        """The step on its way, if it needs one run and no more; else nothing is done. Raises as `step`."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         self._check_admission()
         return self._quick.begin(request, Ticket(request.deadline))
 
-    async def _end(self, quick: QuickStep) -> Answer:
+    async def end(self, quick: QuickStep) -> Answer:
         """The answer of a step that is on its way. Raises as `step`."""
         if quick.answer.done():  # another step of its batch was waited for
             answer = quick.answer.result()
@@ -387,8 +387,12 @@ class Engine:
             answer = await self._outlived(quick.answer, quick, quick.ticket)
         if answer is None:
             return await self._in_a_task(quick.request, quick.ticket, lost=1)
-        self._report.answered("step", answer.mode)
+        self.count_step(answer)
         return answer
+
+    def count_step(self, answer: Answer) -> None:
+        """A step was answered, to somebody who waited for it."""
+        self._report.answered("step", answer.mode)
 
     async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
         """The answer of a step that may need more: in a task, which outlives its caller where it has to."""
@@ -396,7 +400,7 @@ class Engine:
         self._running.add(task)
         task.add_done_callback(self._ended)
         answer = await self._outlived(asyncio.shield(task), task, ticket)
-        self._report.answered("step", answer.mode)
+        self.count_step(answer)
         return answer
 
     async def _outlived(self, answer: Awaitable[A], step: QuickStep | asyncio.Task[Answer], ticket: Ticket) -> A:
@@ -405,13 +409,7 @@ class Engine:
             with until(ticket.deadline):
                 return await answer
         except DeadlineExceeded as error:
-            if ticket.entered:
-                raise DeadlineExceeded(
-                    "the deadline passed while the step ran; it still commits: repeat it, with its position or its "
-                    "key, for the answer"
-                ) from error
-            step.cancel()
-            raise
+            raise late(step, ticket) from error
         except asyncio.CancelledError:
             if not ticket.entered:
                 step.cancel()
@@ -425,7 +423,7 @@ class Engine:
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
         """Many steps side by side, those of one session in order; each has its own answer or its own error."""
-        return await abreast(self._begin, self._end, self.step, requests)
+        return await abreast(self.begin, self.end, self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
         with self._admitted():
@@ -510,3 +508,14 @@ class Engine:
         """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""
         self._runner.close()
         self._slab.close()
+
+
+def late(step: QuickStep | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:
+    """What is said of a step whose deadline has passed, which is taken back unless it has entered a batch."""
+    if ticket.entered:
+        return DeadlineExceeded(
+            "the deadline passed while the step ran; it still commits: repeat it, with its position or its key, for "
+            "the answer"
+        )
+    step.cancel()
+    return DeadlineExceeded(TOO_LATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
 from service.engine.answers import Answer
 from service.engine.catalog import Catalog
@@ -66,11 +67,11 @@ def note_model(request: HTTPConnection, engine: Engine) -> None:
     context(request.scope).fields["model"] = engine.name
 
 
-def note_answer(request: HTTPConnection, given: Answer | Finish) -> None:
+def note_answer(scope: Scope, given: Answer | Finish) -> None:
     """Adds how the answer came about to the request's line in the access log, and to its span."""
     if not logs_access() and CURRENT.get() is None:
         return
-    context(request.scope).fields.update(
+    context(scope).fields.update(
         mode=given.mode.value,
         state=given.state.value,
         queue_ms=round(given.latency.queue_ms, 3),

@@ -62,7 +62,7 @@ async def _collect(request: Request, engine: Engine, generated: Generation) -> G
     async with aclosing(generated):
         async for item in generated:
             if isinstance(item, Finish):
-                note_answer(request, item)
+                note_answer(request.scope, item)
                 return {**answers.finish(engine, item), "logprobs": logprobs}
             logprobs.append(item.logprob)
     raise AssertionError("this is a bug: a generation ends with a Finish")
@@ -86,7 +86,7 @@ class EventStream(StreamingResponse):
         try:
             async for item in generated:
                 if isinstance(item, Finish):
-                    note_answer(request, item)
+                    note_answer(request.scope, item)
                     yield event("finish", answers.finish(engine, item))
                 else:
                     yield event("token", answers.generated(item))

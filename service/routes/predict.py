@@ -39,7 +39,7 @@ async def predict(request: Request) -> Response:
         if body.inputs is not None:
             return answers.reply(await _predict_many(request, engine, body, body.inputs))
         given = await engine.predict(await _predict_request(request, engine, body, body.sequence, session))
-    note_answer(request, given)
+    note_answer(request.scope, given)
     return answers.reply(answers.answer(engine, given))
 
 

@@ -64,26 +64,33 @@ async def delete(request: Request, session: SessionId) -> Response:
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
     body = await decode(request, StepBody)
-    position = _position(request, body)
+    given = position(request, body)
     name = named(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):
-        step = StepRequest(
-            session=name,
-            tokens=await tokens_of(engine, body.sequence, deadline(request)),
-            mode=body.mode,
-            expected_position=position,
-            idempotency_key=header(request, IDEMPOTENCY_KEY),
-            top_k=body.top_k,
-            deadline=deadline(request),
-        )
-        given = await engine.step(step)
-    note_answer(request, given)
-    return answers.reply(answers.answer(engine, given))
+        tokens = await tokens_of(engine, body.sequence, deadline(request))
+        answer = await engine.step(step(request, name, tokens, given, body))
+    note_answer(request.scope, answer)
+    return answers.reply(answers.answer(engine, answer))
 
 
-def _position(request: Request, body: StepBody) -> int | None:
+def step(
+    request: Request, session: str, tokens: tuple[int, ...], expected_position: int | None, body: StepBody
+) -> StepRequest:
+    """What a request asks of the engine; `session` as it goes by within. Raises InvalidRequest."""
+    return StepRequest(
+        session,
+        tokens,
+        body.mode,
+        expected_position,
+        header(request, IDEMPOTENCY_KEY),
+        body.top_k,
+        deadline(request),
+    )
+
+
+def position(request: Request, body: StepBody) -> int | None:
     """Where the step says that it starts, in its body or in a header. Raises InvalidRequest if the two differ."""
     given = header(request, POSITION)
     if given is None:

@@ -1,0 +1,480 @@
+"""Steps that come whole do not go by way of the application, and mean the same; all else does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from service.app import Application, create_app
+from service.engine.catalog import Catalog
+from service.engine.engine import Engine
+from service.engine.requests import StepRequest
+from service.errors import RateLimited
+from service.keyring import Holder
+from service.metrics import Metrics
+from service.server import WEBSOCKETS, protocols
+from service.settings import Settings
+from tests.service.engine.conftest import make_bench  # noqa: F401  (a fixture)
+from tests.service.engine.fakes import Bench
+from tests.service.http.conftest import SocketServer, never
+from tests.service.http.fake import FakeCatalog
+from tests.service.http.patient import until
+
+PATH = "/v1/sessions/a/tokens"
+ROUTE = "/v1/sessions/{session}/tokens"
+WAIT_S = 20.0
+
+MakeBench = Callable[..., Bench]
+
+
+class OneEngine(FakeCatalog):
+    """A catalog of one real engine, on a store that answers at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine  # type: ignore[assignment]
+
+    async def engine_for(self, session: str, model: str | None = None) -> Engine:  # type: ignore[override]
+        return self.engine_at_once(session)
+
+    def engine_at_once(self, session: str) -> Engine:
+        self.check_ready()
+        return cast(Engine, self.engine)
+
+    async def close(self) -> None:
+        """The bench's fixture ends the engine."""
+
+
+class Stage(SocketServer):
+    """The server over a bench's engine; `asked` has the paths of the requests that came to the application."""
+
+    def __init__(self, bench: Bench, **changes: Any) -> None:
+        settings = Settings(**changes)
+        self.bench = bench
+        self.metrics = Metrics()
+        self.catalog_ = OneEngine(bench.engine)
+        app = create_app(settings, cast(Catalog, self.catalog_), self.metrics, on_load_failure=never)
+        super().__init__(app, self.catalog_)
+        self.asked: list[str] = []
+        self.clients: list[Client] = []
+
+        async def note(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                self.asked.append(scope["path"])
+            await Application.__call__(app, scope, receive, send)
+
+        named = WEBSOCKETS | protocols(settings, self.metrics, app.fast_path)
+        self.config = uvicorn.Config(note, port=0, **named, log_config=None)
+
+    def counted(self, status: int) -> float:
+        """How many requests to the route were counted with this status."""
+        labels = {"route": ROUTE, "method": "POST", "status": str(status)}
+        return self.metrics.registry.get_sample_value("wane_http_requests_total", labels) or 0.0
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(make_bench: MakeBench) -> Serve:  # noqa: F811
+    """Serves a bench's engine with sessions a, b and c, whose states are resident."""
+
+    @asynccontextmanager
+    async def serving(bench: Bench | None = None, **changes: Any) -> AsyncIterator[Stage]:
+        bench = bench or make_bench()
+        for name in "abc":
+            await bench.engine.create_session(name)
+            await bench.engine.step(StepRequest(name, (5,)))
+        stage = Stage(bench, **changes)
+        task = asyncio.create_task(stage.serve())
+        await stage.listening.wait()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                yield stage
+        finally:
+            for client in stage.clients:
+                client.writer.close()
+            stage.should_exit = True
+            await task
+
+    return serving
+
+
+class Client:
+    """One connection, which is spoken to in bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def of(cls, stage: Stage) -> Client:
+        """One of the stage, which closes it in the end."""
+        stage.clients.append(cls(*await asyncio.open_connection(*stage.address)))
+        return stage.clients[-1]
+
+    async def say(self, *parts: bytes) -> None:
+        """Every part in a packet of its own, once the one before it was looked at."""
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+            await asyncio.sleep(0.05 if len(parts) > 1 else 0)
+
+    async def hear(self) -> tuple[int, dict[str, str], dict[str, Any]]:
+        """The next answer: status, headers, document."""
+        status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(status.split()[1]), headers, json.loads(body)
+
+    async def ask(self, *parts: bytes) -> tuple[int, dict[str, Any]]:
+        await self.say(*parts)
+        status, _, document = await self.hear()
+        return status, document
+
+
+def step(body: object, *headers: str, path: str = PATH, version: str = "1.1") -> bytes:
+    """A request, whole."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/{version}", "host: wane", f"content-length: {len(content)}", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
+
+
+def in_two(request: bytes) -> tuple[bytes, bytes]:
+    """A request whose body comes later."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    return head + b"\r\n\r\n", body
+
+
+def shown(document: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what is another one every time."""
+    return {name: value for name, value in document.items() if name not in ("latency", "request_id", "session")}
+
+
+async def test_a_step_never_reaches_the_application_and_is_answered_as_it_would_answer(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        await client.say(step({"tokens": [6]}, "x-request-id: mine"))
+        status, headers, fast = await client.hear()
+        assert (status, headers["x-request-id"], stage.asked) == (200, "mine", [])
+        other = "/v1/sessions/b/tokens"
+        await client.say(*in_two(step({"tokens": [6]}, "x-request-id: mine", path=other)))
+        status, general, slow = await client.hear()
+        assert (status, stage.asked) == (200, [other])
+        assert shown(fast) == shown(slow)
+        assert (fast["session"], fast["position"], fast["latency"].keys()) == ("a", 2, slow["latency"].keys())
+        assert headers.keys() == general.keys()
+        assert headers["content-type"] == general["content-type"]
+        assert stage.counted(200) == 2
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [["x-wane-position: 1"], ["idempotency-key: k"], ["x-request-timeout-ms: 60000"]],
+    ids=["position", "key", "timeout"],
+)
+async def test_headers_that_a_step_may_have_are_taken(serve: Serve, headers: list[str]) -> None:
+    async with serve() as stage:
+        assert (await (await Client.of(stage)).ask(step({"tokens": [6], "top_k": 2}, *headers)))[0] == 200
+        assert stage.asked == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ([step({"tokens": [6, 7]})], 200, None),
+        ([step({"tokens": [6], "mode": "window"})], 200, None),
+        ([step({"tokens": [5], "expected_position": 0})], 200, None),
+        ([step({"input": "ab"})], 200, None),
+        ([step({"tokens": [6]}, "x-wane-position: x")], 422, "invalid_request"),
+        ([step({"tokens": [6]}, "x-request-timeout-ms: never")], 422, "invalid_request"),
+        ([step(b"{")], 400, "not_json"),
+        ([step(b"")], 400, "not_json"),
+        ([step({"tokens": [6], "tokes": 1})], 422, "invalid_request"),
+        ([step({"tokens": "x"})], 422, "invalid_request"),
+        ([step({"tokens": [6] * 9000})], 413, "too_large"),
+        ([step({"tokens": [6]}, path="/v1/sessions/a/tokens/")], 404, "not_found"),
+        ([step({"tokens": [6]}, path="/v1/sessions/a%0a/tokens")], 404, "not_found"),
+        ([step({"tokens": [6]}, path="/v1/sessions/a b/tokens".replace(" ", "%20"))], 422, "invalid_request"),
+    ],
+    ids=[
+        "two tokens",
+        "window",
+        "replay",
+        "text",
+        "bad position",
+        "bad timeout",
+        "no json",
+        "empty",
+        "unknown field",
+        "wrong type",
+        "long",
+        "other path",
+        "control character",
+        "no id",
+    ],
+)
+async def test_what_is_not_one_plain_step_is_left_to_the_application(
+    serve: Serve, parts: list[bytes], status: int, code: str | None
+) -> None:
+    async with serve(max_body_bytes=16_384) as stage:
+        answered, document = await (await Client.of(stage)).ask(*parts)
+        assert (answered, document.get("code")) == (status, code)
+        assert len(stage.asked) == 1
+
+
+async def test_a_chunked_step_is_left_to_the_application_or_means_the_same(serve: Serve) -> None:
+    chunked = b"POST %s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" % PATH.encode()
+    async with serve() as stage:
+        status, document = await (await Client.of(stage)).ask(chunked + b'e\r\n{"tokens": [6]\r\n1\r\n}\r\n0\r\n\r\n')
+        assert (status, document["position"]) == (200, 2)
+
+
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(serve: Serve) -> None:
+    head, body = in_two(step({"tokens": [6]}, "expect: 100-continue"))
+    async with serve() as stage:
+        client = await Client.of(stage)
+        await client.say(head)
+        assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        assert (await client.ask(body))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code"),
+    [
+        (step({"tokens": [6]}, path="/v1/sessions/nowhere/tokens"), 404, "unknown_session"),
+        (step({"tokens": [6], "expected_position": 9}), 409, "position_conflict"),
+        (step({"tokens": [10_000]}), 422, "invalid_request"),
+    ],
+    ids=["unknown session", "conflict", "no such token"],
+)
+async def test_a_step_that_is_refused_is_answered_as_the_application_would(
+    serve: Serve, request_: bytes, status: int, code: str
+) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        answered, fast = await client.ask(request_)
+        assert (answered, fast["code"], stage.asked) == (status, code, [])
+        answered, slow = await client.ask(*in_two(request_))
+        assert len(stage.asked) == 1
+        assert shown(fast) == shown(slow)
+        assert stage.counted(status) == 2
+
+
+async def test_requests_in_one_packet_are_answered_in_their_order(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        await client.say(step({"tokens": [6]}) + step({"tokens": [7]}) + b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n")
+        positions = [(await client.hear())[2]["position"] for _ in range(2)]
+        assert (positions, (await client.hear())[0]) == ([2, 3], 200)
+
+
+async def test_a_request_that_comes_while_one_is_answered_waits_for_it(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        await client.say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n")
+        stage.bench.runner.gate.set()
+        assert (await client.hear())[2]["position"] == 2
+        assert (await client.hear())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [step({"tokens": [6]}, "connection: close"), step({"tokens": [6]}, version="1.0")],
+    ids=["close", "HTTP/1.0"],
+)
+async def test_a_connection_that_is_to_be_closed_is(serve: Serve, request_: bytes) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        await client.say(request_)
+        status, headers, _ = await client.hear()
+        assert (status, headers["connection"], stage.asked) == (200, "close", [])
+        assert await client.reader.read() == b""
+
+
+def hold(stage: Stage) -> None:
+    """From now on no run ends."""
+    stage.bench.runner.busy.clear()
+    stage.bench.runner.gate.clear()
+
+
+async def position(stage: Stage, session: str) -> int:
+    return (await stage.bench.engine.get_session(session)).position
+
+
+async def test_a_step_whose_deadline_passes_in_the_queue_leaves_no_trace(serve: Serve) -> None:
+    async with serve() as stage:
+        first, second = await Client.of(stage), await Client.of(stage)
+        hold(stage)
+        await first.say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        status, document = await second.ask(
+            step({"tokens": [6]}, "x-request-timeout-ms: 30", path="/v1/sessions/b/tokens")
+        )
+        assert (status, document["code"], stage.counted(504)) == (504, "deadline_exceeded", 1)
+        stage.bench.runner.gate.set()
+        assert (await first.hear())[0] == 200
+        assert await position(stage, "b") == 1
+
+
+async def test_a_step_whose_deadline_passes_while_it_runs_is_appended_and_told_so(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        status, document = await client.ask(step({"tokens": [6]}, "x-request-timeout-ms: 30"))
+        assert (status, "it still commits" in document["detail"]) == (504, True)
+        stage.bench.runner.gate.set()
+        status, document = await client.ask(step({"tokens": [6], "expected_position": 1}))
+        assert (status, document["replayed"], document["position"]) == (200, True, 2)
+
+
+async def test_a_client_that_hangs_up_takes_back_what_has_not_begun(serve: Serve) -> None:
+    async with serve() as stage:
+        first, second = await Client.of(stage), await Client.of(stage)
+        hold(stage)
+        await first.say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        await second.say(step({"tokens": [6]}, path="/v1/sessions/b/tokens"))
+        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        second.writer.close()
+        await until(lambda: stage.counted(499) == 1)
+        stage.bench.runner.gate.set()
+        assert (await first.hear())[0] == 200
+        assert await position(stage, "b") == 1
+        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+
+
+async def test_a_step_whose_client_hangs_up_while_it_runs_is_appended(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        await client.say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        client.writer.close()
+        await until(lambda: stage.counted(499) == 1)
+        stage.bench.runner.gate.set()
+        status, document = await (await Client.of(stage)).ask(step({"tokens": [7]}))
+        assert (status, document["position"], stage.counted(200)) == (200, 3, 1)
+
+
+async def test_a_run_that_fails_is_told(serve: Serve) -> None:
+    async with serve() as stage:
+        stage.bench.runner.poison = 6
+        client = await Client.of(stage)
+        assert (await client.ask(step({"tokens": [6]})))[0] == 500
+        assert (await client.ask(step({"tokens": [7]})))[1]["position"] == 2
+
+
+async def test_a_step_that_another_writer_was_before_is_tried_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as stage:
+        store, lost = stage.bench.store, []
+        extend = store.extend
+
+        def lose_once(*given: Any) -> Any:
+            if lost:
+                return extend(*given)
+            lost.append(1)
+            return None
+
+        monkeypatch.setattr(store, "extend", lose_once)
+        status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}))
+        assert (status, document["position"], lost, stage.asked) == (200, 2, [1], [])
+
+
+KEY = "alice-0123456789abcdefgh"
+
+
+async def test_a_key_is_asked_for_and_charged_once_whichever_way_a_step_goes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[float] = []
+    monkeypatch.setattr(Holder, "charge", lambda _, requests, before=0.0: charged.append(requests))
+    async with serve(api_keys=f"alice:{KEY}") as stage:
+        client, held = await Client.of(stage), f"authorization: Bearer {KEY}"
+        status, document = await client.ask(step({"tokens": [6]}))
+        assert (status, document["code"], charged) == (401, "unauthorized", [])
+        client = await Client.of(stage)
+        assert (await client.ask(step({"session": "a"}, held, path="/v1/sessions")))[0] == 201
+        stage.asked.clear()
+        status, document = await client.ask(step({"tokens": [6]}, held))
+        assert (status, document["session"], document["position"], stage.asked) == (200, "a", 1, [])
+        assert (await client.ask(step({"tokens": [6, 7]}, held)))[1]["position"] == 3
+        assert (stage.asked, charged) == ([PATH], [1.0, 1.0, 1.0])
+
+
+async def test_a_step_over_the_rate_of_its_key_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Holder, requests: float, before: float = 0.0) -> None:
+        raise RateLimited(f"{requests:g} too many, after {before:g}", 1.0)
+
+    monkeypatch.setattr(Holder, "charge", refuse)
+    async with serve(api_keys=f"alice:{KEY}") as stage:
+        status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}, f"authorization: Bearer {KEY}"))
+        assert (status, document["code"]) == (429, "rate_limited")
+
+
+async def test_the_access_log_says_of_a_step_what_it_says_on_the_other_way(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "wane.access")
+    async with serve() as stage:
+        client = await Client.of(stage)
+        for request in ([step({"tokens": [6]})], in_two(step({"tokens": [7]}))):
+            assert (await client.ask(*request))[0] == 200
+    fast, slow = [record.fields for record in caplog.records if record.name == "wane.access"]
+    assert fast.keys() == slow.keys()
+    for name in ("client", "path", "method", "status", "model", "mode", "state", "batch_items", "trace_id"):
+        assert fast[name] == slow[name]
+    assert fast["bytes"] > 100
+
+
+async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "wane.access")
+    async with serve(trusted_proxies="127.0.0.1") as stage:
+        client = await Client.of(stage)
+        for request in ([step({"tokens": [6]}, "x-forwarded-for: 192.0.2.7")], [step({"tokens": [6, 7]})]):
+            assert (await client.ask(*request))[0] == 200
+        assert stage.asked == [PATH]
+    clients = [record.fields["client"] for record in caplog.records if record.name == "wane.access"]
+    assert clients == ["192.0.2.7", "127.0.0.1"]
+
+
+async def test_a_full_queue_refuses(serve: Serve, make_bench: MakeBench) -> None:  # noqa: F811
+    async with serve(make_bench(max_queue=1)) as stage:
+        clients = [await Client.of(stage) for _ in range(3)]
+        hold(stage)
+        await clients[0].say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        await clients[1].say(step({"tokens": [6]}, path="/v1/sessions/b/tokens"))
+        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        await clients[2].say(step({"tokens": [6]}, path="/v1/sessions/c/tokens"))
+        status, headers, _ = await clients[2].hear()
+        assert (status, "retry-after" in headers, stage.asked) == (429, True, [])
+        assert stage.bench.sample("wane_refused_items_total") == 1
+        stage.bench.runner.gate.set()
+        assert [(await client.hear())[0] for client in clients[:2]] == [200, 200]
+
+
+async def test_a_server_that_ends_answers_what_it_has_begun_and_closes(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        await client.say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        for connection in stage.server_state.connections:
+            connection.shutdown()
+        stage.bench.runner.gate.set()
+        status, headers, _ = await client.hear()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.reader.read() == b""
