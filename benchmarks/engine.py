@@ -32,12 +32,13 @@ from rich.table import Table
 
 from models.bundle import Bundle
 from service.engine.batch import Work
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.engine import Engine
 from service.engine.margin import Margin
 from service.engine.mode import Mode
 from service.engine.requests import PredictRequest, StepRequest
 from service.engine.slab import Slab
+from service.engine.ticket import Ticket
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.runners.runner import NEXT

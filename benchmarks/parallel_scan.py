@@ -47,7 +47,7 @@ from rich.table import Table
 from benchmarks import lstm256
 from models.bundle import Bundle
 from models.manifest import Role
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.engine import Engine
 from service.engine.margin import Margin
 from service.engine.pacing import Pacing
@@ -55,6 +55,7 @@ from service.engine.parallel import EXACT, Course, Demand, Parallel
 from service.engine.requests import ScoreMethod, ScoreRequest
 from service.engine.scoring import RESIDUAL
 from service.engine.slab import ZERO, Slab
+from service.engine.ticket import Ticket
 from service.metrics import Metrics
 from service.runners.onnx import OnnxRunner
 from service.settings import Settings

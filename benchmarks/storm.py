@@ -38,8 +38,8 @@ from models.bundle import Bundle
 from models.manifest import Role
 from service.engine import batch
 from service.engine.answers import Answer
-from service.engine.batcher import Item
 from service.engine.engine import Engine
+from service.engine.item import Item
 from service.engine.margin import Margin
 from service.engine.mode import Origin
 from service.engine.queue import FairQueue, Queue

@@ -78,10 +78,10 @@ class Settings(BaseModel):
         description="threads that one model's runner computes with (onnxruntime intra-op)",
     )
     inline_us: int = Field(
-        default=250,
+        default=1000,
         ge=0,
-        description="a step that is alone in its batch, and takes no longer, is run by the event loop itself and not "
-        "handed to the runner's thread",
+        description="a batch of steps of one token that is expected to take no longer is run by the event loop itself "
+        "and not handed to the runner's thread",
     )
     max_batch: int = Field(default=64, ge=1, le=4096, description="requests that one run may answer")
     max_queue: int = Field(

@@ -16,7 +16,6 @@ from models.vocabulary import Vocabulary
 from service.engine import agreement, bounds
 from service.engine.agreement import Source
 from service.engine.answers import Agreement, Answer, Latency, ModeAnswer, Prediction
-from service.engine.batcher import Ticket
 from service.engine.bounds import Bound
 from service.engine.direction import MOST_RIVALS, Direction
 from service.engine.distribution import predictions
@@ -24,6 +23,7 @@ from service.engine.forward import Forward, Outcome, last
 from service.engine.margin import Margin
 from service.engine.mode import Mode, Origin
 from service.engine.report import Report
+from service.engine.ticket import Ticket
 
 MOST_PROOFS = 1
 """Proofs that are sought or wait at a time. An answer that comes when there are as many, or while other work is queued

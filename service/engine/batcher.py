@@ -9,107 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from models.bundle_checks import ROLES
 from models.manifest import Role
 from service.engine import batch
-from service.engine.answers import Latency
 from service.engine.batch import Row, Work
 from service.engine.costs import Costs
+from service.engine.item import Item, Waiter, enter
 from service.engine.queue import ONE_TOKEN, FairQueue, Queue
+from service.engine.run_times import RunTimes
 from service.engine.slab import Slab
+from service.engine.ticket import Ticket
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Runner
-from service.tracing import CURRENT, Batch, Traced
+from service.tracing import Batch
 
 logger = logging.getLogger("wane.engine")
 
 MOST_TAKEN = 2
 """Batches that the runner has at a time: one that runs, and one to go on with."""
-
-NEWEST = 1 / 8
-"""Weight of the latest run in an average of what one item takes."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One request's way through the batcher.
-
-    `admitted`: some work of it was let into the queue; what follows is not refused half-way.
-    `entered`: binding work of it is or was in a batch: the request will be carried through.
-    `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
-    """
-
-    deadline: float | None = None
-    admitted: bool = False
-    entered: bool = False
-    started_s: float = 0.0
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-    batch_items: int = 0
-    traced: Traced | None = None
-
-    def __post_init__(self) -> None:
-        self.started_s = time.perf_counter()
-        self.traced = CURRENT.get()
-
-    def latency(self, since: Ticket | None = None) -> Latency:
-        """Where the time went until now, since the ticket was made or `since` was copied from it."""
-        started_s = self.started_s if since is None else since.started_s
-        return Latency(
-            queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
-            compute_ms=1e3 * (self.compute_s - (since.compute_s if since else 0.0)),
-            total_ms=1e3 * (time.perf_counter() - started_s),
-            batch_items=self.batch_items,
-        )
-
-    def mark(self) -> Ticket:
-        """A copy to measure from."""
-        return Ticket(queue_s=self.queue_s, compute_s=self.compute_s)
-
-
-class Waiter(Protocol):
-    """Who waits for a row: an `asyncio.Future` of it is one."""
-
-    def cancelled(self) -> bool:
-        """Whether it has left, and its work may be skipped."""
-        ...
-
-    def done(self) -> bool:
-        """Whether it wants to be told nothing any more."""
-        ...
-
-    def set_result(self, row: Row, /) -> None:
-        """Its row is there. Raises nothing."""
-        ...
-
-    def set_exception(self, error: WaneError, /) -> None:
-        """There will be none. Raises nothing."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Item:
-    """Work that waits, for whom, and since when."""
-
-    work: Work
-    ticket: Ticket
-    future: Waiter
-    queued_s: float
-
-
-def enter(items: Sequence[Item]) -> None:
-    """They are in a batch that begins."""
-    for item in items:
-        item.ticket.entered |= item.work.binding
-
 
 Observe = Callable[[float], None]
 
@@ -124,8 +48,19 @@ class _Observers:
     waited: Observe
 
 
+class _Ran(NamedTuple):
+    """A batch that was run; `left`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
+
+    role: Role
+    items: Sequence[Item]
+    rows: Sequence[Row | Exception]
+    left: Sequence[Item]
+    started_s: float
+    seconds: float
+
+
 class Batcher:
-    """Feeds one runner from a queue, on one thread of its own, or at once what is quick and alone.
+    """Feeds one runner from a queue, on one thread of its own, or on the event loop's what is quick.
 
     All methods belong to the event loop's thread.
     """
@@ -142,15 +77,15 @@ class Batcher:
         costs: Costs | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`max_queue`: items that may wait in each of the queue's lines. `costs`: told of every run. `inline_s`: a step
-        that is alone, and takes no more when it is, is run on the event loop's thread: the way to the other thread and
-        back takes longer than it holds up the loop."""
+        """`max_queue`: items that may wait in each of the queue's lines. `costs`: told of every run. `inline_s`: what
+        a batch of one token each is expected to take at most to be run on the event loop's thread: the way to the other
+        one and back costs the loop more than such a run."""
         self._runner = runner
         self._slab = slab
         self._max_queue = max_queue
         self._costs = costs
         self._inline_s = inline_s
-        self._alone_s: dict[Role, float] = {}  # what one item of a role took, of late
+        self._times = RunTimes()
         self._queue: Queue[Item] = FairQueue(max_batch, costs)
         self._starting = False
         self._taken = 0  # batches with the runner: one that runs, and one that waits for it
@@ -212,9 +147,7 @@ class Batcher:
         if self._ahead is not None and work.role in ONE_TOKEN:
             self._take_back(*self._ahead)
         if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
-            # Not at once: whatever else arrives in this turn of the event loop shares the batch.
-            self._starting = True
-            asyncio.get_running_loop().call_soon(self._start)
+            self._start_soon()
 
     async def close(self) -> None:
         """Refuses new work, fails what is queued and ends the thread once its batch is done."""
@@ -232,26 +165,45 @@ class Batcher:
 
     def _start(self) -> None:
         """Starts the next batch, or goes idle. One that would not grow is handed over while another one runs: the
-        runner then goes on to it without waiting for the event loop."""
+        runner then goes on to it without waiting for the event loop. One that was run here is handed out once the next
+        one is on its way."""
         self._starting = False
+        ran: _Ran | None = None
         while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
             items = self._take()
             if not items:
                 break
-            self._hand_over(items)
-        if not self._taken and self.on_idle is not None:
+            if not self._quick(items):
+                self._hand_over(items)
+                continue
+            ran = self._run(items)
+            self._times.took(ran.role, len(items), ran.seconds, here=True)
+            self._queue.ran(ran.role, ran.seconds)
+            if self._queue.before(ran.role):  # they may be as quick, and do not hold up these
+                self._start_soon()
+                break
+        if ran is not None:
+            self._hand_out(ran)
+        if self.idle and self.on_idle is not None:
             self.on_idle()
 
+    def _start_soon(self) -> None:
+        """Not at once: whatever else arrives in this turn of the event loop shares the batch."""
+        if not self._starting:
+            self._starting = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _quick(self, items: Sequence[Item]) -> bool:
+        """Whether a batch is to be run on this thread."""
+        role = items[0].work.role
+        return role in ONE_TOKEN and self._times.expected(role, len(items)) <= self._inline_s
+
     def _hand_over(self, items: list[Item]) -> None:
-        """To the runner's thread, or what is quick and alone to this one."""
+        """To the runner's thread."""
         self._taken += 1
         if self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
             enter(items)
-        loop = asyncio.get_running_loop()
-        if len(items) == 1 and self._alone_s.get(items[0].work.role, math.inf) <= self._inline_s:
-            self._run(items, loop.call_soon)
-            return
-        running = self._executor.submit(self._run, items, loop.call_soon_threadsafe)
+        running = self._executor.submit(self._run_aside, items, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:
             self._ahead = items, running
 
@@ -262,15 +214,18 @@ class Batcher:
             self._taken -= 1
             self._queue.put_back(items)
 
-    def _run(self, items: list[Item], call_soon: Callable[..., object]) -> None:
-        """Runs a batch, mostly on the runner's thread; its results are handed back all at once. Of one that waited for
-        the runner some waiters may have left."""
+    def _run_aside(self, items: list[Item], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs a batch on the runner's thread; its results are handed back all at once."""
+        loop.call_soon_threadsafe(self._finish, self._run(items))
+
+    def _run(self, items: list[Item]) -> _Ran:
+        """Runs a batch. Of one that waited for the runner some waiters may have left."""
         started_s = time.perf_counter()
         wanted = [item for item in items if not item.future.cancelled()]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._slab, self._runner, self._room) if wanted else []
         left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
-        call_soon(self._finish, wanted, rows, left, started_s, time.perf_counter() - started_s)
+        return _Ran(items[0].work.role, wanted, rows, left, started_s, time.perf_counter() - started_s)
 
     def _take(self) -> list[Item]:
         """The next batch."""
@@ -298,29 +253,25 @@ class Batcher:
             item.ticket.traced.skipped(item.queued_s, skipped_s, "deadline" if late else "abandoned")
         self._settle(item, error)
 
-    def _finish(
-        self,
-        items: Sequence[Item],
-        rows: Sequence[Row | Exception],
-        left: Sequence[Item],
-        started_s: float,
-        compute_s: float,
-    ) -> None:
-        """Hands out a batch's results, after the next one was started; `left` were skipped."""
-        role = (items or left)[0].work.role
-        self._queue.ran(role, compute_s)
+    def _finish(self, ran: _Ran) -> None:
+        """A batch was run on the runner's thread: the next one is started, and then its results are handed out."""
+        self._queue.ran(ran.role, ran.seconds)
+        if ran.role in ONE_TOKEN and ran.items:
+            self._times.took(ran.role, len(ran.items), ran.seconds, here=False)
         self._taken -= 1
         self._ahead = None  # it runs now
         self._start()
+        self._hand_out(ran)
+
+    def _hand_out(self, ran: _Ran) -> None:
+        """Tells whoever waits for a batch that was run."""
+        role, items, rows, left, started_s, compute_s = ran
         for item in left:
             deadline = item.ticket.deadline
             self._skip(item, late=deadline is not None and deadline <= self._now)
         if not items:
             return
         self._observe(role, items, started_s, compute_s)
-        if len(items) == 1 and role in ONE_TOKEN:
-            known_s = self._alone_s.get(role, compute_s)
-            self._alone_s[role] = known_s + NEWEST * (compute_s - known_s)
         if self._costs is not None:
             self._costs.observe(role, len(items), sum(item.work.length for item in items), compute_s)
         for item, row in zip(items, rows, strict=True):

@@ -9,13 +9,13 @@ import numpy as np
 from models.vocabulary import Vocabulary
 from service.engine.answering import Answering, Course, Part
 from service.engine.answers import Latency
-from service.engine.batcher import Ticket
 from service.engine.compared import ComparedMode, Comparison, Percentiles
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last, sequence
 from service.engine.mode import Mode, Origin
 from service.engine.requests import CompareRequest
 from service.engine.slab import Slab
+from service.engine.ticket import Ticket
 
 PREDICTIONS = 5
 

@@ -27,7 +27,7 @@ from service.engine import comparison
 from service.engine.abreast import abreast
 from service.engine.answering import Answering
 from service.engine.answers import Answer, SessionView
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.compared import Comparison
 from service.engine.costs import Cost, Costs
 from service.engine.deadline import TOO_LATE, until
@@ -51,6 +51,7 @@ from service.engine.scoring import Scorer, Scoring
 from service.engine.sessions import Sessions
 from service.engine.shadow import Aside, Shadow
 from service.engine.steps import Steps
+from service.engine.ticket import Ticket
 from service.engine.warm_up import warm_up
 from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from service.metrics import Metrics

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Ending, Row, Work
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.distribution import Top
 from service.engine.parallel import IN_ORDER, Parallel
 from service.engine.slab import ZERO, Slab
+from service.engine.ticket import Ticket
 
 # Longest piece of a sequence that one run takes, so that a long input does not hold up everybody else, and its
 # intermediate values stay small.

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
-from service.engine.batcher import Ticket
 from service.engine.bounds import bound
 from service.engine.deadline import until
 from service.engine.forward import Forward, Outcome, last
@@ -19,6 +18,7 @@ from service.engine.mode import Mode, Origin
 from service.engine.requests import GenerateRequest
 from service.engine.sampling import Sampler
 from service.engine.text_stream import TextStream
+from service.engine.ticket import Ticket
 
 
 class Source(Protocol):

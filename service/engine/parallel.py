@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest, Role
 from service.engine.batch import Row, Work
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.chunks import SEGMENT_TOKENS, Layout, lay_out
 from service.engine.pacing import Pacing
 from service.engine.segment import Segment, States
 from service.engine.slab import HIDDEN, ZERO, Slab
+from service.engine.ticket import Ticket
 from service.runners.runner import NEXT, Array
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}

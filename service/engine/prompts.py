@@ -13,7 +13,6 @@ from models.vocabulary import Vocabulary
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.answers import Answer
-from service.engine.batcher import Ticket
 from service.engine.bounds import Bound, meets
 from service.engine.costs import Costs
 from service.engine.forward import Forward, sequence
@@ -22,6 +21,7 @@ from service.engine.limits import Limits
 from service.engine.mode import Mode, Origin
 from service.engine.requests import GenerateRequest, PredictRequest
 from service.engine.slab import Slab
+from service.engine.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from service.engine import routing
 from service.engine.answering import Answering, Course
 from service.engine.answers import Answer
 from service.engine.batch import Row, Work
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.forward import outcome
 from service.engine.mode import Mode, Origin
 from service.engine.requests import StepRequest
 from service.engine.sessions import Place, Sessions, place
 from service.engine.slab import Slab
+from service.engine.ticket import Ticket
 from service.stores.store import Record
 
 

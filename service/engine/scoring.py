@@ -25,13 +25,13 @@ import numpy as np
 from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
 from models.manifest import Manifest
-from service.engine.batcher import Ticket
 from service.engine.deadline import until
 from service.engine.forward import sequence
 from service.engine.parallel import EXACT, Course, Demand, Parallel, Piece
 from service.engine.requests import ScoreMethod, ScoreRequest
 from service.engine.scores import ScoredTokens, ScoreProgress, ScoreSummary
 from service.engine.slab import ZERO, Slab
+from service.engine.ticket import Ticket
 
 RESIDUAL = 1e-5
 """The greatest difference of a unit of the state at a joint, where no tolerance was asked for."""

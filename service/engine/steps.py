@@ -13,7 +13,6 @@ from models.manifest import Manifest
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.answers import Answer, SessionView
-from service.engine.batcher import Ticket
 from service.engine.bounds import Bound, bound, meets
 from service.engine.costs import Costs
 from service.engine.forward import Forward, last
@@ -23,6 +22,7 @@ from service.engine.requests import PredictRequest, StepRequest
 from service.engine.residents import Resident
 from service.engine.sessions import Place, Sessions, conflict
 from service.engine.slab import ZERO, Slab
+from service.engine.ticket import Ticket
 from service.errors import InvalidRequest
 from service.metrics import Metrics
 from service.stores.store import Record

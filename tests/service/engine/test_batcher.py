@@ -10,8 +10,9 @@ import pytest
 
 from models.manifest import Role
 from service.engine.batch import Row, Work, fits
-from service.engine.batcher import Batcher, Ticket
+from service.engine.batcher import Batcher
 from service.engine.slab import RESERVED, Slab
+from service.engine.ticket import Ticket
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from service.metrics import Metrics
 from service.runners.runner import Array
@@ -392,14 +393,15 @@ async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skip
     assert rig.waited_s() == {"window": 4 * 7, "step": 3 * 5}
 
 
-async def test_a_step_that_is_alone_and_known_to_be_quick_is_run_by_the_event_loop() -> None:
+async def test_steps_that_are_known_to_be_quick_are_run_by_the_event_loop() -> None:
     rig = Rig(inline_s=60.0)
     try:
         for _ in range(3):
             row = await rig.step(2)
             assert row.logits is not None
             assert row.logits.tolist() == rig.runner.logits([2]).tolist()
-        await asyncio.gather(rig.step(2), rig.step(3))  # two are a batch
+        for _ in range(2):  # of two nothing is known yet, and then it is
+            await asyncio.gather(rig.step(2), rig.step(3))
         await rig.ask(2)  # a window may be long
         await rig.ask(2)
         rig.runner.poison = 5
@@ -408,11 +410,11 @@ async def test_a_step_that_is_alone_and_known_to_be_quick_is_run_by_the_event_lo
         await rig.step(2)
     finally:
         await rig.batcher.close()
-    assert rig.runner.inline == [False, True, True, False, False, False, True, True]
+    assert rig.runner.inline == [False, True, True, False, True, False, False, True, True]
     assert rig.slab.used_bytes == 0
 
 
-async def test_a_step_that_takes_longer_than_that_is_not() -> None:
+async def test_steps_that_take_longer_than_that_are_not() -> None:
     rig = Rig(inline_s=1e-9)
     try:
         for _ in range(3):
@@ -420,3 +422,47 @@ async def test_a_step_that_takes_longer_than_that_is_not() -> None:
     finally:
         await rig.batcher.close()
     assert rig.runner.inline == [False, False, False]
+
+
+async def test_steps_are_not_run_by_the_event_loop_while_the_runner_is_at_a_window() -> None:
+    rig = Rig(inline_s=60.0)
+    try:
+        await rig.step(2)
+        first = await rig.hold()
+        step = rig.step(3)
+        await turn()
+        assert not step.done()
+        rig.runner.gate.set()
+        await asyncio.gather(first, step)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.roles() == ["step", "window", "step"]
+    assert rig.runner.inline == [False, False, True]
+
+
+async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_out() -> None:
+    rig = Rig(inline_s=60.0)
+    try:
+        await rig.step(2)
+        rig.runner.busy.clear()
+        step, window = rig.step(3), rig.ask(2)
+        told: list[bool] = []
+        step.add_done_callback(lambda _: told.append(rig.batcher.idle))
+        await asyncio.gather(step, window)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.roles() == ["step", "step", "window"]
+    assert told == [False]
+
+
+async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_at_a_turn() -> None:
+    rig = Rig(max_batch=2, inline_s=60.0)
+    try:
+        await asyncio.gather(rig.step(2), rig.step(3))
+        steps = [rig.step(token) for token in range(2, 8)]
+        await turn()
+        await asyncio.gather(*steps)
+    finally:
+        await rig.batcher.close()
+    assert rig.sizes() == [2, 2, 2, 2]
+    assert rig.runner.inline == [False, True, True, True]
