@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import Frame
+from websockets.frames import Frame, apply_mask  # type: ignore[attr-defined]  # the quick one where there is one
 from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+from websockets.streams import StreamReader
 
+from service.inbox import LINE, MOST_EARLY, Inbox, Left
 from service.intake import SMALL_BYTES
 from service.patience import DEAF_S, Patient, bare_answer
 from service.refusals import Reason
@@ -19,6 +24,10 @@ from service.refusals import Reason
 PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # that end no message, in so many seconds: fragments, pings
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
+WHOLE_TEXT = 0x81  # the first byte of a text in one frame
+MASKED = 0x80  # in the second, beside the length of what is short
+SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # of a frame whose length is in that byte, or in the next two
+BETWEEN_FRAMES = StreamReader.at_eof.__code__  # where the library waits for a frame to begin
 
 
 class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
@@ -27,6 +36,9 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.close_timeout = DEAF_S
+        self.inbox = Inbox(self.loop)
+        self.queue = self.inbox  # type: ignore[assignment]  # it has what uvicorn uses
+        self.at_rest = False  # nothing came that is not a message, whole
         self.rest = b""  # of what came in, which is not taken apart before the messages in front of it are taken
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
@@ -46,8 +58,11 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         if self.deaf:
             return
-        if not self.rest and len(data) <= PIECE_BYTES:
+        if self.at_rest and (text := short_text(data)) is not None:
+            self.take_in(text, is_text=True)
+        elif not self.rest and len(data) <= PIECE_BYTES:
             super().data_received(data)
+            self.at_rest = is_between_messages(self.conn)
         else:
             self.rest += data
             if self.has_room():
@@ -88,6 +103,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         while self.rest and not self.read_paused and not self.deaf:
             piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
             super().data_received(piece)
+        self.at_rest = not self.rest and is_between_messages(self.conn)
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -117,41 +133,88 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
             self.tell(Reason.MALFORMED)
         super().handle_parser_exception()
 
+    async def run_asgi(self) -> None:
+        scope = cast(dict[str, Any], self.scope)
+        scope[LINE] = self
+        try:
+            await super().run_asgi()
+        finally:
+            del scope[LINE]
+
     async def receive(self) -> ASGIReceiveEvent:
-        message = await super().receive()
+        """As uvicorn's, and a line's."""
+        message = await self.inbox.get()
+        if self.read_paused and self.inbox.empty():
+            self.read_paused = False
+            self.transport.resume_reading()
         if self.rest:
             self.take_apart()
         if self.in_message and not self.disconnected:
             self.look()  # it has waited for this one, and its time begins
-        return message
+        return cast(ASGIReceiveEvent, message)
 
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
-        """As uvicorn's. One message is answered by one."""
-        if self.unanswered and message["type"] == "websocket.send":
+        """As uvicorn's."""
+        if message["type"] == "websocket.send":
+            self.is_answered()
+        return super().send(message)
+
+    async def say(self, text: bytes) -> None:
+        """As a line's: what `send` does with a text, without the library's frames: nothing is compressed."""
+        if not self.writable.is_set():
+            await self.writable.wait()
+        if self.disconnected or self.conn.state is not State.OPEN:
+            raise Left
+        self.is_answered()
+        size = len(text)
+        if size <= SHORT_BYTES:
+            head = bytes((WHOLE_TEXT, size))
+        elif size <= MEDIUM_BYTES:
+            head = bytes((WHOLE_TEXT, 126, size >> 8, size & 0xFF))
+        else:
+            head = bytes((WHOLE_TEXT, 127)) + size.to_bytes(8)
+        self.transport.write(head + text)
+
+    async def hang_up(self, code: int, reason: str) -> None:
+        """As a line's."""
+        if not self.close_sent:
+            with suppress(OSError):  # the client was quicker
+                await self.send({"type": "websocket.close", "code": code, "reason": reason})
+
+    def until_hangup(self) -> Inbox:
+        """As a line's."""
+        return self.inbox
+
+    def is_answered(self) -> None:
+        """One message is answered by one."""
+        if self.unanswered:
             self.unanswered_bytes -= self.unanswered.popleft()
             if self.share.counted:
                 self.share.is_now(self.coming_bytes() + self.unanswered_bytes)
-        return super().send(message)
 
     def send_receive_event_to_app(self) -> None:
-        """As uvicorn's, but that text which is none is logged as what it is, and not with a trace."""
+        """As uvicorn's."""
         data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
         self.frames, self.fragment_bytes = [], 0
+        self.take_in(data, is_text=self.curr_msg_data_type == "text")
+
+    def take_in(self, data: bytes, *, is_text: bool) -> None:
+        """A message has come. Text that is none is logged as what it is, and not with a trace."""
         if self.close_sent:
             self.counts_frame()
             return
         self.frames_left = MOST_FRAMES
-        if self.curr_msg_data_type == "text":
+        if is_text:
             try:
-                self.queue.put_nowait({"type": "websocket.receive", "text": data.decode()})
+                self.inbox.put_nowait({"type": "websocket.receive", "text": data.decode()})
             except UnicodeDecodeError:
                 self.break_off(Reason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
                 return
         else:
-            self.queue.put_nowait({"type": "websocket.receive", "bytes": data})
+            self.inbox.put_nowait({"type": "websocket.receive", "bytes": data})
         self.unanswered.append(len(data))
         self.unanswered_bytes += len(data)
-        if not self.read_paused:
+        if not self.read_paused and (len(self.inbox) >= MOST_EARLY or self.unanswered_bytes > SMALL_BYTES):
             self.read_paused = True
             self.transport.pause_reading()
 
@@ -206,3 +269,19 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
             self.close_sent = True
             self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
         self.share.is_now(self.unanswered_bytes)
+
+
+def short_text(data: bytes) -> bytes | None:
+    """The text, where `data` is a frame that has a short one, whole, and nothing else: as most messages come."""
+    size = len(data) - 6
+    if not 0 <= size <= SHORT_BYTES or data[0] != WHOLE_TEXT or data[1] != MASKED | size:
+        return None
+    text: bytes = apply_mask(data[6:], data[2:6])
+    return text
+
+
+def is_between_messages(conn: ServerProtocol) -> bool:
+    """Whether the library waits for a frame that begins a message, and has nothing of it."""
+    parsing = getattr(conn.parser, "gi_yieldfrom", None)
+    waiting = getattr(parsing, "gi_yieldfrom", None)
+    return conn.current_size is None and getattr(waiting, "gi_code", None) is BETWEEN_FRAMES

@@ -55,13 +55,6 @@ def charge(request: HTTPConnection, requests: int) -> None:
         holder.charge(requests - 1, before=1)
 
 
-def charge_message(socket: HTTPConnection) -> None:
-    """Counts a message of a WebSocket as a request. Raises RateLimited, Unauthorized."""
-    holder = context(socket.scope).holder
-    if holder is not None:
-        holder.charge(1)
-
-
 def note_model(request: HTTPConnection, engine: Engine) -> None:
     """Adds the model to the request's line in the access log."""
     context(request.scope).fields["model"] = engine.name

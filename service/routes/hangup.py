@@ -12,13 +12,7 @@ from starlette.websockets import WebSocket
 
 from service.alarms import alarms
 from service.errors import Abandoned
-
-PATIENCE_S = 0.05
-"""Time that an answer has before its client is watched: most are there sooner, and need no task that watches."""
-
-MOST_EARLY = 16
-"""Messages of a WebSocket that are read while one is being answered: the rest stay in the network, which slows their
-sender down."""
+from service.inbox import MOST_EARLY, PATIENCE_S
 
 
 class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)

@@ -23,31 +23,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from http import HTTPStatus
 
 from fastapi import APIRouter
-from starlette.types import Message
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
-from service.documents.answers import AnswerDocument, FailureDocument
+from service.documents.answers import AnswerDocument
 from service.engine.deadline import until
 from service.engine.engine import Engine
 from service.engine.requests import PredictRequest, StepRequest
 from service.errors import Abandoned, Conflict, DeadlineExceeded, Unauthorized, Unavailable, UnknownSession, WaneError
 from service.guard import chosen
+from service.inbox import Left
 from service.metrics import Metrics
 from service.middleware import begin_trace, context, end_trace
 from service.routes import answers
-from service.routes.context import catalog, charge_message, named, settings
+from service.routes.context import catalog, named, settings
 from service.routes.decode import parse, tokens_of
 from service.routes.errors import described
-from service.routes.hangup import until_hangup
+from service.routes.line import line_of
 from service.routes.reply import encode
 from service.schemas import StreamBody
 from service.tracing import CURRENT, Traced, Tracing
 
 NORMAL = 1000
+GONE = 1006
 INTERNAL = 1011
 POLICY = 1008
 RESTART = 1012
@@ -75,7 +75,8 @@ async def stream(socket: WebSocket, session: str) -> None:
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
-        await Stream(socket, engine, name, metrics).run()
+        # In a task of its own: what wakes it up need not pass the framework's layers.
+        await asyncio.create_task(Stream(socket, engine, name, metrics).run())
 
 
 class Stream:
@@ -83,56 +84,55 @@ class Stream:
 
     def __init__(self, socket: WebSocket, engine: Engine, session: str, metrics: Metrics) -> None:
         """`session` is its name within."""
-        self.socket = socket
+        self.line = line_of(socket)
+        self.scope = socket.scope
+        self.catalog = catalog(socket)
         self.engine = engine
         self.session = session
         self.metrics = metrics
         self.tracing: Tracing | None = socket.app.state.tracing
         self.traced: Traced | None = None
-        self.early: deque[Message] = deque()
         self.idle_s = settings(socket).stream_idle_s
-        self.timeout_s = context(socket.scope).timeout_s
-        self.log = context(socket.scope).fields
+        self.loop = asyncio.get_running_loop()
+        self.here = context(socket.scope)
+        self.log = self.here.fields
         self.log["model"] = engine.name
         self.answered = 0
 
     async def run(self) -> None:
         """Answers messages until there are no more."""
         try:
-            while (message := await self.receive()) is not None:
+            while (message := await self.take()) is not None:
                 started_s = time.perf_counter()
                 self.begin_trace(started_s)
-                wave = catalog(self.socket).presence.enter()
+                wave = self.catalog.presence.enter()
                 try:
-                    await self.send(await self.answer(message))
+                    await self.line.say(encode(await self.answer(message)))
                 except Abandoned:
                     self.log["error"] = Abandoned.code
                     return
+                except Left:
+                    raise
                 except Exception as error:
-                    if isinstance(error, WebSocketDisconnect):
-                        raise
                     if await self.fail(error, started_s):
                         return
                 else:
                     self.count(HTTPStatus.OK, started_s)
                 finally:
                     wave.leave()
-        except WebSocketDisconnect as left:  # while its answer was sent
-            self.log["code"] = left.code
+        except Left:  # while its answer was sent
+            self.log["code"] = GONE
         finally:
             self.log["messages"] = self.answered
 
-    async def receive(self) -> str | bytes | None:
+    async def take(self) -> str | bytes | None:
         """The next message; None when the client has left, or was idle for too long and is told so."""
-        if self.early:
-            message = self.early.popleft()
-        else:
-            try:
-                with until(asyncio.get_running_loop().time() + self.idle_s):
-                    message = await self.socket.receive()
-            except DeadlineExceeded:
-                await self.close(NORMAL, f"idle for {self.idle_s:g} s")
-                return None
+        try:
+            with until(self.loop.time() + self.idle_s):
+                message = await self.line.receive()
+        except DeadlineExceeded:
+            await self.close(NORMAL, f"idle for {self.idle_s:g} s")
+            return None
         if message["type"] == "websocket.disconnect":
             self.log["code"] = message["code"]
             return None
@@ -141,14 +141,15 @@ class Stream:
 
     async def answer(self, message: str | bytes) -> AnswerDocument:
         """The prediction after one message."""
-        charge_message(self.socket)
+        if self.here.holder is not None:
+            self.here.holder.charge(1)
         body = parse(message, StreamBody)
         session = self.session
         if self.engine.retired:
-            self.engine = await catalog(self.socket).engine_for(session)
+            self.engine = await self.catalog.engine_for(session)
         engine = self.engine
-        deadline = asyncio.get_running_loop().time() + self.timeout_s
-        with until_hangup(self.socket, self.early):
+        deadline = self.loop.time() + self.here.timeout_s
+        with self.line.until_hangup():
             if body.rewind is not None:
                 await engine.rewind(session, body.rewind, deadline)
                 return answers.answer(engine, await engine.predict(PredictRequest(session=session, deadline=deadline)))
@@ -165,37 +166,34 @@ class Stream:
 
     async def fail(self, error: Exception, started_s: float) -> bool:
         """Tells a failure, and whether it was the end."""
-        failure, code = described(self.socket.scope, error), _close_code(error)
-        await self.send({"error": failure.body(context(self.socket.scope).request_id)})
+        failure, code = described(self.scope, error), _close_code(error)
+        await self.line.say(encode({"error": failure.body(self.here.request_id)}))
         self.count(failure.status, started_s, failure.code)
         if code is not None:
             self.log["error"] = failure.code
             await self.close(code, failure.code)
         return code is not None
 
-    async def send(self, document: AnswerDocument | FailureDocument) -> None:
-        await self.socket.send({"type": "websocket.send", "text": encode(document).decode()})
-
     def count(self, status: int, started_s: float, error: str | None = None) -> None:
         """One message was answered."""
         self.answered += 1
         if error is not None:
-            self.metrics.failures.labels(error, context(self.socket.scope).owner.name or "").inc()
+            self.metrics.failures.labels(error, self.here.owner.name or "").inc()
         ended_s = time.perf_counter()
         traced = self.traced
         self.metrics.count_message(status, ended_s - started_s, None if traced is None else traced.trace_id)
         if traced is not None:
-            end_trace(traced, self.socket.scope, context(self.socket.scope), status, ended_s, error)
+            end_trace(traced, self.scope, self.here, status, ended_s, error)
 
     def begin_trace(self, started_s: float) -> None:
         """One message has come: each is traced for itself."""
         if self.tracing is not None:
-            self.traced = begin_trace(self.tracing, self.socket.scope, context(self.socket.scope), started_s)
+            self.traced = begin_trace(self.tracing, self.scope, self.here, started_s)
             CURRENT.set(self.traced)
 
     async def close(self, code: int, reason: str) -> None:
         self.log["code"] = code
-        await self.socket.close(code, reason)
+        await self.line.hang_up(code, reason)
 
 
 async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:

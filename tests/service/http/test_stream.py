@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
@@ -26,7 +28,10 @@ from service.errors import (
     Unavailable,
     UnknownSession,
 )
+from service.inbox import MOST_EARLY
+from service.metrics import Metrics
 from service.routes import stream
+from service.server import WEBSOCKETS, protocols
 from service.settings import Settings
 from tests.service.http.conftest import LIMIT, SocketServer
 from tests.service.http.fake import FakeCatalog, FakeEngine
@@ -38,6 +43,20 @@ PATH = "/v1/sessions/s/stream"
 
 def url_of(server: SocketServer | LiveServer, path: str = PATH) -> str:
     return server.url.replace("http://", "ws://") + path
+
+
+@pytest.fixture(params=["framework", "line"])
+async def server(request: pytest.FixtureRequest, app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[SocketServer]:
+    """By way of the framework, as on another server, and with a line of our own."""
+    server = SocketServer(app, catalog)
+    if request.param == "line":
+        options = WEBSOCKETS | protocols(Settings(max_body_bytes=LIMIT), Metrics())
+        server.config = uvicorn.Config(app, port=0, **options, ws_max_size=LIMIT, log_config=None)
+    serving = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    yield server
+    server.should_exit = True
+    await serving
 
 
 @asynccontextmanager
@@ -112,12 +131,13 @@ async def test_messages_that_come_while_one_is_answered_keep_their_order(
     monkeypatch.setattr("service.routes.hangup.PATIENCE_S", 0)
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
-        for length in range(1, 50):
+        for length in range(1, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))
         await engine.waiting.wait()
-        await (await socket.ping())  # so that the watcher has been at work
+        await (await socket.ping())  # so that they have come
         engine.wait.set()
-        assert [json.loads(await socket.recv())["position"] for _ in range(1, 50)] == list(range(1, 50))
+        positions = [json.loads(await socket.recv())["position"] for _ in range(MOST_EARLY)]
+    assert positions == list(range(1, MOST_EARLY + 1))
 
 
 @pytest.mark.parametrize(
