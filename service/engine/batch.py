@@ -210,8 +210,11 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-    """int64 (B, width), every row filled up with 0 on the right."""
-    padded = np.zeros((len(rows), width), np.int64)
-    for row, ids in enumerate(rows):
-        padded[row, : len(ids)] = ids
-    return padded
+    """int64 (B, width), every row filled up with 0 on the right.
+
+    Put together as bytes: numpy lets go of the interpreter's lock for every row that it copies, and beside a busy event
+    loop the runner's thread then waits for it again, each time for longer than the copy takes.
+    """
+    size = np.dtype(np.int64).itemsize * width
+    whole = bytearray().join([ids.tobytes().ljust(size, b"\0") for ids in rows])
+    return np.frombuffer(whole, np.int64).reshape(len(rows), width)

@@ -48,24 +48,38 @@ class Margin:
     ) -> bool:
         """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
         of it, in any float32 run of the output layer. `top`: of the same logits."""
-        return self._leads_by_far(logits, hidden, error, top) or self._has_no_rival(logits, hidden, error)
+        settled = self._at_a_look(logits, hidden, error, top)
+        return self._has_no_rival(logits, hidden, error) if settled is None else settled
 
-    def _leads_by_far(
+    def _at_a_look(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
-    ) -> bool:
-        """Whether the second is so far behind that it would not matter which row was its own: next to nothing to ask,
-        and where the error is that of rounding it settles nearly all."""
+    ) -> bool | None:
+        """Whether it is, or None, where that takes a look at all tokens and not only at the second.
+
+        If the second is so far behind that it would not matter which row was its own, nobody comes before the first:
+        where the error is that of rounding, that settles nearly all. And one rival is enough: mostly it is the second.
+        """
         if top is not None and len(top.ids) > 1:
-            first, lead = int(top.ids[0]), float(top.logits[0]) - float(top.logits[1])
+            first, second = top.ids[:2].tolist()
         else:
             first = int(logits.argmax())
-            second = max(logits[:first].max(initial=-np.inf), logits[first + 1 :].max(initial=-np.inf))
-            lead = float(logits[first]) - float(second)
+            others = logits.copy()
+            others[first] = -np.inf
+            second = int(others.argmax())
+        if first == second:  # there is one token
+            return math.isfinite(error)
         exact = hidden.astype(np.float64)
         length = math.sqrt(exact @ exact) * OUTWARD + error
-        rounding = float(self._of_norm[first] * length + self._of_bias[first])
-        rounding += self._largest_of_norm * length + self._largest_of_bias
-        return lead - rounding > (self._largest_norm + float(self._norms[first])) * error
+        lead = float(logits[first]) - float(logits[second])
+        lead -= float(self._of_norm[first] * length + self._of_bias[first])
+        most = self._largest_of_norm * length + self._largest_of_bias
+        if lead - most > (self._largest_norm + float(self._norms[first])) * error:
+            return True
+        gap = self._rows[second].astype(np.float64) - self._rows[first]
+        lead -= float(self._of_norm[second] * length + self._of_bias[second])
+        if not lead > math.sqrt(gap @ gap) * OUTWARD * error:
+            return False
+        return None
 
     def _has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         found = self.rivals(logits, hidden, error, most=0)
