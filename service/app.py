@@ -148,8 +148,8 @@ def create_app(
     app.state.metrics = metrics
     app.state.settings = settings
     app.state.tracing = tracing
-    step = next(route for route in app.direct.routes if route.endpoint is sessions.append)
-    app.fast_path = FastPath(app, app.answer_directly, step)
+    route = {route.endpoint: route for route in app.direct.routes}
+    app.fast_path = FastPath(app, app.answer_directly, route[sessions.append], route[predict.predict])
     for router in ROUTERS:
         app.include_router(router)
     nowhere = app.router.default

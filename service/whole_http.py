@@ -10,8 +10,9 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from service.corked import Corked
-from service.fast_path import FastPath, FastStep
+from service.fast_path import FastPath
 from service.patient_http import PatientHttp
+from service.underway import Underway
 
 CLOSE = (b"connection", b"close")
 
@@ -53,7 +54,7 @@ class WholeHttp(PatientHttp):
         self.believe = believe
         self.reads = False  # something that came is being looked at
         self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until it is seen what has come of it
-        self.step: FastStep | None = None  # on its way
+        self.underway: Underway | None = None
 
     def data_received(self, data: bytes) -> None:
         self.reads = True
@@ -77,10 +78,10 @@ class WholeHttp(PatientHttp):
             scope = cast(dict[str, Any], cycle.scope)
             if self.believe is not None:
                 self.believe(scope)
-            step = self.fast_path.begin(scope, bytes(cycle.body), Whole(self, cycle))
-            if step is not None:
-                if not step.over:
-                    self.step = step
+            underway = self.fast_path.begin(scope, bytes(cycle.body), Whole(self, cycle))
+            if underway is not None:
+                if not underway.over:
+                    self.underway = underway
                 return
         super()._start_asgi_task(cycle, app)
 
@@ -90,9 +91,9 @@ class WholeHttp(PatientHttp):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        step, self.step = self.step, None
-        if step is not None:
-            step.hang_up()
+        underway, self.underway = self.underway, None
+        if underway is not None:
+            underway.hang_up()
 
 
 class Whole:
@@ -107,7 +108,7 @@ class Whole:
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Writes it, whole; nothing where the client has gone."""
         cycle, protocol = self._cycle, self._protocol
-        protocol.step = None
+        protocol.underway = None
         cycle.response_started = cycle.response_complete = True
         if cycle.disconnected:
             return

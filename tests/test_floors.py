@@ -42,6 +42,7 @@ HTTP = (
     "service/middleware",
     "service/routes/",
     "service/schemas",
+    "service/underway",
 )
 CLIENTS = ("service/client", "service/compare", "service/console", "service/merged", "service/plot")
 
@@ -70,10 +71,11 @@ ONLY_IN = {
     "service.app": ("service/server",),
     "service.server": ("service/__main__",),
     "service.fast_path": ("service/app", "service/server", "service/whole_http"),
-    "service.routes": ("service/app", "service/fast_path", "service/routes/"),
+    "service.underway": ("service/fast_path", "service/whole_http"),
+    "service.routes": ("service/app", "service/fast_path", "service/routes/", "service/underway"),
     "service.schemas": ("service/fast_path", "service/routes/"),
     "service.documents": ("service/documents/", "service/app", "service/client", "service/routes/"),
-    "service.middleware": ("service/app", "service/fast_path", "service/routes/"),
+    "service.middleware": ("service/app", "service/fast_path", "service/routes/", "service/underway"),
     "service.runners": ("service/runners/", "service/engine/", "service/__main__"),
     "service.stores": ("service/stores/", "service/engine/", "service/__main__"),
 }

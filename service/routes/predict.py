@@ -38,16 +38,16 @@ async def predict(request: Request) -> Response:
     with until_hangup(request):
         if body.inputs is not None:
             return answers.reply(await _predict_many(request, engine, body, body.inputs))
-        given = await engine.predict(await _predict_request(request, engine, body, body.sequence, session))
+        tokens = await tokens_of(engine, body.sequence, deadline(request))
+        given = await engine.predict(asked(request, body, tokens, session))
     note_answer(request.scope, given)
     return answers.reply(answers.answer(engine, given))
 
 
-async def _predict_request(
-    request: Request, engine: Engine, body: PredictBody, given: str | list[int], session: str | None = None
-) -> PredictRequest:
+def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session: str | None = None) -> PredictRequest:
+    """What a request asks of the engine; `session` as it goes by within. Raises InvalidRequest."""
     return PredictRequest(
-        tokens=await tokens_of(engine, given, deadline(request)),
+        tokens=tokens,
         mode=body.mode,
         window=body.window,
         tolerance=body.tolerance,
@@ -65,16 +65,16 @@ async def _predict_many(
     if len(inputs) > most:
         raise InvalidRequest(f"inputs holds {len(inputs)} inputs, but at most {most} are answered at once", "inputs")
     charge(request, len(inputs))
-    asked: list[PredictRequest] = []
+    wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
         if isinstance(given, str):
             await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
         try:
-            asked.append(await _predict_request(request, engine, body, given))
+            wanted.append(asked(request, body, await tokens_of(engine, given, deadline(request))))
         except Exception as error:
             refused[index] = error
-    answered = iter(await engine.predict_many(asked))
+    answered = iter(await engine.predict_many(wanted))
     results: list[AnswerDocument | FailureDocument] = []
     for index in range(len(inputs)):
         outcome = refused[index] if index in refused else next(answered)

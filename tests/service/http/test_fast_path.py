@@ -1,4 +1,4 @@
-"""Steps that come whole do not go by way of the application, and mean the same; all else does."""
+"""Steps and predictions that come whole do not go by way of the application, and mean the same; all else does."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.service.http.conftest import SocketServer, never
 from tests.service.http.fake import FakeCatalog
 from tests.service.http.patient import until
 
+PREDICT = "/v1/predict"
 PATH = "/v1/sessions/a/tokens"
 ROUTE = "/v1/sessions/{session}/tokens"
 WAIT_S = 20.0
@@ -73,9 +74,9 @@ class Stage(SocketServer):
         named = WEBSOCKETS | protocols(settings, self.metrics, app.fast_path)
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
-    def counted(self, status: int) -> float:
+    def counted(self, status: int, route: str = ROUTE) -> float:
         """How many requests to the route were counted with this status."""
-        labels = {"route": ROUTE, "method": "POST", "status": str(status)}
+        labels = {"route": route, "method": "POST", "status": str(status)}
         return self.metrics.registry.get_sample_value("wane_http_requests_total", labels) or 0.0
 
 
@@ -173,6 +174,90 @@ async def test_a_step_never_reaches_the_application_and_is_answered_as_it_would_
         assert headers.keys() == general.keys()
         assert headers["content-type"] == general["content-type"]
         assert stage.counted(200) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tokens": [6, 7]},
+        {"tokens": [6], "mode": "window", "window": 4, "top_k": 2},
+        {"tokens": [6, 7, 8], "mode": "both"},
+        {"tokens": [6], "tolerance": 0},
+    ],
+    ids=["auto", "window", "both", "tolerance"],
+)
+async def test_a_prediction_never_reaches_the_application_and_is_answered_as_it_would_answer(
+    serve: Serve, body: dict[str, Any]
+) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        status, fast = await client.ask(step(body, path=PREDICT))
+        assert (status, stage.asked) == (200, [])
+        status, slow = await client.ask(*in_two(step(body, path=PREDICT)))
+        assert (status, stage.asked) == (200, [PREDICT])
+        for document in (fast, slow):
+            for part in document.get("modes", {}).values():
+                del part["latency"]
+        assert shown(fast) == shown(slow)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"input": "ab"}, 200),
+        ({"inputs": [[5], [6]]}, 200),
+        ({"session": "a"}, 200),
+        ({"tokens": [6], "model": "another"}, 404),
+        ({"tokens": [6], "window": 0}, 422),
+        ({"tokens": []}, 422),
+        ({}, 422),
+    ],
+    ids=["text", "many", "session", "other model", "no window", "no tokens", "nothing"],
+)
+async def test_what_is_not_one_plain_prediction_is_left_to_the_application(
+    serve: Serve, body: dict[str, Any], status: int
+) -> None:
+    async with serve() as stage:
+        assert (await (await Client.of(stage)).ask(step(body, path=PREDICT)))[0] == status
+        assert stage.asked == [PREDICT]
+
+
+async def test_a_prediction_that_is_refused_is_answered_as_the_application_would(serve: Serve) -> None:
+    refused = step({"tokens": [10_000]}, path=PREDICT)
+    async with serve() as stage:
+        client = await Client.of(stage)
+        status, fast = await client.ask(refused)
+        assert (status, stage.asked) == (422, [])
+        assert shown(fast) == shown((await client.ask(*in_two(refused)))[1])
+
+
+async def test_a_prediction_whose_deadline_passes_is_told(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        late = step({"tokens": [6], "mode": "window"}, "x-request-timeout-ms: 30", path=PREDICT)
+        status, document = await client.ask(late)
+        assert (status, document["code"], stage.asked) == (504, "deadline_exceeded", [])
+        stage.bench.runner.gate.set()
+        assert (await client.ask(step({"tokens": [6]}, path=PREDICT)))[0] == 200
+
+
+async def test_a_client_that_hangs_up_takes_its_prediction_back(serve: Serve) -> None:
+    async with serve() as stage:
+        first, second = await Client.of(stage), await Client.of(stage)
+        hold(stage)
+        await first.say(step({"tokens": [6]}))
+        await stage.bench.runner.until_busy()
+        await second.say(step({"tokens": [6], "mode": "window"}, path=PREDICT))
+        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        second.writer.close()
+        await until(lambda: stage.counted(499, PREDICT) == 1)
+        stage.bench.runner.calls.clear()
+        stage.bench.runner.gate.set()
+        assert (await first.hear())[0] == 200
+        assert (await first.ask(step({"tokens": [7]})))[0] == 200
+        assert [role for role, _ in stage.bench.runner.calls] == ["step"]
+        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
 
 
 @pytest.mark.parametrize(
