@@ -40,6 +40,13 @@ class Observed:
         if trace_id is not None:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
+    def observe_all(self, buckets: Sequence[int], total: float) -> None:
+        """Counts many values, of which it is known which buckets they belong to and what they come to."""
+        counts = self.counts
+        for bucket in buckets:
+            counts[bucket] += 1
+        self.total += total
+
 
 class Histogram(Collector):
     """A metric of one name, as prometheus_client's `Histogram`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -156,42 +155,7 @@ class Answering:
         elif self.sampler is not None and self.sampler.chosen():
             self.sampler.offer(course, fed, answering)
         proved = await self._proved(answering, answering.bound)
-        return self._made(course, found, answering.bound, proved, ticket, session, replayed, modes, pair)
-
-    def of_step(
-        self,
-        course: Course,
-        fed: Callable[[], NDArray[np.int64]],
-        outcome: Outcome,
-        top_k: int,
-        ticket: Ticket,
-        session: str,
-    ) -> Answer:
-        """As `answer`, of a step from a resident state, of which no proof takes long. `fed` gives what `answer` is
-        given."""
-        bound = course.bound(self._certificate)
-        if self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, fed(), Part(outcome, bound, ticket.latency()))
-        found, proved = self._predictions(outcome, top_k), self._leads(outcome, bound)
-        return self._made(course, found, bound, proved, ticket, session, replayed=False)
-
-    def _predictions(self, outcome: Outcome, top_k: int) -> tuple[Prediction, ...]:
-        return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
-
-    def _made(
-        self,
-        course: Course,
-        found: tuple[Prediction, ...],
-        bound: Bound | None,
-        proved: bool,
-        ticket: Ticket,
-        session: str | None,
-        replayed: bool | None,
-        modes: dict[Mode, ModeAnswer] | None = None,
-        pair: Agreement | None = None,
-    ) -> Answer:
-        """The answer, counted."""
-        latency = ticket.latency()
+        bound, latency = answering.bound, ticket.latency()
         self._report.took(course.mode, latency)
         self._report.claimed(course.mode, bound, proved)
         return Answer(
@@ -209,6 +173,9 @@ class Answering:
             position=None if session is None else course.position,
             replayed=replayed,
         )
+
+    def _predictions(self, outcome: Outcome, top_k: int) -> tuple[Prediction, ...]:
+        return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
 
     async def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
         """How far the parts are apart, counted in the report."""

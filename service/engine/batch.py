@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from models.manifest import Role
 from service.engine.distribution import Top
+from service.engine.outputs import Outputs
 from service.engine.slab import HIDDEN, ZERO, Slab
 from service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
 
@@ -34,7 +35,8 @@ ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
 class Work:
     """One item: a row of a batch of `role`.
 
-    tokens, targets: int64 (n); one token for step, none for head, n >= 1 otherwise; targets for scan only.
+    tokens, targets: int64 (n); one token for step, which may be a tuple, none for head, n >= 1 otherwise; targets for
+    scan only.
     The state is read from slot `read` (window starts from zero whatever it says) and the next one written to
     slot `write`; None keeps nothing. `binding` work cannot be taken back once it is in a batch: its request is
     then carried through, whether or not anybody waits for it. A `chunk` is one of those that a sequence was cut into
@@ -42,7 +44,7 @@ class Work:
     """
 
     role: Role
-    tokens: NDArray[np.int64] | None = None
+    tokens: NDArray[np.int64] | tuple[int, ...] | None = None
     targets: NDArray[np.int64] | None = None
     read: int = ZERO
     write: int | None = None
@@ -79,7 +81,7 @@ class Row:
 
     __slots__ = ("_outputs", "_row", "ending", "radius")
 
-    def __init__(self, outputs: Mapping[str, Array], row: int, radius: float | None, ending: Ending | None) -> None:
+    def __init__(self, outputs: Outputs, row: int, radius: float | None, ending: Ending | None) -> None:
         """`row` of the `outputs` of a batch."""
         self._outputs = outputs
         self._row = row
@@ -100,13 +102,16 @@ class Row:
 
     @property
     def top(self) -> Top | None:
-        outputs, row = self._outputs, self._row
-        if TOP_IDS not in outputs:
-            return None
-        return Top(outputs[TOP_IDS][row], outputs[TOP_LOGITS][row], float(outputs[LOG_SUM_EXP][row]))
+        tops = self._outputs.tops
+        return None if tops is None else tops[self._row]
+
+    @property
+    def length(self) -> float:
+        """The 2-norm of `hidden`, which is there."""
+        return self._outputs.lengths[self._row]
 
     def _of(self, name: str) -> NDArray[np.float32] | None:
-        outputs = self._outputs.get(name)
+        outputs = self._outputs.arrays.get(name)
         return None if outputs is None else outputs[self._row]
 
 
@@ -147,12 +152,11 @@ def _run(works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, A
     if role != "head":
         slab.scatter([work.write for work in works], outputs)
     answers = {name: outputs[name] for name in ANSWERS if name in outputs}
+    shared = Outputs(answers)
     radii = _radii(outputs, len(works))
     endings = _endings(works, outputs)
     return [
-        Row(answers, row, radii[row], endings[row])
-        if finite
-        else FloatingPointError("the model's output is not finite")
+        Row(shared, row, radii[row], endings[row]) if finite else FloatingPointError("the model's output is not finite")
         for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
     ]
 
@@ -200,9 +204,9 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
     tokens = [work.tokens for work in works if work.tokens is not None]
     assert len(tokens) == len(works), "work without tokens: this is a bug"
     if works[0].role == "step":
-        return {"tokens": tokens[0] if len(tokens) == 1 else np.concatenate(tokens)}
+        return {"tokens": np.array([ids[0] for ids in tokens], np.int64)}
     lengths = np.array([len(ids) for ids in tokens], np.int64)
-    feeds = {"tokens": _padded(tokens, int(lengths.max())), "lengths": lengths}
+    feeds = {"tokens": _padded([np.asarray(ids) for ids in tokens], int(lengths.max())), "lengths": lengths}
     if works[0].role == "scan":
         targets = [work.targets for work in works if work.targets is not None]
         feeds["targets"] = _padded(targets, int(lengths.max()))

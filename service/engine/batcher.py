@@ -20,7 +20,7 @@ from models.manifest import Role
 from service.engine import batch
 from service.engine.batch import Row, Work
 from service.engine.costs import Costs
-from service.engine.item import Item, Waiter, enter
+from service.engine.item import Awaited, Item, enter
 from service.engine.queue import ONE_TOKEN, FairQueue, Queue
 from service.engine.run_times import RunTimes
 from service.engine.slab import Slab
@@ -93,6 +93,8 @@ class Batcher:
         self._now = 0.0  # on the event loop's clock, when the latest batch was taken
         self._closed = False
         self.on_idle: Callable[[], None] | None = None
+        self.on_handed_out: Callable[[], None] | None = None
+        """Told when every item of a batch was given its row. Raises nothing."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
         self._room = slab.room(max_batch)
         self._observers = {
@@ -128,18 +130,19 @@ class Batcher:
         the run failed.
         """
         future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
-        self.enqueue(work, ticket, future)
+        self.enqueue(Awaited(work, ticket, future))
         return await future
 
-    def enqueue(self, work: Work, ticket: Ticket, waiter: Waiter) -> None:
-        """As `submit`, for a waiter that is told. Raises Overloaded, Unavailable."""
+    def enqueue(self, item: Item) -> None:
+        """As `submit`, of an item that is told. Raises Overloaded, Unavailable."""
         if self._closed:
             raise Unavailable("the server is stopping")
+        work, ticket = item.work, item.ticket
         if not ticket.admitted and self._waiting(work.role) >= self._max_queue:
             self._refused.inc()
             raise Overloaded(f"{self._waiting(work.role)} requests are waiting, the most that may")
         ticket.admitted = True
-        item = Item(work, ticket, waiter, time.perf_counter())
+        item.queued_s = time.perf_counter()
         self._slab.retain(work.read)
         if work.write is not None:
             self._slab.retain(work.write)
@@ -155,7 +158,7 @@ class Batcher:
         if self._ahead is not None:
             self._take_back(*self._ahead)
         for item in self._queue.clear():
-            self._settle(item, Unavailable("the server is stopping"))
+            self._drop(item, Unavailable("the server is stopping"))
         await asyncio.to_thread(self._executor.shutdown)
 
     def _waiting(self, role: Role) -> int:
@@ -221,7 +224,7 @@ class Batcher:
     def _run(self, items: list[Item]) -> _Ran:
         """Runs a batch. Of one that waited for the runner some waiters may have left."""
         started_s = time.perf_counter()
-        wanted = [item for item in items if not item.future.cancelled()]
+        wanted = [item for item in items if not item.left()]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._slab, self._runner, self._room) if wanted else []
         left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
@@ -233,10 +236,10 @@ class Batcher:
         return self._queue.take(self._runs)
 
     def _runs(self, item: Item) -> bool:
-        """Whether somebody still waits for it; if not, it is settled."""
+        """Whether somebody still waits for it; if not, it is dropped."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.future.cancelled():  # by a client who left, or by whoever watches the deadline
+        if item.left():  # by a client who left, or by whoever watches the deadline
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
@@ -245,13 +248,13 @@ class Batcher:
         return True
 
     def _skip(self, item: Item, *, late: bool, error: DeadlineExceeded | None = None) -> None:
-        """Counts, traces and settles what is not run."""
+        """Counts, traces and drops what is not run."""
         (self._late if late else self._abandoned).inc()
         skipped_s = time.perf_counter()
         self._observers[item.work.role].waited(skipped_s - item.queued_s)
         if item.ticket.traced is not None:
             item.ticket.traced.skipped(item.queued_s, skipped_s, "deadline" if late else "abandoned")
-        self._settle(item, error)
+        self._drop(item, error)
 
     def _finish(self, ran: _Ran) -> None:
         """A batch was run on the runner's thread: the next one is started, and then its results are handed out."""
@@ -273,20 +276,25 @@ class Batcher:
             return
         self._observe(role, items, started_s, compute_s)
         if self._costs is not None:
-            self._costs.observe(role, len(items), sum(item.work.length for item in items), compute_s)
+            tokens = len(items) if role in ONE_TOKEN else sum(item.work.length for item in items)
+            self._costs.observe(role, len(items), tokens, compute_s)
+        self._slab.release_all([item.work.read for item in items])
+        self._slab.release_all([item.work.write for item in items if item.work.write is not None])
         for item, row in zip(items, rows, strict=True):
-            item.ticket.queue_s += started_s - item.queued_s
-            item.ticket.compute_s += compute_s
-            if len(items) > item.ticket.batch_items:
-                item.ticket.batch_items = len(items)
-            if isinstance(row, Exception):
+            ticket = item.ticket
+            ticket.queue_s += started_s - item.queued_s
+            ticket.compute_s += compute_s
+            ticket.batch_items = max(ticket.batch_items, len(items))
+            if isinstance(row, Row):
+                item.give(row)
+            else:
                 self._failed.inc()
                 logger.error("a run of %s failed", role, exc_info=row)
                 failure = WaneError("the model failed to run")
                 failure.__cause__ = row
-                self._settle(item, failure)
-            else:
-                self._settle(item, row)
+                item.fail(failure)
+        if self.on_handed_out is not None:
+            self.on_handed_out()
         traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
         if traced:
             failed = sum(isinstance(row, Exception) for row in rows)
@@ -302,14 +310,10 @@ class Batcher:
         observer.seconds(compute_s)
         observer.waited(sum([started_s - item.queued_s for item in items]))
 
-    def _settle(self, item: Item, result: Row | WaneError | None) -> None:
-        """Releases an item's slots and resolves its future, if anybody still waits for it."""
+    def _drop(self, item: Item, error: WaneError | None) -> None:
+        """Lets go of what is not run, and tells whoever still waits for it."""
         self._slab.release(item.work.read)
         if item.work.write is not None:
             self._slab.release(item.work.write)
-        if item.future.done():
-            return
-        if isinstance(result, Row):
-            item.future.set_result(result)
-        elif result is not None:
-            item.future.set_exception(result)
+        if error is not None:
+            item.fail(error)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,17 @@ from models.vocabulary import Vocabulary
 from service.engine.answers import Prediction
 
 
-@dataclass(slots=True, eq=False)
-class Top:
-    """The largest of some logits, as a graph put them out: ids int64 (K), logits float32 (K), in falling order, the
-    smaller id first among equals; and the logarithm of the sum of all their exponentials."""
+class Top(NamedTuple):
+    """The largest of some logits, K of them in falling order, the smaller id first among equals, as a graph put them
+    out; and what they come to, by the logarithm of the sum of the exponentials of all."""
 
-    ids: NDArray[np.int64]
-    logits: NDArray[np.float32]
-    log_sum_exp: float
+    ids: list[int]
+    logits: list[float]
+    logprobs: list[float]
+    probabilities: list[float]
+
+
+_made = partial(tuple.__new__, Prediction)
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -38,23 +41,24 @@ def predictions(
     """
     count = min(count, len(logits))
     if top is not None and count <= len(top.ids):
-        total = top.log_sum_exp
-        # The sum is rounded: of a token that is all but certain the difference may be above 0.
-        logprobs = [min(value - total, 0.0) for value in top.logits[:count].tolist()]
-        return _listed(top.ids[:count].tolist(), logprobs, vocabulary)
+        ids, _, logprobs, probabilities = top
+        return _listed(ids[:count], probabilities, logprobs, vocabulary)
     of_all = log_softmax(logits)
     least = np.partition(of_all, -count)[-count]
     candidates = np.flatnonzero(of_all >= least)  # with all that tie for the last places
     order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
-    return _listed(order.tolist(), of_all[order].tolist(), vocabulary)
+    found = of_all[order]
+    return _listed(order.tolist(), np.exp(found).tolist(), found.tolist(), vocabulary)
 
 
-def _listed(tokens: list[int], logprobs: list[float], vocabulary: Vocabulary) -> tuple[Prediction, ...]:
+def _listed(
+    tokens: list[int], probabilities: list[float], logprobs: list[float], vocabulary: Vocabulary
+) -> tuple[Prediction, ...]:
     """One for each token. There are some with every answer: hence no call for each of their fields."""
-    texts, partials, exp, make = vocabulary.texts, vocabulary.partials, math.exp, Prediction._make
+    texts, partials = vocabulary.texts, vocabulary.partials
     return tuple(
         [
-            make((token, texts[token], exp(logprob), logprob, partials[token]))
-            for token, logprob in zip(tokens, logprobs, strict=True)
+            _made((token, texts[token], probability, logprob, partials[token]))
+            for token, probability, logprob in zip(tokens, probabilities, logprobs, strict=False)
         ]
     )

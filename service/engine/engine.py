@@ -50,6 +50,7 @@ from service.engine.scores import Score, ScoredTokens, ScoreSummary
 from service.engine.scoring import Scorer, Scoring
 from service.engine.sessions import Sessions
 from service.engine.shadow import Aside, Shadow
+from service.engine.step_answers import StepAnswers
 from service.engine.steps import Steps
 from service.engine.ticket import Ticket
 from service.engine.warm_up import warm_up
@@ -182,7 +183,7 @@ class Engine:
             slab,
             self._batcher,
             self._sessions,
-            self._answering,
+            StepAnswers(manifest, vocabulary, margin, self._answering, self._report),
             on_found=partial(self._steps.used, True),
             on_begin=self._admit,
             on_end=self._dismiss,

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.weights import Weights, head_weight
+from service.engine.batch import Row
 from service.engine.distribution import Top
 
 UNIT = 2.0**-24  # u of float32
@@ -39,6 +40,11 @@ class Margin:
         self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
         self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
         self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
+        # By token, as plain floats: of one or two at a time that is a good deal less work.
+        self._norm_of: list[float] = self._norms.tolist()
+        self._rounding_of: list[tuple[float, float]] = list(
+            zip(self._of_norm.tolist(), self._of_bias.tolist(), strict=True)
+        )
         self._largest_norm = float(self._norms.max())
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
@@ -51,6 +57,15 @@ class Margin:
         settled = self._at_a_look(logits, hidden, error, top)
         return self._has_no_rival(logits, hidden, error) if settled is None else settled
 
+    def proves_of_row(self, row: Row, error: float) -> bool:
+        """As `proves`, of a row that has logits and hidden."""
+        logits, hidden, top = row.logits, row.hidden, row.top
+        assert logits is not None and hidden is not None, "a step without an answer: this is a bug"
+        if top is None or len(top.ids) == 1:
+            return self.proves(logits, hidden, error)
+        settled = self._over(top.ids[0], top.ids[1], top.logits[0] - top.logits[1], row.length, error)
+        return self._has_no_rival(logits, hidden, error) if settled is None else settled
+
     def _at_a_look(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
     ) -> bool | None:
@@ -60,7 +75,7 @@ class Margin:
         where the error is that of rounding, that settles nearly all. And one rival is enough: mostly it is the second.
         """
         if top is not None and len(top.ids) > 1:
-            first, second = top.ids[:2].tolist()
+            first, second = top.ids[:2]
         else:
             first = int(logits.argmax())
             others = logits.copy()
@@ -69,15 +84,20 @@ class Margin:
         if first == second:  # there is one token
             return math.isfinite(error)
         exact = hidden.astype(np.float64)
-        length = math.sqrt(exact @ exact) * OUTWARD + error
         lead = float(logits[first]) - float(logits[second])
-        lead -= float(self._of_norm[first] * length + self._of_bias[first])
+        return self._over(first, second, lead, math.sqrt(exact @ exact), error)
+
+    def _over(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
+        """The same, of the largest two and by how much one leads; `length` is the 2-norm of what they came of."""
+        length = length * OUTWARD + error
+        of_norm, of_bias = self._rounding_of[first]
+        lead -= of_norm * length + of_bias
         most = self._largest_of_norm * length + self._largest_of_bias
-        if lead - most > (self._largest_norm + float(self._norms[first])) * error:
+        if lead - most > (self._largest_norm + self._norm_of[first]) * error:
             return True
+        of_norm, of_bias = self._rounding_of[second]
         gap = self._rows[second].astype(np.float64) - self._rows[first]
-        lead -= float(self._of_norm[second] * length + self._of_bias[second])
-        if not lead > math.sqrt(gap @ gap) * OUTWARD * error:
+        if not lead - (of_norm * length + of_bias) > math.sqrt(gap @ gap) * OUTWARD * error:
             return False
         return None
 

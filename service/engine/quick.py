@@ -1,9 +1,9 @@
 """Steps that need one run and nothing else, without a task of their own.
 
 Most steps are of one token, of a session whose state is resident, in a store that answers at once, with nobody else at
-that session. Such a step is checked out where it is asked for, stands in the batcher's queue as the future of its row,
-and is committed and answered when that is there: all on the event loop's thread, with no switch between tasks on the
-way. What a step means is the same as in `steps.py`, which takes all others.
+that session. Such a step is checked out where it is asked for, stands in the batcher's queue itself, and is committed
+and answered when its row is there, with the others of its batch: all on the event loop's thread, with no switch between
+tasks on the way. What a step means is the same as in `steps.py`, which takes all others.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import numpy as np
-
 from service.engine import routing
-from service.engine.answering import Answering, Course
 from service.engine.answers import Answer
 from service.engine.batch import Row, Work
 from service.engine.batcher import Batcher
-from service.engine.forward import outcome
-from service.engine.mode import Mode, Origin
+from service.engine.mode import Mode
 from service.engine.requests import StepRequest
 from service.engine.sessions import Place, Sessions, place
 from service.engine.slab import Slab
+from service.engine.step_answers import StepAnswers
 from service.engine.ticket import Ticket
 from service.stores.store import Record
 
@@ -35,7 +32,7 @@ class Quick:
         slab: Slab,
         batcher: Batcher,
         sessions: Sessions,
-        answering: Answering,
+        answers: StepAnswers,
         *,
         on_found: Callable[[], object],
         on_begin: Callable[[], object],
@@ -46,10 +43,12 @@ class Quick:
         self._slab = slab
         self._batcher = batcher
         self._sessions = sessions
-        self._answering = answering
+        self._answers = answers
         self._on_found = on_found
         self._on_begin = on_begin
         self._on_end = on_end
+        self._given: list[tuple[QuickStep, Row]] = []
+        batcher.on_handed_out = self._settle
 
     def begin(self, request: StepRequest, ticket: Ticket) -> QuickStep | None:
         """The step, in the batcher's queue; None, and nothing done, where it is none for here.
@@ -80,10 +79,9 @@ class Quick:
         if resident is None:
             return None
         slot = self._slab.acquire()
-        step = QuickStep(self, request, ticket, record, slot, resident.cut)
-        work = Work("step", np.array(request.tokens, np.int64), read=resident.slot, write=slot, binding=True)
+        step = QuickStep(self, request, ticket, record, resident.slot, slot, resident.cut)
         try:
-            self._batcher.enqueue(work, ticket, step)
+            self._batcher.enqueue(step)
         except BaseException:
             self._slab.release(slot)
             raise
@@ -92,20 +90,32 @@ class Quick:
             self._on_found()
         return step
 
-    def finish(self, step: QuickStep, row: Row) -> Answer | None:
-        """Commits and answers; None where the comparison was lost. The session is left in any case."""
-        request, record = step.request, step.record
+    def give(self, step: QuickStep, row: Row) -> None:
+        """A step was run; what follows waits for the others of its batch."""
+        self._given.append((step, row))
+
+    def _settle(self) -> None:
+        """Commits the steps of a batch, and answers whoever still waits. What fails is a step's own, and no reason for
+        others to fail."""
+        given, self._given = self._given, []
+        answers = self._answers.of_batch()
+        for step, row in given:
+            try:
+                committed = self._commit(step)
+                if committed is None:
+                    step.tell(None)
+                else:
+                    step.tell(answers.of_step(step.request, committed, step.cut, row, step.ticket))
+            except Exception as error:
+                step.tell(error)
+        answers.count()
+
+    def _commit(self, step: QuickStep) -> Record | None:
+        """None where the comparison was lost. The session is left in any case."""
         try:
-            committed = self._sessions.commit_at_once(record, request, step.slot, step.cut)
+            return self._sessions.commit_at_once(step.record, step.request, step.slot, step.cut)
         finally:
             self.leave(step)
-        if committed is None:
-            return None
-        position = committed.position
-        course = Course(Mode.RECURRENT, position, None, Origin.RESIDENT, position - step.cut)
-        return self._answering.of_step(
-            course, committed.tail.ids, outcome(row), request.top_k, step.ticket, record.session
-        )
 
     def leave(self, step: QuickStep) -> None:
         """The step is over, however it went."""
@@ -115,15 +125,17 @@ class Quick:
 
 
 class QuickStep:
-    """One step on its way: to the batcher the future of a row, to whoever asked that of an answer.
+    """One step on its way: to the batcher an item, to whoever asked that the future of an answer.
 
     The answer is None where the comparison was lost to another writer, and nothing was appended.
     """
 
-    __slots__ = ("_over", "_quick", "answer", "cut", "record", "request", "slot", "ticket")
+    __slots__ = ("_over", "_quick", "answer", "cut", "queued_s", "record", "request", "slot", "ticket", "work")
 
-    def __init__(self, quick: Quick, request: StepRequest, ticket: Ticket, record: Record, slot: int, cut: int) -> None:
-        """`slot` is where the next state goes, which knows all but `cut` tokens."""
+    def __init__(
+        self, quick: Quick, request: StepRequest, ticket: Ticket, record: Record, read: int, slot: int, cut: int
+    ) -> None:
+        """`slot` is where the next state goes, made from that in `read`; both know all but `cut` tokens."""
         self._quick = quick
         self._over = False
         self.request = request
@@ -131,6 +143,8 @@ class QuickStep:
         self.record = record
         self.slot = slot
         self.cut = cut
+        self.queued_s = 0.0
+        self.work = Work("step", request.tokens, None, read, slot, True)
         self.answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
@@ -143,34 +157,30 @@ class QuickStep:
         if not self.ticket.entered:
             self.cancel()
 
-    def cancelled(self) -> bool:
+    def left(self) -> bool:
         """Whether the batcher may skip it."""
         return self._over
 
-    def done(self) -> bool:
-        """Whether there is nothing to be told to it any more."""
-        return self._over
-
-    def set_result(self, row: Row) -> None:
-        """Its run is over: commits, and answers whoever still waits."""
+    def give(self, row: Row) -> None:
+        """Its run is over."""
         self._over = True
-        try:
-            answer = self._quick.finish(self, row)
-        except Exception as error:  # is this step's own, and no reason for others of its batch to fail
-            self._fail(error)
-        else:
-            if not self.answer.done():
-                self.answer.set_result(answer)
+        self._quick.give(self, row)
 
-    def set_exception(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """It was not run, or in vain: nothing was changed."""
-        self._end()
-        self._fail(error)
+        if not self._over:
+            self._end()
+            self.tell(error)
+
+    def tell(self, answer: Answer | Exception | None) -> None:
+        """Whoever still waits is answered."""
+        if self.answer.done():
+            return
+        if isinstance(answer, Exception):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
 
     def _end(self) -> None:
         self._over = True
         self._quick.leave(self)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)

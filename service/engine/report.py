@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 
 from service.engine.agreement import AgreementStatistics, Source, violates
-from service.engine.answers import Agreement, Latency
+from service.engine.answers import Agreement, Answer, Latency
 from service.engine.bounds import Bound
 from service.engine.mode import Mode
-from service.metrics import REQUEST_SECONDS, Metrics
+from service.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
 
 logger = logging.getLogger("wane.engine")
 
@@ -39,6 +39,16 @@ class Durations:
         self.recent.append(value_ms)
         self.counts[bisect_left(BUCKETS_MS, value_ms)] += 1
         self.total_ms += value_ms
+
+    def add_all(self, values_ms: Sequence[float]) -> list[int]:
+        """Counts many values; their buckets."""
+        buckets = [bisect_left(BUCKETS_MS, value_ms) for value_ms in values_ms]
+        counts = self.counts
+        for bucket in buckets:
+            counts[bucket] += 1
+        self.recent.extend(values_ms)
+        self.total_ms += sum(values_ms)
+        return buckets
 
     def document(self) -> dict[str, object]:
         """Percentiles of the latest values; cumulative buckets of all, which add up over replicas."""
@@ -76,6 +86,18 @@ class OfMode:
             durations.add(value_ms)
             seconds.observe(value_ms / 1e3)
 
+    def stepped(self, answers: Sequence[Answer]) -> None:
+        """As `took` and `claimed`, of many answers that nothing but one prediction was made for."""
+        columns = zip(*[answer.latency for answer in answers], strict=True)
+        for (durations, seconds), values_ms in zip(self._phases, columns, strict=False):
+            seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
+        for variation, count in Counter([answer.error_bound for answer in answers]).items():
+            if variation is not None:
+                self._error_bound.observe_all([bisect_left(ERROR_BOUND, variation)] * count, variation * count)
+        proved = sum([answer.top1_proved for answer in answers])
+        if proved:
+            self._proved.inc(proved)
+
     def claimed(self, bound: Bound | None, proved: bool) -> None:
         """What one answer was said to be worth."""
         if bound is not None:
@@ -93,27 +115,32 @@ class Report:
         self._requests: Counter[Mode] = Counter()
         self._operations: Counter[str] = Counter()
         self._modes: dict[Mode, OfMode] = {}
-        self._answers: dict[tuple[str, Mode], Callable[[], object]] = {}
+        self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
         metrics.bound_violations.labels(model)  # there from the start, at 0
 
-    def answered(self, operation: str, mode: Mode) -> None:
-        """One request was answered; `mode` is the one that was used."""
-        self._operations[operation] += 1
+    def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
+        """A request was answered, or several; `mode` is the one that was used."""
+        self._operations[operation] += requests
         if operation in ("predict", "step"):
-            self._requests[mode] += 1
+            self._requests[mode] += requests
         count = self._answers.get((operation, mode))
         if count is None:
             count = self._metrics.answers.labels(self._model, operation, mode.value).inc
             self._answers[operation, mode] = count
-        count()
+        count(requests)
 
     def took(self, mode: Mode, latency: Latency) -> None:
         """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
         self._of(mode).took(latency)
+
+    def stepped(self, answers: Sequence[Answer]) -> None:
+        """As `took` and `claimed`, of steps that were answered from their states: a batch of them at a time."""
+        if answers:
+            self._of(Mode.RECURRENT).stepped(answers)
 
     def claimed(self, mode: Mode, bound: Bound | None, proved: bool) -> None:
         """What one answer was said to be worth."""

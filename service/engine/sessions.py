@@ -42,6 +42,8 @@ def last_step(record: Record, request: StepRequest) -> LastStep:
 
 def of_tokens(tokens: Sequence[int]) -> bytes:
     """What a step's tokens are remembered by."""
+    if len(tokens) == 1:
+        return digest(tokens[0].to_bytes(8, "little", signed=True))
     return digest(struct.pack(f"<{len(tokens)}q", *tokens))
 
 

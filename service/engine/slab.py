@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -88,6 +88,16 @@ class Slab:
             assert users >= 0, "a slot was released once too often: this is a bug"
             if not users:
                 self._free.append(slot)
+
+    def release_all(self, slots: Iterable[int]) -> None:
+        """As `release`, of each."""
+        users, free = self._users, self._free
+        for slot in slots:
+            if slot >= RESERVED:
+                left = users[slot] = users[slot] - 1
+                assert left >= 0, "a slot was released once too often: this is a bug"
+                if not left:
+                    free.append(slot)
 
     @contextmanager
     def lease(self) -> Iterator[int]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from service.engine.answers import Latency
 from service.tracing import CURRENT, Traced
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
     """One request's way through the batcher.
 
@@ -18,18 +16,25 @@ class Ticket:
     `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
     """
 
-    deadline: float | None = None
-    admitted: bool = False
-    entered: bool = False
-    started_s: float = 0.0
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-    batch_items: int = 0
-    traced: Traced | None = None
+    __slots__ = (
+        "admitted",
+        "batch_items",
+        "compute_s",
+        "deadline",
+        "entered",
+        "queue_s",
+        "started_s",
+        "traced",
+    )
 
-    def __post_init__(self) -> None:
+    def __init__(self, deadline: float | None = None, *, admitted: bool = False) -> None:
+        self.deadline = deadline
+        self.admitted = admitted
+        self.entered = False
         self.started_s = time.perf_counter()
-        self.traced = CURRENT.get()
+        self.queue_s = self.compute_s = 0.0
+        self.batch_items = 0
+        self.traced: Traced | None = CURRENT.get()
 
     def latency(self, since: Ticket | None = None) -> Latency:
         """Where the time went until now, since the ticket was made or `since` was copied from it."""
@@ -43,4 +48,6 @@ class Ticket:
 
     def mark(self) -> Ticket:
         """A copy to measure from."""
-        return Ticket(queue_s=self.queue_s, compute_s=self.compute_s)
+        copy = Ticket()
+        copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
+        return copy

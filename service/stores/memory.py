@@ -85,8 +85,9 @@ class MemoryStore:
 
     def look(self, session: str) -> Record | None:
         """See `Ready`."""
-        packed = self._find(session)
-        return None if packed is None else self._packing.unpack(session, packed, self._clock())
+        now_s = self._clock()
+        packed = self._shards[hash(session) % SHARDS].get(session, now_s)
+        return None if packed is None else self._packing.unpack(session, packed, now_s)
 
     def recall(self, session: str, *, to_step: bool = False) -> Record | None:  # noqa: ARG002  (it is always so)
         """See `Store`."""
@@ -112,19 +113,21 @@ class MemoryStore:
 
     def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
         """See `Ready`."""
-        packed = self._find(record.session)
+        now_s = self._clock()
+        packed = self._shards[hash(record.session) % SHARDS].get(record.session, now_s)
         if packed is None or revision(packed) != record.revision:
             return None
         position = record.position + len(tokens)
         tail = record.tail.append(tokens, position, self.tail_tokens)
-        return self._change(record, position, tail, appended(record.revision), step)
+        return self._change(record, now_s, position, tail, appended(record.revision), step)
 
     async def rewind(self, session: str, revision: int, position: int) -> Record | None:
         """See `Store`."""
         record = self._at(session, revision)
         if record is None:
             return None
-        return self._change(record, position, record.tail.without_last(record.position - position), rewound(revision))
+        tail = record.tail.without_last(record.position - position)
+        return self._change(record, self._clock(), position, tail, rewound(revision))
 
     async def delete(self, session: str) -> bool:
         """See `Store`."""
@@ -193,12 +196,14 @@ class MemoryStore:
         record = self._packing.unpack(session, packed, self._clock())
         return record if record.revision == revision else None
 
-    def _change(self, before: Record, position: int, tail: Tail, revision: int, last: LastStep | None = None) -> Record:
+    def _change(
+        self, before: Record, now_s: float, position: int, tail: Tail, revision: int, last: LastStep | None = None
+    ) -> Record:
         """The session at its next revision, used now."""
         session, model, version, mode = before[:4]
         record = Record(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
-        self._put(record)
+        self._shards[hash(session) % SHARDS].put(session, self._packing.pack(record, now_s))
         while self.used_bytes > self._budget_bytes:
             self._squeeze()
         return record

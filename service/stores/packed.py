@@ -16,7 +16,7 @@ from service.engine.mode import Mode
 from service.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot
 from service.stores.tail import Tail
 
-_TOUCHED = struct.Struct("<d")
+TOUCHED = struct.Struct("<d")
 _REVISION = struct.Struct("<dQQ")
 _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
@@ -41,7 +41,7 @@ def tail_bytes(packed: bytes) -> int:
 
 def touched_s(packed: bytes) -> float:
     """When the session was last used."""
-    (when,) = _TOUCHED.unpack_from(packed)
+    (when,) = TOUCHED.unpack_from(packed)
     return float(when)
 
 
@@ -53,7 +53,7 @@ def revision(packed: bytes) -> int:
 
 def touched(packed: bytes, now_s: float) -> bytes:
     """The session, used now."""
-    return _TOUCHED.pack(now_s) + packed[_TOUCHED.size :]
+    return TOUCHED.pack(now_s) + packed[TOUCHED.size :]
 
 
 class Packing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from service.stores.packed import touched_s
+from service.stores.packed import TOUCHED, touched_s
 
 
 class Shard:
@@ -32,7 +32,7 @@ class Shard:
     def get(self, session: str, now_s: float) -> bytes | None:
         """The session, unless it is over; its place in the order stays as it is."""
         packed = self._entries.get(session)
-        return None if packed is None or now_s > touched_s(packed) + self._ttl_s else packed
+        return packed if packed is not None and now_s <= TOUCHED.unpack_from(packed)[0] + self._ttl_s else None
 
     def pop(self, session: str) -> bytes | None:
         """Takes the session out, if it is there."""

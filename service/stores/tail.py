@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tail:
     """Token ids as little-endian unsigned integers of `width` bytes, oldest first; immutable.
 
@@ -38,8 +38,12 @@ class Tail:
 
         `<eos>` counts nothing: a sequence of up to `keep` tokens is kept whole, a longer one by its last `keep`.
         """
-        data = self.data + b"".join([token.to_bytes(self.width, "little") for token in tokens])
-        return Tail(data if position <= keep else data[-keep * self.width :], self.width)
+        width = self.width
+        if len(tokens) == 1:
+            data = self.data + tokens[0].to_bytes(width, "little")
+        else:
+            data = self.data + b"".join([token.to_bytes(width, "little") for token in tokens])
+        return Tail(data if position <= keep else data[-keep * width :], width)
 
     def without_last(self, count: int) -> Tail:
         """Without the latest `count` tokens. At least one token must remain."""

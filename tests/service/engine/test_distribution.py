@@ -12,6 +12,7 @@ from models.manifest import Role
 from service.engine import batch
 from service.engine.batch import Work
 from service.engine.distribution import Top, log_softmax, predictions
+from service.engine.outputs import Outputs
 from service.engine.slab import Slab
 from service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from tests.service.engine.fakes import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
@@ -35,8 +36,8 @@ def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
 
 
 def top_of(logits: NDArray[np.float32]) -> Top:
-    found = picked(logits[None])
-    return Top(found[TOP_IDS][0], found[TOP_LOGITS][0], float(found[LOG_SUM_EXP][0]))
+    (top,) = Outputs(picked(logits[None])).tops or ()
+    return top
 
 
 class PickingRunner(FakeRunner):
@@ -61,7 +62,7 @@ def test_what_a_graph_picked_out_gives_the_same_predictions(count: int) -> None:
 
 def test_more_than_was_picked_out_comes_from_all_logits() -> None:
     logits = random_logits(0)
-    wrong = Top(np.zeros(K, np.int64), np.zeros(K, np.float32), 0.0)
+    wrong = Top([0] * K, [0.0] * K, [0.0] * K, [1.0] * K)
     assert predictions(logits, K + 1, VOCABULARY, wrong) == predictions(logits, K + 1, VOCABULARY)
     assert len(predictions(logits, VOCABULARY.size + 5, VOCABULARY, wrong)) == VOCABULARY.size
 
@@ -75,8 +76,9 @@ def test_equals_come_by_their_ids_and_none_is_left_out() -> None:
 def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> None:
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[7] = 40
-    certain = top_of(logits)
-    certain.log_sum_exp = float(np.nextafter(np.float32(40), np.float32(0)))  # as float32 may round it
+    outputs = picked(logits[None])
+    outputs[LOG_SUM_EXP] = np.nextafter(np.float32([40]), np.float32(0))  # as float32 may round it
+    (certain,) = Outputs(outputs).tops or ()
     (found,) = predictions(logits, 1, VOCABULARY, certain)
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
 
@@ -91,8 +93,9 @@ def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
             assert row.logits is not None
             assert row.top is not None
             logprobs = log_softmax(row.logits)
-            assert row.top.ids.tolist() == np.argsort(-row.logits, kind="stable")[:K].tolist()
-            assert row.top.logits - row.top.log_sum_exp == pytest.approx(logprobs[row.top.ids], abs=1e-5)
+            assert row.top.ids == np.argsort(-row.logits, kind="stable")[:K].tolist()
+            assert row.top.logits == row.logits[row.top.ids].tolist()
+            assert row.top.logprobs == pytest.approx(logprobs[row.top.ids], abs=1e-5)
     (alone,) = batch.run([Work("window", np.array([2]))], slab, FakeRunner(VOCABULARY.size))
     assert isinstance(alone, batch.Row)
     assert alone.top is None

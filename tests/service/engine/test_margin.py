@@ -117,7 +117,7 @@ def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(s
         error = 0.1 * np.exp(random.normal())
         ids = np.argsort(-logits, kind="stable")[:2]
         settled = margin._at_a_look(logits, hidden, error)
-        assert margin._at_a_look(logits, hidden, error, Top(ids, logits[ids], 0.0)) is settled
+        assert margin._at_a_look(logits, hidden, error, Top(ids.tolist(), logits[ids].tolist(), [], [])) is settled
         assert settled in (None, margin._has_no_rival(logits, hidden, error))
         told[settled] += 1
     assert told[True] and told[False]

@@ -5,6 +5,7 @@ import pytest
 
 from service.engine.batch import Row
 from service.engine.chunks import Layout
+from service.engine.outputs import Outputs
 from service.engine.segment import Segment
 
 LAYOUT = Layout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
@@ -18,7 +19,7 @@ def states(*values: float) -> dict[str, np.ndarray]:
 
 def rows(count: int) -> list[Row]:
     """What `advance` puts out beside states."""
-    return [Row({}, row, None, None) for row in range(count)]
+    return [Row(Outputs({}), row, None, None) for row in range(count)]
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+"""The return leg of steps from resident states, which need no proof that takes long: a batch of them at a time."""
+
+from __future__ import annotations
+
+import time
+
+from models.manifest import Manifest
+from models.vocabulary import Vocabulary
+from service.engine.answering import Answering, Course, Part
+from service.engine.answers import Answer, Latency
+from service.engine.batch import Row
+from service.engine.bounds import Bound, bound
+from service.engine.distribution import predictions
+from service.engine.forward import outcome
+from service.engine.margin import Margin
+from service.engine.mode import Mode, Origin
+from service.engine.report import Report
+from service.engine.requests import StepRequest
+from service.engine.ticket import Ticket
+from service.stores.store import Record
+
+
+class StepAnswers:
+    """Makes answers of rows, as `Answering` does of parts; beside it, under `Quick`."""
+
+    def __init__(
+        self, manifest: Manifest, vocabulary: Vocabulary, margin: Margin, answering: Answering, report: Report
+    ) -> None:
+        self.certificate = manifest.certificate
+        self.vocabulary = vocabulary
+        self.margin = margin
+        self.answering = answering
+        self.report = report
+        self.exact = bound(manifest.certificate, 0, 0)
+
+    def of_batch(self) -> StepBatch:
+        """For the steps of one batch, whose rows are there now."""
+        return StepBatch(self)
+
+
+class StepBatch:
+    """The answers to one batch of steps."""
+
+    def __init__(self, of: StepAnswers) -> None:
+        self._of = of
+        self._ended_s = time.perf_counter()
+        self._answers: list[Answer] = []
+
+    def of_step(self, request: StepRequest, record: Record, cut: int, row: Row, ticket: Ticket) -> Answer:
+        """The answer to a step that was committed, to the session in `record`, from a state that knows all but `cut`
+        tokens."""
+        of = self._of
+        position = record.position
+        claimed = of.exact if not cut else bound(of.certificate, position - cut, position)
+        latency = Latency(
+            1e3 * ticket.queue_s, 1e3 * ticket.compute_s, 1e3 * (self._ended_s - ticket.started_s), ticket.batch_items
+        )
+        sampler = of.answering.sampler
+        if sampler is not None and sampler.chosen():
+            course = Course(Mode.RECURRENT, position, None, Origin.RESIDENT, position - cut)
+            sampler.offer(course, record.tail.ids(), Part(outcome(row), claimed, latency))
+        top, logits = row.top, row.logits
+        assert logits is not None, "a step without logits: this is a bug"
+        answer = Answer(
+            Mode.RECURRENT,
+            predictions(logits, request.top_k, of.vocabulary, top),
+            latency,
+            Origin.RESIDENT,
+            None if claimed is None else claimed.variation,
+            None,
+            None,
+            None,
+            None if claimed is None else claimed.state,
+            self._proved(row, claimed),
+            record.session,
+            position,
+            False,
+        )
+        self._answers.append(answer)
+        return answer
+
+    def _proved(self, row: Row, claimed: Bound | None) -> bool:
+        """Whether the margin proves the first token."""
+        if claimed is None or claimed.runs is None:
+            return False
+        return self._of.margin.proves_of_row(row, claimed.runs)
+
+    def count(self) -> None:
+        """Counts them in the report."""
+        self._of.report.stepped(self._answers)
