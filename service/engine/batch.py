@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.manifest import Role
-from service.engine.distribution import Top
-from service.engine.outputs import Outputs
+from service.engine.outputs import Largest, Outputs, Top
 from service.engine.slab import HIDDEN, ZERO, Slab
 from service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
 
@@ -102,8 +101,11 @@ class Row:
 
     @property
     def top(self) -> Top | None:
-        tops = self._outputs.tops
-        return None if tops is None else tops[self._row]
+        return Top(self._outputs, self._row) if TOP_IDS in self._outputs.arrays else None
+
+    def largest(self, count: int) -> Largest | None:
+        """As `Top.first`."""
+        return self._outputs.largest(self._row, count)
 
     @property
     def length(self) -> float:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.vocabulary import Vocabulary
 from service.engine.answers import Prediction
-
-
-class Top(NamedTuple):
-    """The largest of some logits, K of them in falling order, the smaller id first among equals, as a graph put them
-    out; and what they come to, by the logarithm of the sum of the exponentials of all."""
-
-    ids: list[int]
-    logits: list[float]
-    logprobs: list[float]
-    probabilities: list[float]
-
+from service.engine.outputs import Largest, Top
 
 _made = partial(tuple.__new__, Prediction)
 
@@ -40,25 +29,26 @@ def predictions(
     `top`: of the same logits; where it holds as many, they are not looked at.
     """
     count = min(count, len(logits))
-    if top is not None and count <= len(top.ids):
-        ids, _, logprobs, probabilities = top
-        return _listed(ids[:count], probabilities, logprobs, vocabulary)
+    found = None if top is None else top.first(count)
+    if found is not None:
+        return listed(found, count, vocabulary)
     of_all = log_softmax(logits)
     least = np.partition(of_all, -count)[-count]
     candidates = np.flatnonzero(of_all >= least)  # with all that tie for the last places
     order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
-    found = of_all[order]
-    return _listed(order.tolist(), np.exp(found).tolist(), found.tolist(), vocabulary)
+    logprobs = of_all[order]
+    return listed(
+        Largest(order.tolist(), logits[order].tolist(), logprobs.tolist(), np.exp(logprobs).tolist()), count, vocabulary
+    )
 
 
-def _listed(
-    tokens: list[int], probabilities: list[float], logprobs: list[float], vocabulary: Vocabulary
-) -> tuple[Prediction, ...]:
-    """One for each token. There are some with every answer: hence no call for each of their fields."""
+def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
+    """The first `count` of them. There are some with every answer: hence no call for each of their fields."""
     texts, partials = vocabulary.texts, vocabulary.partials
+    ids = found.ids[:count]
     return tuple(
         [
             _made((token, texts[token], probability, logprob, partials[token]))
-            for token, probability, logprob in zip(tokens, probabilities, logprobs, strict=False)
+            for token, probability, logprob in zip(ids, found.probabilities, found.logprobs, strict=False)
         ]
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Ending, Row, Work
 from service.engine.batcher import Batcher
-from service.engine.distribution import Top
+from service.engine.outputs import Top
 from service.engine.parallel import IN_ORDER, Parallel
 from service.engine.slab import ZERO, Slab
 from service.engine.ticket import Ticket

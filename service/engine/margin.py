@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from models.weights import Weights, head_weight
 from service.engine.batch import Row
-from service.engine.distribution import Top
+from service.engine.outputs import Top
 
 UNIT = 2.0**-24  # u of float32
 OUTWARD = 1 + 1e-9  # relative: far above what float64 makes of distances and norms
@@ -59,12 +59,16 @@ class Margin:
 
     def proves_of_row(self, row: Row, error: float) -> bool:
         """As `proves`, of a row that has logits and hidden."""
-        logits, hidden, top = row.logits, row.hidden, row.top
+        largest = row.largest(2)
+        settled: bool | None = None
+        if largest is not None:
+            (first, second, *_), (most, next_, *_) = largest[:2]
+            settled = self._over(first, second, most - next_, row.length, error)
+        if settled is not None:
+            return settled
+        logits, hidden = row.logits, row.hidden
         assert logits is not None and hidden is not None, "a step without an answer: this is a bug"
-        if top is None or len(top.ids) == 1:
-            return self.proves(logits, hidden, error)
-        settled = self._over(top.ids[0], top.ids[1], top.logits[0] - top.logits[1], row.length, error)
-        return self._has_no_rival(logits, hidden, error) if settled is None else settled
+        return self.proves(logits, hidden, error)
 
     def _at_a_look(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
@@ -74,8 +78,9 @@ class Margin:
         If the second is so far behind that it would not matter which row was its own, nobody comes before the first:
         where the error is that of rounding, that settles nearly all. And one rival is enough: mostly it is the second.
         """
-        if top is not None and len(top.ids) > 1:
-            first, second = top.ids[:2]
+        largest = None if top is None else top.first(2)
+        if largest is not None:
+            first, second = largest.ids[:2]
         else:
             first = int(logits.argmax())
             others = logits.copy()

@@ -7,10 +7,10 @@ import time
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
 from service.engine.answering import Answering, Course, Part
-from service.engine.answers import Answer, Latency
+from service.engine.answers import Answer, Latency, Prediction
 from service.engine.batch import Row
 from service.engine.bounds import Bound, bound
-from service.engine.distribution import predictions
+from service.engine.distribution import listed, predictions
 from service.engine.forward import outcome
 from service.engine.margin import Margin
 from service.engine.mode import Mode, Origin
@@ -59,11 +59,9 @@ class StepBatch:
         if sampler is not None and sampler.chosen():
             course = Course(Mode.RECURRENT, position, None, Origin.RESIDENT, position - cut)
             sampler.offer(course, record.tail.ids(), Part(outcome(row), claimed, latency))
-        top, logits = row.top, row.logits
-        assert logits is not None, "a step without logits: this is a bug"
         answer = Answer(
             Mode.RECURRENT,
-            predictions(logits, request.top_k, of.vocabulary, top),
+            self._predictions(row, request.top_k),
             latency,
             Origin.RESIDENT,
             None if claimed is None else claimed.variation,
@@ -78,6 +76,14 @@ class StepBatch:
         )
         self._answers.append(answer)
         return answer
+
+    def _predictions(self, row: Row, count: int) -> tuple[Prediction, ...]:
+        found = row.largest(count)
+        if found is not None:
+            return listed(found, count, self._of.vocabulary)
+        logits = row.logits
+        assert logits is not None, "a step without an answer: this is a bug"
+        return predictions(logits, count, self._of.vocabulary)
 
     def _proved(self, row: Row, claimed: Bound | None) -> bool:
         """Whether the margin proves the first token."""

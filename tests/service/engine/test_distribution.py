@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from models.manifest import Role
 from service.engine import batch
 from service.engine.batch import Work
-from service.engine.distribution import Top, log_softmax, predictions
-from service.engine.outputs import Outputs
+from service.engine.distribution import log_softmax, predictions
+from service.engine.outputs import Outputs, Top
 from service.engine.slab import Slab
 from service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from tests.service.engine.fakes import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
@@ -36,8 +36,7 @@ def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
 
 
 def top_of(logits: NDArray[np.float32]) -> Top:
-    (top,) = Outputs(picked(logits[None])).tops or ()
-    return top
+    return Top(Outputs(picked(logits[None])), 0)
 
 
 class PickingRunner(FakeRunner):
@@ -62,7 +61,7 @@ def test_what_a_graph_picked_out_gives_the_same_predictions(count: int) -> None:
 
 def test_more_than_was_picked_out_comes_from_all_logits() -> None:
     logits = random_logits(0)
-    wrong = Top([0] * K, [0.0] * K, [0.0] * K, [1.0] * K)
+    wrong = top_of(random_logits(1))
     assert predictions(logits, K + 1, VOCABULARY, wrong) == predictions(logits, K + 1, VOCABULARY)
     assert len(predictions(logits, VOCABULARY.size + 5, VOCABULARY, wrong)) == VOCABULARY.size
 
@@ -78,8 +77,7 @@ def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> N
     logits[7] = 40
     outputs = picked(logits[None])
     outputs[LOG_SUM_EXP] = np.nextafter(np.float32([40]), np.float32(0))  # as float32 may round it
-    (certain,) = Outputs(outputs).tops or ()
-    (found,) = predictions(logits, 1, VOCABULARY, certain)
+    (found,) = predictions(logits, 1, VOCABULARY, Top(Outputs(outputs), 0))
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
 
 
@@ -93,9 +91,14 @@ def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
             assert row.logits is not None
             assert row.top is not None
             logprobs = log_softmax(row.logits)
-            assert row.top.ids == np.argsort(-row.logits, kind="stable")[:K].tolist()
-            assert row.top.logits == row.logits[row.top.ids].tolist()
-            assert row.top.logprobs == pytest.approx(logprobs[row.top.ids], abs=1e-5)
+            for count in (2, K):
+                found = row.top.first(count)
+                assert found is not None
+                assert found.ids[:count] == np.argsort(-row.logits, kind="stable")[:count].tolist()
+                assert found.logits == row.logits[found.ids].tolist()
+                assert found.logprobs == pytest.approx(logprobs[found.ids], abs=1e-5)
+                assert found.probabilities == pytest.approx(np.exp(logprobs[found.ids]), abs=1e-5)
+            assert row.top.first(K + 1) is None
     (alone,) = batch.run([Work("window", np.array([2]))], slab, FakeRunner(VOCABULARY.size))
     assert isinstance(alone, batch.Row)
     assert alone.top is None

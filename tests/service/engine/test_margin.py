@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.engine.distribution import Top
+from service.engine.batch import Row
 from service.engine.margin import Margin
+from service.engine.outputs import Outputs, Top
+from service.engine.slab import HIDDEN
+from service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
 
 CASES = 3000
 SIZE, WIDTH = 40, 8
@@ -116,8 +119,11 @@ def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(s
         logits = logits_of(weights, hidden)
         error = 0.1 * np.exp(random.normal())
         ids = np.argsort(-logits, kind="stable")[:2]
+        outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
+        put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
         settled = margin._at_a_look(logits, hidden, error)
-        assert margin._at_a_look(logits, hidden, error, Top(ids.tolist(), logits[ids].tolist(), [], [])) is settled
+        assert margin._at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
+        assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
         assert settled in (None, margin._has_no_rival(logits, hidden, error))
         told[settled] += 1
     assert told[True] and told[False]
