@@ -2,9 +2,9 @@
 
 Most requests are for what comes next, in a session or after some tokens, and come whole, in one read of the network.
 Such a request is decoded, admitted and begun where it is read, and answered, in one write, where its run is over: no
-messages, no middleware, and for a step of a session no task. All others, and all that there is something wrong with,
-are left to the application before anything was done for them: what a request means, and what is said of a bad one, is
-written there only, and what is the same on both ways is called by both.
+messages, no middleware, and for a step of a session or a window no task. All others, and all that there is something
+wrong with, are left to the application before anything was done for them: what a request means, and what is said of a
+bad one, is written there only, and what is the same on both ways is called by both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.routes import predict, sessions
 from service.routes.context import catalog, named
 from service.routes.decode import parse
 from service.schemas import PredictBody, StepBody
-from service.underway import Exchange, StepUnderway, Underway
+from service.underway import Exchange, QuickUnderway, Underway
 
 MOST_BYTES = 1 << 12  # of a body: longer ones are not for a few tokens
 
@@ -75,7 +75,7 @@ class FastPath:
         engine = catalog(request).engine_at_once(session)
         if engine is None:
             return None
-        underway = StepUnderway(request.scope, here, exchange, self.door, engine, started_s)
+        underway = QuickUnderway(request.scope, here, exchange, self.door, engine, started_s)
         try:
             quick = engine.begin(sessions.step(request, session, tuple(given.tokens), position, given))
         except Exception as error:
@@ -85,7 +85,7 @@ class FastPath:
             underway.leave()
             return None
         here.fields["model"] = engine.name
-        underway.goes_on(quick)
+        underway.goes_on(quick, "step")
         return underway
 
     def _begin_prediction(
@@ -98,8 +98,16 @@ class FastPath:
         engine = catalog(request).get(given.model)
         asked = predict.asked(request, given, tuple(given.tokens))
         here.fields["model"] = engine.name
-        underway = Underway(request.scope, here, exchange, self.door, engine, started_s)
-        underway.wait_for(engine.predict(asked))
+        underway = QuickUnderway(request.scope, here, exchange, self.door, engine, started_s)
+        try:
+            quick = engine.begin_window(asked)
+        except Exception as error:
+            underway.fail(error)
+            return underway
+        if quick is None:
+            underway.wait_for(engine.predict(asked))
+        else:
+            underway.goes_on(quick, "predict")
         return underway
 
     def _admit(self, scope: Scope, here: Context) -> None:

@@ -12,8 +12,9 @@ from starlette.types import Scope
 
 from service.alarms import Alarm, alarms
 from service.engine.answers import Answer
-from service.engine.engine import Engine, late
+from service.engine.engine import Engine, Operation, late
 from service.engine.quick import QuickStep
+from service.engine.quick_window import QuickWindow
 from service.errors import Abandoned
 from service.middleware import Context, Door
 from service.routes import answers
@@ -93,15 +94,16 @@ class Underway:
         self._door.record(self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None)
 
 
-class StepUnderway(Underway):
-    """A step that needs one run and nothing else: its answer is called for, and no task is needed."""
+class QuickUnderway(Underway):
+    """A step or a window that needs one run and nothing else: its answer is called for, and no task is needed."""
 
-    __slots__ = ("_alarm", "_quick")
+    __slots__ = ("_alarm", "_operation", "_quick")
 
-    def goes_on(self, quick: QuickStep) -> None:
+    def goes_on(self, quick: QuickStep | QuickWindow, operation: Operation) -> None:
         """Its run is waited for."""
         assert self._here.deadline is not None, "a request without a deadline: this is a bug"
         self._quick = quick
+        self._operation: Operation = operation
         self._alarm: Alarm | None = alarms().at(self._here.deadline, self._ring)
         quick.answer.add_done_callback(self._answered)
 
@@ -116,18 +118,18 @@ class StepUnderway(Underway):
         self._alarm = None
         self.fail(late(self._quick, self._quick.ticket))
 
-    def _answered(self, answer: asyncio.Future[Answer | None]) -> None:
+    def _answered(self, answer: asyncio.Future[Answer] | asyncio.Future[Answer | None]) -> None:
         error = answer.exception()
         if self.over:
             return
         self._at_ease()
         if isinstance(error, Exception):
             self.fail(error)
-        elif (given := answer.result()) is None:  # another writer was first: it is tried again, as any other step
-            self.wait_for(self._engine.end(self._quick))
-        else:
-            self._engine.count_step(given)
+        elif (given := answer.result()) is not None:
+            self._engine.count(self._operation, given)
             self.succeed(given)
+        elif isinstance(self._quick, QuickStep):  # another writer was first: it is tried again, as any other step
+            self.wait_for(self._engine.end(self._quick))
 
     def _at_ease(self) -> None:
         """No deadline is waited for."""

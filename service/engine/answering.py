@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ from models.vocabulary import Vocabulary
 from service.engine import agreement, bounds
 from service.engine.agreement import Source
 from service.engine.answers import Agreement, Answer, Latency, ModeAnswer, Prediction
+from service.engine.batch import Row
 from service.engine.bounds import Bound
 from service.engine.direction import MOST_RIVALS, Direction
 from service.engine.distribution import predictions
@@ -174,6 +176,34 @@ class Answering:
             replayed=replayed,
         )
 
+    def of_window(
+        self, course: Course, fed: Callable[[], NDArray[np.int64]], window: Part, row: Row, top_k: int
+    ) -> Answer:
+        """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `fed` gives
+        what `answer` is given; the window ended in `row` just now."""
+        if self.sampler is not None and self.sampler.chosen():
+            self.sampler.offer(course, fed(), window)
+        bound, latency = window.bound, window.latency
+        proved = bound is not None and bound.runs is not None and self._margin.proves_of_row(row, bound.runs)
+        self._report.took(Mode.WINDOW, latency)
+        self._report.claimed(Mode.WINDOW, bound, proved)
+        return Answer(
+            mode=Mode.WINDOW,
+            predictions=self._predictions(window.outcome, top_k),
+            latency=latency,
+            state=Origin.WINDOW,
+            error_bound=None if bound is None else bound.variation,
+            window=course.window,
+            state_error_bound=None if bound is None else bound.state,
+            top1_proved=proved,
+        )
+
+    def seeks(self, part: Part, bound: Bound | None) -> bool:
+        """Whether a proof by direction is sought where the margin alone does not prove the part's first token."""
+        if bound is None or bound.runs is None or self.direction is None or part.outcome.ending is None:
+            return False
+        return bound is part.bound and bound.state > 0 and self._proofs < MOST_PROOFS and self._forward.idle
+
     def _predictions(self, outcome: Outcome, top_k: int) -> tuple[Prediction, ...]:
         return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
 
@@ -191,13 +221,10 @@ class Answering:
 
     async def _proved(self, part: Part, bound: Bound | None) -> bool:
         """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
-        outcome, ending = part.outcome, part.outcome.ending
-        if bound is None or bound.runs is None:
-            return False
-        if self.direction is None or ending is None or bound is not part.bound or not bound.state:
+        outcome, ending, direction = part.outcome, part.outcome.ending, self.direction
+        if not self.seeks(part, bound):
             return self._leads(outcome, bound)
-        if self._proofs == MOST_PROOFS or not self._forward.idle:
-            return self._leads(outcome, bound)
+        assert bound is not None and bound.runs is not None and ending is not None and direction is not None
         rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
@@ -205,7 +232,7 @@ class Answering:
         self._proofs += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._prover, self.direction.proves, ending, first, rivals
+                self._prover, direction.proves, ending, first, rivals
             )
         finally:
             self._proofs -= 1

@@ -2,7 +2,8 @@
 
 limits      judges a request by the model and the settings
 routing     says which way to answer it, by costs, which measures what each takes
-steps       takes requests to sessions through: check out, run, commit; quick those that need one run and no more
+steps       takes requests to sessions through: check out, run, commit; quick those that need one run and no more,
+            and quick_window those for a window
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
 answering   makes answers of what was run; margin and direction prove them
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
 from random import Random
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from models.certificate.propagation import Propagation
 from models.manifest import Manifest, Role
@@ -43,6 +44,7 @@ from service.engine.pacing import Pacing
 from service.engine.parallel import Parallel
 from service.engine.prompts import Prompts
 from service.engine.quick import Quick, QuickStep
+from service.engine.quick_window import QuickWindow, QuickWindows
 from service.engine.report import Report
 from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.engine.residents import Residents
@@ -63,6 +65,7 @@ from service.stores.store import Store
 from service.stores.tail import Tail
 
 A = TypeVar("A", Answer, Answer | None)
+Operation = Literal["predict", "step"]
 
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
 
@@ -188,6 +191,14 @@ class Engine:
             on_begin=self._admit,
             on_end=self._dismiss,
         )
+        self._windows = QuickWindows(
+            vocabulary.eos_id,
+            self._limits,
+            self._batcher,
+            self._answering,
+            on_begin=self._admit,
+            on_end=self._dismiss,
+        )
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._active = 0
         self._idle = asyncio.Event()
@@ -253,18 +264,27 @@ class Engine:
 
         Raises InvalidRequest, TooLarge, UnknownSession.
         """
+        quick = self.begin_window(request)
+        if quick is not None:
+            answer = await self._outlived(quick.answer, quick, quick.ticket)
+        else:
+            ticket = Ticket(request.deadline)
+            with self._admitted(), until(request.deadline):
+                if request.session is None:
+                    answer = await self._prompts.predict(request, ticket)
+                else:
+                    answer = await self._steps.predict(request, request.session, ticket)
+        self.count("predict", answer)
+        return answer
+
+    def begin_window(self, request: PredictRequest) -> QuickWindow | None:
+        """The window on its way, if that is all that is asked for; else nothing is done. Raises as `predict`."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         if request.window is not None:
             self._limits.of_window(request.window)
-        ticket = Ticket(request.deadline)
-        with self._admitted(), until(request.deadline):
-            if request.session is None:
-                answer = await self._prompts.predict(request, ticket)
-            else:
-                answer = await self._steps.predict(request, request.session, ticket)
-        self._report.answered("predict", answer.mode)
-        return answer
+        self._check_admission()
+        return self._windows.begin(request, Ticket(request.deadline))
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         """Many predictions side by side; each has its own answer or its own error, in order."""
@@ -389,12 +409,12 @@ class Engine:
             answer = await self._outlived(quick.answer, quick, quick.ticket)
         if answer is None:
             return await self._in_a_task(quick.request, quick.ticket, lost=1)
-        self.count_step(answer)
+        self.count("step", answer)
         return answer
 
-    def count_step(self, answer: Answer) -> None:
-        """A step was answered, to somebody who waited for it."""
-        self._report.answered("step", answer.mode)
+    def count(self, operation: Operation, answer: Answer) -> None:
+        """A request was answered, to somebody who waited for it."""
+        self._report.answered(operation, answer.mode)
 
     async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
         """The answer of a step that may need more: in a task, which outlives its caller where it has to."""
@@ -402,10 +422,12 @@ class Engine:
         self._running.add(task)
         task.add_done_callback(self._ended)
         answer = await self._outlived(asyncio.shield(task), task, ticket)
-        self.count_step(answer)
+        self.count("step", answer)
         return answer
 
-    async def _outlived(self, answer: Awaitable[A], step: QuickStep | asyncio.Task[Answer], ticket: Ticket) -> A:
+    async def _outlived(
+        self, answer: Awaitable[A], step: QuickStep | QuickWindow | asyncio.Task[Answer], ticket: Ticket
+    ) -> A:
         """The answer of a step, which its caller may leave: then it is taken back, unless it has entered a batch."""
         try:
             with until(ticket.deadline):
@@ -512,8 +534,8 @@ class Engine:
         self._slab.close()
 
 
-def late(step: QuickStep | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:
-    """What is said of a step whose deadline has passed, which is taken back unless it has entered a batch."""
+def late(step: QuickStep | QuickWindow | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:
+    """What is said of what has not met its deadline, and is taken back unless it is a step that has entered a batch."""
     if ticket.entered:
         return DeadlineExceeded(
             "the deadline passed while the step ran; it still commits: repeat it, with its position or its key, for "
