@@ -18,13 +18,15 @@ Outcome = Answer | Exception
 async def abreast(
     begin: Callable[[StepRequest], QuickStep | None],
     end: Callable[[QuickStep], Awaitable[Answer]],
+    count: Callable[[int], None],
     step: Callable[[StepRequest], Awaitable[Answer]],
     requests: Sequence[StepRequest],
 ) -> list[Outcome]:
     """What is answered to each request, or was raised, in their order.
 
     A step that is its session's only one is begun, if it can be, and all that are begun are then waited for: that is a
-    good deal less work than a task for each of them. The others are answered by `step`.
+    good deal less work than a task for each of them. Of those that need no wait any more `count` is told how many they
+    were. The others are answered by `step`.
     """
     outcomes: list[Outcome | None] = [None] * len(requests)
     times = Counter(request.session for request in requests)
@@ -44,13 +46,22 @@ async def abreast(
             begun.append((index, quick))
 
     async def end_all() -> None:
-        while begun:
-            index, quick = begun[0]
-            try:
-                outcomes[index] = await end(quick)
-            except Exception as error:  # one that nobody expected is no reason to fail the others either
-                outcomes[index] = error
-            begun.popleft()
+        answered = 0
+        try:
+            while begun:
+                index, quick = begun[0]
+                if quick.given is not None:  # another step of its batch was waited for
+                    outcomes[index] = quick.given
+                    answered += 1
+                else:
+                    try:
+                        outcomes[index] = await end(quick)
+                    except Exception as error:  # one that nobody expected is no reason to fail the others either
+                        outcomes[index] = error
+                begun.popleft()
+        finally:
+            if answered:
+                count(answered)
 
     try:
         if others:

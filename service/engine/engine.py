@@ -416,6 +416,10 @@ class Engine:
         """A request was answered, to somebody who waited for it."""
         self._report.answered(operation, answer.mode)
 
+    def _count_steps(self, answers: int) -> None:
+        """As `count_step`, of answers from states."""
+        self._report.answered("step", Mode.RECURRENT, answers)
+
     async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
         """The answer of a step that may need more: in a task, which outlives its caller where it has to."""
         task = asyncio.create_task(self._step(request, ticket, lost))
@@ -447,7 +451,7 @@ class Engine:
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
         """Many steps side by side, those of one session in order; each has its own answer or its own error."""
-        return await abreast(self.begin, self.end, self.step, requests)
+        return await abreast(self.begin, self.end, self._count_steps, self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
         with self._admitted():

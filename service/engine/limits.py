@@ -15,6 +15,7 @@ class Limits:
     def __init__(self, manifest: Manifest, settings: Settings) -> None:
         self._manifest = manifest
         self._settings = settings
+        self._size = manifest.vocabulary.size
         limit = settings.max_window
         self.max_window = manifest.max_window if limit is None else min(limit, manifest.max_window)
         self.window = min(manifest.window, self.max_window)
@@ -22,8 +23,10 @@ class Limits:
     def tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
         """Raises TooLarge for too many, InvalidRequest for an id that the vocabulary does not have. A `document` is
         only scored, and may be longer than another input."""
+        size = self._size
+        if len(tokens) == 1 and 0 <= tokens[0] < size:
+            return
         self.length(len(tokens), document=document)
-        size = self._manifest.vocabulary.size
         if not tokens or (min(tokens) >= 0 and max(tokens) < size):
             return
         index, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < size)

@@ -62,8 +62,8 @@ class Margin:
         largest = row.largest(2)
         settled: bool | None = None
         if largest is not None:
-            (first, second, *_), (most, next_, *_) = largest[:2]
-            settled = self._over(first, second, most - next_, row.length, error)
+            ids, values = largest.ids, largest.logits
+            settled = self._over(ids[0], ids[1], values[0] - values[1], row.length, error)
         if settled is not None:
             return settled
         logits, hidden = row.logits, row.hidden

@@ -130,7 +130,7 @@ class QuickStep:
     The answer is None where the comparison was lost to another writer, and nothing was appended.
     """
 
-    __slots__ = ("_over", "_quick", "answer", "cut", "queued_s", "record", "request", "slot", "ticket", "work")
+    __slots__ = ("_over", "_quick", "answer", "cut", "given", "queued_s", "record", "request", "slot", "ticket", "work")
 
     def __init__(
         self, quick: Quick, request: StepRequest, ticket: Ticket, record: Record, read: int, slot: int, cut: int
@@ -146,6 +146,7 @@ class QuickStep:
         self.queued_s = 0.0
         self.work = Work("step", request.tokens, None, read, slot, True)
         self.answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.given: Answer | None = None  # once it is there
 
     def cancel(self) -> None:
         """Nobody waits any more. To be called before it enters a batch: then there is no trace of it."""
@@ -179,6 +180,7 @@ class QuickStep:
         if isinstance(answer, Exception):
             self.answer.set_exception(answer)
         else:
+            self.given = answer
             self.answer.set_result(answer)
 
     def _end(self) -> None:

@@ -93,16 +93,16 @@ class Residents(Slab):
 
     def put(self, session: str, resident: Resident, now_s: float) -> None:
         """Makes a state the session's resident one, in place of any before it; retains its slot."""
-        slot = resident.slot
+        slot, revision, cut, position = resident
         self.retain(slot)
         self.drop(session)
         self._order[session] = slot
         self._sessions[slot] = session
-        self._revisions[slot] = resident.revision
-        self._cuts[slot] = resident.cut
-        self._positions[slot] = resident.position
+        self._revisions[slot] = revision
+        self._cuts[slot] = cut
+        self._positions[slot] = position
         self._touched_s[slot] = now_s
-        self._written[slot] = self.written(slot)
+        self._written[slot] = self._writes.item(slot)
 
     def find(self, session: str, now_s: float) -> Resident | None:
         """The session's resident state, which thereby becomes the most recently used."""

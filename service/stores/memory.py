@@ -113,21 +113,22 @@ class MemoryStore:
 
     def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
         """See `Ready`."""
-        now_s = self._clock()
-        packed = self._shards[hash(record.session) % SHARDS].get(record.session, now_s)
+        session, now_s = record.session, self._clock()
+        packed = self._shards[hash(session) % SHARDS].get(session, now_s)
         if packed is None or revision(packed) != record.revision:
             return None
         position = record.position + len(tokens)
         tail = record.tail.append(tokens, position, self.tail_tokens)
-        return self._change(record, now_s, position, tail, appended(record.revision), step)
+        return self._change(record, packed, now_s, position, tail, appended(record.revision), step)
 
     async def rewind(self, session: str, revision: int, position: int) -> Record | None:
         """See `Store`."""
-        record = self._at(session, revision)
-        if record is None:
+        packed, now_s = self._find(session), self._clock()
+        record = None if packed is None else self._packing.unpack(session, packed, now_s)
+        if packed is None or record is None or record.revision != revision:
             return None
         tail = record.tail.without_last(record.position - position)
-        return self._change(record, self._clock(), position, tail, rewound(revision))
+        return self._change(record, packed, now_s, position, tail, rewound(revision))
 
     async def delete(self, session: str) -> bool:
         """See `Store`."""
@@ -197,13 +198,20 @@ class MemoryStore:
         return record if record.revision == revision else None
 
     def _change(
-        self, before: Record, now_s: float, position: int, tail: Tail, revision: int, last: LastStep | None = None
+        self,
+        before: Record,
+        packed: bytes,
+        now_s: float,
+        position: int,
+        tail: Tail,
+        revision: int,
+        last: LastStep | None = None,
     ) -> Record:
-        """The session at its next revision, used now."""
+        """The session at its next revision, used now; `packed` is what it was before."""
         session, model, version, mode = before[:4]
         record = Record(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
-        self._shards[hash(session) % SHARDS].put(session, self._packing.pack(record, now_s))
+        self._shards[hash(session) % SHARDS].put(session, self._packing.repack(packed, record, now_s))
         while self.used_bytes > self._budget_bytes:
             self._squeeze()
         return record

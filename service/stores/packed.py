@@ -18,6 +18,8 @@ from service.stores.tail import Tail
 
 TOUCHED = struct.Struct("<d")
 _REVISION = struct.Struct("<dQQ")
+_IDENTITY = struct.Struct("<H")
+_IDENTITY_AT = struct.calcsize("<dQQq")
 _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
 # Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
@@ -71,6 +73,14 @@ class Packing:
         if number is None:
             number = self._numbers[identity] = len(self._identities)
             self._identities.append(identity)
+        return self._pack(number, record, now_s)
+
+    def repack(self, packed: bytes, record: Record, now_s: float) -> bytes:
+        """As `pack`, of a record that was changed; `packed` is what it was."""
+        (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
+        return self._pack(number, record, now_s)
+
+    def _pack(self, number: int, record: Record, now_s: float) -> bytes:
         start, tokens, key = record.last or (NO_STEP, b"", None)
         header = _HEADER.pack(now_s, record.position, record.revision, start, number, tokens, key or b"")
         return header + record.tail.data

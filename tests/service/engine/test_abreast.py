@@ -38,31 +38,37 @@ async def never(_: QuickStep) -> Answer:
     raise AssertionError("nothing was begun")
 
 
+def none(answers: int) -> None:
+    assert not answers
+
+
 def requests(*steps: tuple[str, int]) -> list[StepRequest]:
     return [StepRequest(session, (token,)) for session, token in steps]
 
 
 async def test_outcomes_come_in_the_order_of_the_steps_and_sessions_run_side_by_side() -> None:
     stepper = Stepper()
-    outcomes = await abreast(nothing, never, stepper.step, requests(("a", 1), ("b", 2), ("c", 3)))
+    outcomes = await abreast(nothing, never, none, stepper.step, requests(("a", 1), ("b", 2), ("c", 3)))
     assert [outcome.position for outcome in outcomes if isinstance(outcome, Answer)] == [1, 2, 3]
     assert stepper.most == 3
 
 
 async def test_steps_of_one_session_run_one_after_the_other_in_their_order() -> None:
     stepper = Stepper()
-    await abreast(nothing, never, stepper.step, requests(("a", 1), ("b", 5), ("a", 2), ("a", 3)))
+    await abreast(nothing, never, none, stepper.step, requests(("a", 1), ("b", 5), ("a", 2), ("a", 3)))
     assert [token for session, token in stepper.order if session == "a"] == [1, 2, 3]
     assert stepper.most == 2
 
 
 async def test_behind_a_failure_only_its_own_session_s_steps_are_not_taken() -> None:
     stepper = Stepper()
-    outcomes = await abreast(nothing, never, stepper.step, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
+    outcomes = await abreast(
+        nothing, never, none, stepper.step, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4))
+    )
     assert [type(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
     assert ("a", 3) not in stepper.order
 
 
 async def test_a_step_behind_a_failure_is_told_of_its_session_by_the_id_that_its_owner_knows() -> None:
-    outcomes = await abreast(nothing, never, Stepper().step, requests(("alice/a", 0), ("alice/a", 1)))
+    outcomes = await abreast(nothing, never, none, Stepper().step, requests(("alice/a", 0), ("alice/a", 1)))
     assert "session 'a' " in str(outcomes[1])
