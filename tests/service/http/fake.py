@@ -139,7 +139,7 @@ class FakeEngine:
         )
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        return await abreast(lambda _: None, self._end, self.step, requests)
+        return await abreast(lambda _: None, self._end, lambda _: None, self.step, requests)
 
     async def _end(self, quick: QuickStep) -> Answer:
         raise AssertionError(f"{quick} was never begun")
