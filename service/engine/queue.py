@@ -4,8 +4,10 @@ There are two lines. In one are steps, and heads alone, of which a whole batch t
 are sequences, each of which takes as long: windows, and states that are rebuilt, of which a thousand come at once when
 another replica dies. So that they hold up nobody:
 
-- a batch of sequences is cut where it is expected to take longer than a slice. Larger ones win nothing: their
-  intermediate values outgrow the caches.
+- a batch of sequences is cut where it is expected to take longer than a slice, which is half as long again where no
+  step has come since the last one. Larger ones win little: their intermediate values outgrow the caches. And where most
+  of what clients wait for is in one batch, there is nothing to be read or answered while it runs, and nothing to be run
+  while it is answered.
 - while both lines wait, each has as much of the runner's time as the other; and whoever comes to a line that was empty
   finds that nothing was saved up against it.
 
@@ -26,6 +28,9 @@ from service.engine.costs import Costs
 
 SLICE_S = 0.005
 """Seconds that a batch of sequences is to take at most, if it is of more than one."""
+
+ALONE_S = 1.5 * SLICE_S
+"""The same, where no step has come since the last batch of sequences."""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
 """Roles whose batches are cut, but for chunks'. Of scans, those who score cut the pieces."""
@@ -93,6 +98,7 @@ class FairQueue(Queue[I]):
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
         self._latest_most = max_batch  # of the latest batch of sequences
+        self._stepped = False  # a step has come since the latest batch of sequences
         self._contended = False
         self._ahead_s = 0.0  # what steps had more of the runner's time than sequences, since both wait
 
@@ -103,7 +109,11 @@ class FairQueue(Queue[I]):
         return len(self._steps if role in ONE_TOKEN else self._sequences)
 
     def put(self, item: I) -> None:
-        (self._steps if item.work.role in ONE_TOKEN else self._sequences).append(item)
+        if item.work.role in ONE_TOKEN:
+            self._stepped = True
+            self._steps.append(item)
+        else:
+            self._sequences.append(item)
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
         steps, sequences = self._steps, self._sequences
@@ -179,9 +189,12 @@ class FairQueue(Queue[I]):
         if left:
             line.extendleft(reversed(left))
         self._latest_most = most
+        if taken:
+            self._stepped = False
         return taken
 
     def _most(self, role: Role, longest: int) -> int:
         """How many sequences a batch may hold whose longest is of so many tokens; at least one."""
         each_s = self._costs.run(role, longest) if self._costs is not None and role in SLICED else 0.0
-        return self._max_batch if self._max_batch * each_s <= SLICE_S else max(1, int(SLICE_S / each_s))
+        slice_s = SLICE_S if self._stepped else ALONE_S
+        return self._max_batch if self._max_batch * each_s <= slice_s else max(1, int(slice_s / each_s))

@@ -9,7 +9,7 @@ import pytest
 from models.manifest import Role
 from service.engine.batch import Work
 from service.engine.costs import Costs
-from service.engine.queue import SLICE_S, FairQueue
+from service.engine.queue import ALONE_S, SLICE_S, FairQueue
 
 
 @dataclass(eq=False)
@@ -19,13 +19,13 @@ class Waiting:
 
 
 class TenthOfASlice(Costs):
-    """A sequence takes so much of a slice for every ten tokens."""
+    """A sequence takes so much of a slice for every ten tokens, where no steps come."""
 
     def __init__(self) -> None:
         super().__init__(512)
 
     def run(self, role: Role, tokens: int) -> float:
-        return SLICE_S * tokens / 100
+        return ALONE_S * tokens / 100
 
 
 def waiting(role: Role, tokens: int = 1, *, chunk: bool = False) -> Waiting:
@@ -97,6 +97,13 @@ def test_what_comes_to_an_empty_line_finds_nothing_saved_up_against_it(role: Rol
 def test_a_batch_of_sequences_ends_where_it_would_take_longer_than_a_slice() -> None:
     queue = make([waiting("window", 20) for _ in range(12)], TenthOfASlice())
     assert [taken(queue) for _ in range(3)] == [("window", 5), ("window", 5), ("window", 2)]
+
+
+def test_a_slice_is_shorter_where_a_step_has_come_since_the_last_one() -> None:
+    queue = make([waiting("window", 20) for _ in range(16)], TenthOfASlice())
+    assert taken(queue) == ("window", 5)
+    queue.put(waiting("step"))
+    assert [taken(queue) for _ in range(4)] == [("step", 1), ("window", 3), ("window", 5), ("window", 3)]
 
 
 def test_the_longest_of_a_batch_says_what_it_takes() -> None:
