@@ -138,10 +138,12 @@ class Batcher:
         if self._closed:
             raise Unavailable("the server is stopping")
         work, ticket = item.work, item.ticket
-        if not ticket.admitted and self._waiting(work.role) >= self._max_queue:
-            self._refused.inc()
-            raise Overloaded(f"{self._waiting(work.role)} requests are waiting, the most that may")
-        ticket.admitted = True
+        if not ticket.admitted:
+            waiting = self._waiting(work.role)
+            if waiting >= self._max_queue:
+                self._refused.inc()
+                raise Overloaded(f"{waiting} requests are waiting, the most that may")
+            ticket.admitted = True
         item.queued_s = time.perf_counter()
         self._slab.retain(work.read)
         if work.write is not None:
@@ -163,8 +165,8 @@ class Batcher:
 
     def _waiting(self, role: Role) -> int:
         """Items in the line that one of this role would join, or handed over from it and not yet begun."""
-        ahead = 0 if self._ahead is None or role in ONE_TOKEN else len(self._ahead[0])
-        return self._queue.before(role) + ahead
+        waiting = self._queue.before(role)
+        return waiting if self._ahead is None or role in ONE_TOKEN else waiting + len(self._ahead[0])
 
     def _start(self) -> None:
         """Starts the next batch, or goes idle. One that would not grow is handed over while another one runs: the

@@ -28,7 +28,7 @@ from service.errors import (
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.opening import make_store
-from service.stores.store import Ready, Record, Store
+from service.stores.store import Ready, Store
 
 logger = logging.getLogger("wane.engine")
 
@@ -147,23 +147,24 @@ class Catalog:
         self.check_ready()
         assert self._store is not None, "ready without a store: this is a bug"
         record = self._store.recall(session) or await self._store.get(session)
-        return self._engine_of(session, record, model)
+        kind = None if record is None else (record.model, record.vocabulary)
+        return self._engine_of(session, kind, model)
 
     def engine_at_once(self, session: str) -> Engine | None:
         """As `engine_for`; None where the store has to be waited for. Raises as `engine_for`."""
         self.check_ready()
-        return None if self._ready is None else self._engine_of(session, self._ready.look(session))
+        return None if self._ready is None else self._engine_of(session, self._ready.kind(session))
 
-    def _engine_of(self, session: str, record: Record | None, model: str | None = None) -> Engine:
-        engine = None if record is None else self._engines.get(record.model)
-        if record is None or engine is None:
+    def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
+        """That of a session of this model, whose token ids are these; None: of one that there is not."""
+        own, vocabulary = kind or ("", "")
+        engine = self._engines.get(own)
+        if kind is None or engine is None:
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
-        if model is not None and model != record.model:
-            raise InvalidRequest(
-                f"session {id_of(session)!r} is of model {record.model!r}, not of {shown(model)}", "model"
-            )
-        if record.vocabulary != engine.tokenizer:
-            older = self._retirement.of(record.model, record.vocabulary)
+        if model is not None and model != own:
+            raise InvalidRequest(f"session {id_of(session)!r} is of model {own!r}, not of {shown(model)}", "model")
+        if vocabulary != engine.tokenizer:
+            older = self._retirement.of(own, vocabulary)
             if older is None:
                 raise TokenizerChanged(id_of(session), engine.name, engine.version)
             return older

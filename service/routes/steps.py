@@ -12,10 +12,11 @@ from starlette.responses import Response
 from service.documents.answers import AnswerDocument, FailureDocument, StepsDocument
 from service.engine.answers import Answer
 from service.engine.engine import Engine
+from service.engine.ownership import name_within
 from service.engine.requests import StepRequest
 from service.errors import EarlierStepFailed, InvalidRequest
 from service.routes import answers
-from service.routes.context import catalog, charge, deadline, header, named, settings
+from service.routes.context import catalog, charge, deadline, header, owner, settings
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
@@ -47,21 +48,34 @@ async def append_many(request: Request) -> Response:
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
     """Every step at its session's engine, which is one for all of the session's, whatever is loaded meanwhile: so that
     they come in their order. Raises Unavailable where nothing is served."""
-    catalog(request).check_ready()
+    models = catalog(request)
+    models.check_ready()
     outcomes: list[Outcome | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
     by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
     failed: set[str] = set()
+    until, owner_name = deadline(request), owner(request).name
     for index, body in enumerate(bodies):
         try:
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
-            engine = engines.get(body.session) or await catalog(request).engine_for(named(request, body.session))
-            engines[body.session] = engine
-            by_engine.setdefault(engine, []).append((index, await _step_request(request, engine, body)))
+            session = name_within(owner_name, body.session)
+            engine = engines.get(session) or models.engine_at_once(session) or await models.engine_for(session)
+            engines[session] = engine
+            step = StepRequest(
+                session,
+                await _tokens(engine, body, until),
+                body.mode,
+                body.expected_position,
+                body.idempotency_key,
+                body.top_k,
+                until,
+            )
         except Exception as error:
             failed.add(body.session)
             outcomes[index] = error
+        else:
+            by_engine.setdefault(engine, []).append((index, step))
 
     async def at(engine: Engine, steps: Sequence[tuple[int, StepRequest]]) -> None:
         answered = await engine.step_many([step for _, step in steps])
@@ -72,18 +86,11 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-async def _step_request(request: Request, engine: Engine, body: SessionStepBody) -> StepRequest:
-    if body.input is not None:
-        await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
-    return StepRequest(
-        session=named(request, body.session),
-        tokens=await tokens_of(engine, body.sequence, deadline(request)),
-        mode=body.mode,
-        expected_position=body.expected_position,
-        idempotency_key=body.idempotency_key,
-        top_k=body.top_k,
-        deadline=deadline(request),
-    )
+async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) -> tuple[int, ...]:
+    if body.input is None:
+        return tuple(body.tokens or ())
+    await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+    return await tokens_of(engine, body.input, until)
 
 
 def _document(request: Request, outcome: Outcome) -> AnswerDocument | FailureDocument:

@@ -89,6 +89,11 @@ class MemoryStore:
         packed = self._shards[hash(session) % SHARDS].get(session, now_s)
         return None if packed is None else self._packing.unpack(session, packed, now_s)
 
+    def kind(self, session: str) -> tuple[str, str] | None:
+        """See `Ready`."""
+        packed = self._find(session)
+        return None if packed is None else self._packing.kind(packed)
+
     def recall(self, session: str, *, to_step: bool = False) -> Record | None:  # noqa: ARG002  (it is always so)
         """See `Store`."""
         return self.look(session)

@@ -98,7 +98,12 @@ class Packing:
             session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, durable, snapshot
         )
 
+    def kind(self, packed: bytes) -> tuple[str, str]:
+        """The session's model and vocabulary."""
+        (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
+        model, _, _, _, vocabulary = self._identities[number]
+        return model, vocabulary
+
     def model(self, packed: bytes) -> str:
         """The session's model."""
-        number: int = _HEADER.unpack_from(packed)[4]
-        return self._identities[number][0]
+        return self.kind(packed)[0]

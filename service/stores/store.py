@@ -174,6 +174,10 @@ class Ready(Protocol):
         """As `get`."""
         ...
 
+    def kind(self, session: str) -> tuple[str, str] | None:
+        """As `get`, of a session's model and vocabulary only."""
+        ...
+
     def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
         """As `append`, to the session as it is in `record`."""
         ...

@@ -262,6 +262,10 @@ class FakeCatalog:
             raise UnknownModel(f"there is no model {name!r}")
         return self.engine
 
+    def engine_at_once(self, session: str) -> FakeEngine | None:
+        """Its store has to be waited for."""
+        return None
+
     async def engine_for(self, session: str, model: str | None = None) -> FakeEngine:
         if id_of(session) == "unknown":
             raise UnknownSession(f"there is no session {id_of(session)!r}")

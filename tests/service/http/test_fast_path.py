@@ -45,7 +45,7 @@ class OneEngine(FakeCatalog):
     async def engine_for(self, session: str, model: str | None = None) -> Engine:  # type: ignore[override]
         return self.engine_at_once(session)
 
-    def engine_at_once(self, session: str) -> Engine:
+    def engine_at_once(self, session: str) -> Engine:  # type: ignore[override]
         self.check_ready()
         return cast(Engine, self.engine)
 

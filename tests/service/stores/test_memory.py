@@ -196,6 +196,16 @@ async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_sam
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
 
+async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_over() -> None:
+    store, clock = make_store()
+    await store.create(record()._replace(vocabulary="v"))
+    await store.create(record("t", "n")._replace(vocabulary="w"))
+    await store.append("s", 0, (7,), STEP)
+    assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
+    clock.now_s += 11
+    assert store.kind("s") is None
+
+
 async def test_the_id_of_a_session_that_is_over_is_free() -> None:
     store, clock = make_store()
     await store.create(record())
