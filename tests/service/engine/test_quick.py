@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from service.engine.answers import Answer
 from service.engine.mode import Mode, Origin
 from service.engine.requests import StepRequest
 from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownSession, WaneError
+from service.stores.store import Record
 from tests.service.engine.fakes import Bench
 
 MakeBench = Callable[..., Bench]
@@ -156,6 +158,43 @@ async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(
     outcomes = await bench.engine.step_many(requests)
     assert [type(outcome) for outcome in outcomes] == [Answer, UnknownSession, Answer, InvalidRequest]
     assert bench.runner.calls == [("step", [[6], [7]])]
+
+
+async def test_steps_of_one_call_are_counted_once_each(bench: Bench) -> None:
+    await started(bench, "a", "b", "c")
+    await bench.engine.step_many([StepRequest(name, (6,)) for name in "abc"])
+    document: Any = bench.engine._report.document()
+    assert document["operations"] == {"step": 6}
+    assert document["modes"]["recurrent"]["requests"] == 6
+    assert document["modes"]["recurrent"]["latency"]["total"]["count"] == 6
+    assert bench.sample("wane_answers_total", operation="step", mode="recurrent") == 6
+
+
+async def test_a_step_whose_commit_fails_fails_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await started(bench, "a", "b")
+    extend = bench.store.extend  # type: ignore[attr-defined]
+
+    def failing(record: Record, *step: Any) -> Record | None:
+        if record.session == "a":
+            raise OSError("no more room")
+        found: Record | None = extend(record, *step)
+        return found
+
+    monkeypatch.setattr(bench.store, "extend", failing)
+    outcomes = await bench.engine.step_many([StepRequest(name, (6,)) for name in "ab"])
+    assert [type(outcome) for outcome in outcomes] == [OSError, Answer]
+    monkeypatch.undo()
+    assert (await bench.engine.step(StepRequest("a", (6,)))).position == 2
+    bench.engine._slab.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 9])
+async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(bench: Bench, top_k: int) -> None:
+    await started(bench, "a", "b")
+    few, many = await bench.engine.step_many([StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)])
+    assert isinstance(few, Answer) and isinstance(many, Answer)
+    assert (len(few.predictions), len(many.predictions)) == (2, top_k)
+    assert few.predictions[:top_k] == many.predictions[:2]
 
 
 async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(make_bench: MakeBench) -> None:

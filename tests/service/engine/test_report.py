@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from service.engine.answers import Latency
-from service.engine.mode import Mode
+from service.engine.answers import Answer, Latency
+from service.engine.bounds import Bound
+from service.engine.mode import Mode, Origin
 from service.engine.report import BUCKETS_MS, RECENT, Durations, Report
 from service.engine.requests import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 from service.metrics import Metrics
@@ -46,6 +47,34 @@ def test_buckets_are_cumulative_include_their_bound_and_end_in_one_without() -> 
     buckets: Any = durations.document()["buckets"]
     assert [bucket["count"] for bucket in buckets[:5]] == [1, 1, 1, 2, 2]
     assert buckets[-1] == {"le_ms": None, "count": 3}
+
+
+def test_steps_that_are_counted_together_count_as_one_by_one() -> None:
+    latencies = [Latency(BUCKETS_MS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
+    worth = [(Bound(0.0, 0.0, 0.1), True), (None, False), (Bound(0.5, 1e-4, 0.5), True)]
+    shown = []
+    for together in (True, False):
+        metrics = Metrics()
+        report = Report(metrics, "m")
+        answers = []
+        for latency, (bound, proved) in zip(latencies, worth, strict=True):
+            found = (None, None) if bound is None else (bound.variation, bound.state)
+            answer = Answer(Mode.RECURRENT, (), latency, Origin.RESIDENT, found[0])
+            answers.append(answer._replace(state_error_bound=found[1], top1_proved=proved))
+            if not together:
+                report.took(Mode.RECURRENT, latency)
+                report.claimed(Mode.RECURRENT, bound, proved)
+        if together:
+            report.stepped(answers)
+        lines = [line for line in metrics.render()[0].decode().splitlines() if "_created" not in line]
+        shown.append((lines, report.document()))
+    assert shown[0] == shown[1]
+
+
+def test_of_no_steps_nothing_is_counted() -> None:
+    report = Report(Metrics(), "m")
+    report.stepped([])
+    assert report.document()["modes"] == {}
 
 
 def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.manifest import StateTensor
-from service.engine.slab import RESERVED, ZERO, Slab
+from service.engine.slab import RESERVED, START, ZERO, Slab
 from service.errors import Overloaded
 
 STATE = (StateTensor(name="a", shape=(2,)), StateTensor(name="b", shape=(3, 1)))
@@ -97,6 +97,19 @@ def test_the_reserved_slots_need_no_counting() -> None:
         slab.release(ZERO)
     assert slab.used_bytes == 0
     assert slab.miscounts() == []
+
+
+def test_many_slots_are_released_as_one_by_one() -> None:
+    slab = make_slab()
+    one, other = slab.acquire(), slab.acquire()
+    slab.retain(one)
+    slab.release_all([one, ZERO, START, other])
+    assert slab.used == 1
+    slab.release_all([one])
+    assert slab.used == 0
+    assert slab.miscounts() == []
+    with pytest.raises(AssertionError, match="once too often"):
+        slab.release_all([one])
 
 
 def test_a_free_slot_can_neither_be_retained_nor_released() -> None:
