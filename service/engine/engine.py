@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing
 from functools import partial
 from random import Random
 from typing import Literal, TypeVar
@@ -26,6 +26,7 @@ from models.manifest import Manifest, Role
 from models.vocabulary import Vocabulary
 from service.engine import comparison
 from service.engine.abreast import abreast
+from service.engine.admission import Admission
 from service.engine.answering import Answering
 from service.engine.answers import Answer, SessionView
 from service.engine.batcher import Batcher
@@ -56,7 +57,7 @@ from service.engine.step_answers import StepAnswers
 from service.engine.steps import Steps
 from service.engine.ticket import Ticket
 from service.engine.warm_up import warm_up
-from service.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from service.errors import DeadlineExceeded, InvalidRequest
 from service.metrics import Metrics
 from service.runners.runner import RADIUS, STREAM, Runner
 from service.settings import Settings
@@ -103,7 +104,7 @@ class Engine:
         self.name = name = manifest.name
         self.version = manifest.version
         self.tokenizer = manifest.vocabulary.sha256[:TOKENIZER_DIGITS]
-        self.asked = 0  # requests, ever
+        self._admission = Admission()
         self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch
@@ -188,24 +189,22 @@ class Engine:
             self._sessions,
             StepAnswers(manifest, vocabulary, margin, self._answering, self._report),
             on_found=partial(self._steps.used, True),
-            on_begin=self._admit,
-            on_end=self._dismiss,
+            on_begin=self._admission.enter,
+            on_end=self._admission.leave,
         )
         self._windows = QuickWindows(
             vocabulary.eos_id,
             self._limits,
             self._batcher,
             self._answering,
-            on_begin=self._admit,
-            on_end=self._dismiss,
+            on_begin=self._admission.enter,
+            on_end=self._admission.leave,
         )
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
-        self._active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
-        self._keeper = Keeper(slab, self._sessions, metrics, name, lambda: not self._active and self._batcher.idle)
+        self._keeper = Keeper(
+            slab, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle
+        )
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
 
@@ -213,6 +212,11 @@ class Engine:
     def device(self) -> str:
         """`cpu` or `cuda`."""
         return self._runner.device
+
+    @property
+    def asked(self) -> int:
+        """How many requests there were, ever."""
+        return self._admission.asked
 
     @property
     def costs(self) -> dict[Role, list[Cost]]:
@@ -248,7 +252,7 @@ class Engine:
         """
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
-            with self._admitted(), until(deadline):
+            with self._admission.admitted(), until(deadline):
                 if len(text) <= ENCODED_AT_ONCE:
                     tokens = self.vocabulary.encode(text)
                 else:
@@ -269,7 +273,7 @@ class Engine:
             answer = await self._outlived(quick.answer, quick, quick.ticket)
         else:
             ticket = Ticket(request.deadline)
-            with self._admitted(), until(request.deadline):
+            with self._admission.admitted(), until(request.deadline):
                 if request.session is None:
                     answer = await self._prompts.predict(request, ticket)
                 else:
@@ -283,7 +287,7 @@ class Engine:
         self._limits.top_k(request.top_k)
         if request.window is not None:
             self._limits.of_window(request.window)
-        self._check_admission()
+        self._admission.check()
         return self._windows.begin(request, Ticket(request.deadline))
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
@@ -315,7 +319,7 @@ class Engine:
         """
         self._limits.tokens(request.tokens, document=True)
         with ExitStack() as stack:
-            stack.enter_context(self._admitted())
+            stack.enter_context(self._admission.admitted())
             items = self._scorer.score(request, Ticket(request.deadline))
             scoring = Scoring(items, stack.pop_all().close)
             await scoring.begin()
@@ -327,7 +331,7 @@ class Engine:
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
-        with self._admitted(), until(request.deadline):
+        with self._admission.admitted(), until(request.deadline):
             compared = await comparison.compare(
                 self._forward, self._slab, self._answering, self.vocabulary, request, ticket
             )
@@ -348,7 +352,7 @@ class Engine:
             self._limits.of_window(request.window)
         ticket = Ticket(request.deadline)
         with ExitStack() as stack:
-            stack.enter_context(self._admitted())
+            stack.enter_context(self._admission.admitted())
             with until(request.deadline):
                 generation = await self._prompts.generate(request, ticket, stack)
         self._report.answered("generate", generation.mode)
@@ -360,7 +364,7 @@ class Engine:
         self, session: str | None = None, mode: Mode | None = None, owner: Owner = ANYBODY
     ) -> SessionView:
         """Starts a session, under the id given or a fresh one. Raises SessionExists, InvalidRequest, QuotaExceeded."""
-        with self._admitted():
+        with self._admission.admitted():
             return self._steps.view(await self._sessions.create(session, mode, owner))
 
     async def get_session(self, session: str) -> SessionView:
@@ -378,7 +382,7 @@ class Engine:
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
-        with self._admitted(), until(deadline):
+        with self._admission.admitted(), until(deadline):
             async with self._sessions.turn(session):
                 return self._steps.view(await self._sessions.rewind(session, position))
 
@@ -398,7 +402,7 @@ class Engine:
         """The step on its way, if it needs one run and no more; else nothing is done. Raises as `step`."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
-        self._check_admission()
+        self._admission.check()
         return self._quick.begin(request, Ticket(request.deadline))
 
     async def end(self, quick: QuickStep) -> Answer:
@@ -454,7 +458,7 @@ class Engine:
         return await abreast(self.begin, self.end, self._count_steps, self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
-        with self._admitted():
+        with self._admission.admitted():
             return await self._steps.step(request, ticket, lost=lost)
 
     # Life
@@ -471,30 +475,6 @@ class Engine:
             "integrity": self._keeper.document(),
             "costs": self.costs,
         }
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Counts a request while it lasts. Raises Unavailable when no more are taken."""
-        self._check_admission()
-        self._admit()
-        try:
-            yield
-        finally:
-            self._dismiss()
-
-    def _check_admission(self) -> None:
-        if self._draining:
-            raise Unavailable("the server is stopping")
-
-    def _admit(self) -> None:
-        self.asked += 1
-        self._active += 1
-        self._idle.clear()
-
-    def _dismiss(self) -> None:
-        self._active -= 1
-        if not self._active:
-            self._idle.set()
 
     def publish(self) -> None:
         """It is served from now on: what is measured of its model is measured of it."""
@@ -516,14 +496,14 @@ class Engine:
 
     async def drain(self) -> None:
         """Takes no new requests (Unavailable), and waits for those that were admitted."""
-        self._draining = True
+        self._admission.close()
         if self._shadow is not None:
             self._shadow.close()
-        await self._idle.wait()
+        await self._admission.idle()
 
     async def close(self) -> None:
         """Takes no new requests, fails what is still queued, and ends the engine's threads."""
-        self._draining = True
+        self._admission.close()
         if self._shadow is not None:
             self._shadow.close()
         if self._keeping is not None:
