@@ -30,6 +30,7 @@ class Corked:
         self._loop = loop
         self._held: list[bytes] = []
         self._bytes = 0
+        self._has_ended = False
         self.delays_closing: Callable[[], bool] = _never  # whether whoever is asked will close it later
 
     def write(self, data: bytes) -> None:
@@ -45,8 +46,8 @@ class Corked:
         """As `write`, of what nothing follows: it need not wait for that."""
         if self._held:
             self.write(data)
-        elif not self._transport.is_closing():
-            self._transport.write(data)
+        else:
+            self._write(data)
 
     def flush(self) -> None:
         """Writes what is held back."""
@@ -54,8 +55,17 @@ class Corked:
             data = b"".join(self._held)
             self._held.clear()
             self._bytes = 0
-            if not self._transport.is_closing():
-                self._transport.write(data)
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        if not self._has_ended and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def write_eof(self) -> None:
+        """As a transport's: what was written before it still goes out, and nothing that is written later."""
+        self.flush()
+        self._has_ended = True
+        self._transport.write_eof()
 
     def close(self) -> None:
         """As a transport's: what was written before it still goes out."""

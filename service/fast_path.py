@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
-from service.errors import WaneError
 from service.middleware import ADMITTED, Context, Door
 from service.routes import predict, sessions
 from service.routes.context import catalog, named
@@ -23,7 +22,7 @@ from service.routes.decode import parse
 from service.schemas import PredictBody, StepBody
 from service.underway import Exchange, QuickUnderway, Underway
 
-MOST_BYTES = 1 << 12  # of a body: longer ones are not for a few tokens
+MOST_BYTES = 1 << 12  # of a body, if so many are taken: longer ones are not for a few tokens
 
 
 class FastPath:
@@ -35,6 +34,7 @@ class FastPath:
         self._step = step
         self._prediction = prediction
         self.door = door
+        self.most_bytes = min(MOST_BYTES, door.max_body_bytes)
 
     def leads_to(self, scope: Scope) -> bool:
         """Whether a request may be for here, by its method and path; it is then marked with its route."""
@@ -52,7 +52,7 @@ class FastPath:
 
     def begin(self, scope: Scope, body: bytes, exchange: Exchange) -> Underway | None:
         """A request on its way to be answered; None, and nothing done, where it is none for here."""
-        if len(body) > MOST_BYTES:
+        if len(body) > self.most_bytes:
             return None
         started_s = time.perf_counter()
         here = scope["wane.context"] = Context.of(scope)
@@ -60,7 +60,7 @@ class FastPath:
         begin = self._begin_step if scope["route"] is self._step else self._begin_prediction
         try:
             return begin(Request(scope), here, body, exchange, started_s)
-        except WaneError:
+        except Exception:  # it is told there, and logged if nobody expected it
             return None
 
     def _begin_step(
@@ -75,6 +75,7 @@ class FastPath:
         engine = catalog(request).engine_at_once(session)
         if engine is None:
             return None
+        here.fields["model"] = engine.name
         underway = QuickUnderway(request.scope, here, exchange, self.door, engine, started_s)
         try:
             quick = engine.begin(sessions.step(request, session, tuple(given.tokens), position, given))
@@ -84,7 +85,6 @@ class FastPath:
         if quick is None:
             underway.leave()
             return None
-        here.fields["model"] = engine.name
         underway.goes_on(quick, "step")
         return underway
 

@@ -15,7 +15,7 @@ from service.engine.answers import Answer
 from service.engine.engine import Engine, Operation, late
 from service.engine.quick import QuickStep
 from service.engine.quick_window import QuickWindow
-from service.errors import Abandoned
+from service.errors import Abandoned, Unavailable
 from service.middleware import Context, Door
 from service.routes import answers
 from service.routes.context import note_answer
@@ -69,8 +69,8 @@ class Underway:
             self._task.cancel()
 
     def _done(self, task: asyncio.Task[Answer]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if self.over or task.cancelled():
+        error = Unavailable("the server is stopping") if task.cancelled() else task.exception()
+        if self.over:
             return
         if isinstance(error, Exception):
             self.fail(error)
@@ -79,8 +79,13 @@ class Underway:
 
     def succeed(self, given: Answer) -> None:
         """The request is answered."""
-        note_answer(self._scope, given)
-        self._finish(answers.reply(answers.answer(self._engine, given)))
+        try:
+            note_answer(self._scope, given)
+            response = answers.reply(answers.answer(self._engine, given))
+        except Exception as error:  # nobody expected it, and nobody else would tell
+            self.fail(error)
+        else:
+            self._finish(response)
 
     def fail(self, error: Exception) -> None:
         """The request is answered with what went wrong."""

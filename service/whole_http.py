@@ -96,6 +96,10 @@ class WholeHttp(PatientHttp):
             underway.hang_up()
 
 
+def _told() -> None:
+    """The protocol knows that the response is over."""
+
+
 class Whole:
     """Writes the answer to one request."""
 
@@ -109,6 +113,7 @@ class Whole:
         """Writes it, whole; nothing where the client has gone."""
         cycle, protocol = self._cycle, self._protocol
         protocol.underway = None
+        on_response, cycle.on_response = cycle.on_response, _told  # it holds the protocol, which holds the cycle
         cycle.response_started = cycle.response_complete = True
         if cycle.disconnected:
             return
@@ -123,4 +128,4 @@ class Whole:
         cast(Corked, protocol.transport).write_whole(b"".join(parts))
         if not cycle.keep_alive:
             protocol.transport.close()
-        cycle.on_response()
+        on_response()

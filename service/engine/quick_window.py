@@ -23,6 +23,7 @@ from service.engine.limits import Limits
 from service.engine.mode import Mode, Origin
 from service.engine.requests import PredictRequest
 from service.engine.ticket import Ticket
+from service.errors import Unavailable
 
 
 class QuickWindows:
@@ -123,9 +124,9 @@ class QuickWindow:
 
     def _proved(self, proof: asyncio.Task[Answer]) -> None:
         self._proof = None
-        if self._over or proof.cancelled():
+        if self._over:
             return
-        error = proof.exception()
+        error = Unavailable("the server is stopping") if proof.cancelled() else proof.exception()
         if error is None:
             self._succeed(proof.result())
         else:

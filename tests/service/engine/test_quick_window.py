@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from service.engine.answers import Answer
 from service.engine.mode import Mode
 from service.engine.quick_window import QuickWindow
 from service.engine.requests import PredictRequest
@@ -150,3 +151,24 @@ def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: b
     assert waits
     assert window.answer.done() is not left
     assert left or window.answer.result().top1_proved
+
+
+def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begun() -> None:
+    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
+    engine, go = small.engine, threading.Event()
+
+    async def ask() -> asyncio.Future[Answer]:
+        engine._prover.submit(go.wait, 20)  # as a document that is scored has it
+        while True:
+            tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
+            window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
+            while not (window.answer.done() or engine._answering._proofs):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            if not window.answer.done():
+                await engine.close()
+                await asyncio.wait([window.answer], timeout=10)
+                go.set()
+                return window.answer
+
+    with pytest.raises(Unavailable):
+        asyncio.run(ask()).result()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -19,6 +21,7 @@ from service.engine.requests import StepRequest
 from service.errors import RateLimited
 from service.keyring import Holder
 from service.metrics import Metrics
+from service.routes import answers
 from service.server import WEBSOCKETS, protocols
 from service.settings import Settings
 from tests.service.engine.conftest import make_bench  # noqa: F401  (a fixture)
@@ -513,15 +516,19 @@ async def test_the_access_log_says_of_a_step_what_it_says_on_the_other_way(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")
+    conflict = step({"tokens": [6], "expected_position": 9})
     async with serve() as stage:
         client = await Client.of(stage)
         for request in ([step({"tokens": [6]})], in_two(step({"tokens": [7]}))):
             assert (await client.ask(*request))[0] == 200
-    fast, slow = [record.fields for record in caplog.records if record.name == "wane.access"]
+        for request in ([conflict], in_two(conflict)):
+            assert (await client.ask(*request))[0] == 409
+    fast, slow, *refused = [record.fields for record in caplog.records if record.name == "wane.access"]
     assert fast.keys() == slow.keys()
     for name in ("client", "path", "method", "status", "model", "mode", "state", "batch_items", "trace_id"):
         assert fast[name] == slow[name]
     assert fast["bytes"] > 100
+    assert refused[0].keys() == refused[1].keys() >= {"model", "error"}
 
 
 async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -563,3 +570,81 @@ async def test_a_server_that_ends_answers_what_it_has_begun_and_closes(serve: Se
         status, headers, _ = await client.hear()
         assert (status, headers["connection"]) == (200, "close")
         assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize("path", [PATH, PREDICT])
+async def test_a_body_over_the_limit_is_refused_however_it_comes(serve: Serve, path: str) -> None:
+    padded = step(b'{"tokens": [6]}' + b" " * 2000, path=path)
+    async with serve(max_body_bytes=1024) as stage:
+        status, document = await (await Client.of(stage)).ask(padded)
+        assert (status, document["code"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize("path", [PATH, PREDICT])
+async def test_what_nobody_expected_is_told_whenever_it_happens(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError("this is a bug")
+
+    async with serve() as stage:
+        client = await Client.of(stage)
+        with monkeypatch.context() as patched:  # before the engine is asked
+            patched.setattr(stage.catalog_, "engine_at_once", fails)
+            patched.setattr(stage.catalog_, "get", fails)
+            status, document = await client.ask(step({"tokens": [6]}, path=path))
+            assert (status, document["code"]) == (500, "internal")
+        with monkeypatch.context() as patched:  # and when it has answered
+            patched.setattr(answers, "answer", fails)
+            status, document = await client.ask(step({"tokens": [6]}, path=path))
+            assert (status, document["code"]) == (500, "internal")
+        assert (await client.ask(step({"tokens": [6]}, path=path)))[0] == 200
+        assert (stage.counted(500, ROUTE if path == PATH else PREDICT), stage.counted(200, PREDICT)) == (
+            2,
+            int(path == PREDICT),
+        )
+        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+
+
+async def test_a_prediction_that_the_server_cancels_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Engine, "predict", cancelled)
+    async with serve() as stage:
+        status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}, path=PREDICT))
+        assert (status, document["code"], stage.asked) == (503, "unavailable", [])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_an_answer_behind_the_end_of_its_connection_is_counted_and_nothing_else(
+    serve: Serve, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    first = step({"tokens": [6]})
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        await client.say(*([first] if whole else in_two(first)))
+        await stage.bench.runner.until_busy()
+        await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\nPOST /v1/predict HT\r\n")
+        assert (await client.reader.read()).startswith(b"HTTP/1.1 400 ")  # and no more
+        stage.bench.runner.gate.set()
+        await until(lambda: stage.counted(200) == 1)
+        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+    assert "asyncio" not in {record.name for record in caplog.records}
+
+
+@pytest.mark.parametrize("body", [{"tokens": [6]}, {"tokens": [6], "expected_position": 9}], ids=["200", "409"])
+async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collector(
+    serve: Serve, body: dict[str, Any]
+) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        gc.disable()
+        try:
+            await client.ask(step(body))
+            connection = weakref.ref(*stage.server_state.connections)
+            client.writer.close()
+            await until(lambda: connection() is None)
+        finally:
+            gc.enable()
