@@ -160,11 +160,20 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         return super().send(message)
 
     async def say(self, text: bytes) -> None:
-        """As a line's: what `send` does with a text, without the library's frames: nothing is compressed."""
+        """As a line's."""
         if not self.writable.is_set():
             await self.writable.wait()
-        if self.disconnected or self.conn.state is not State.OPEN:
+        if not self.say_now(text):
             raise Left
+
+    def may_say(self) -> bool:
+        """As a wire's."""
+        return self.writable.is_set()
+
+    def say_now(self, text: bytes) -> bool:
+        """As a wire's: what `send` does with a text, without the library's frames: nothing is compressed."""
+        if self.disconnected or self.conn.state is not State.OPEN:
+            return False
         self.is_answered()
         size = len(text)
         if size <= SHORT_BYTES:
@@ -174,6 +183,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         else:
             head = bytes((WHOLE_TEXT, 127)) + size.to_bytes(8)
         self.transport.write(head + text)
+        return True
 
     async def hang_up(self, code: int, reason: str) -> None:
         """As a line's."""
@@ -206,10 +216,12 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.frames_left = MOST_FRAMES
         if is_text:
             try:
-                self.inbox.put_nowait({"type": "websocket.receive", "text": data.decode()})
+                text = data.decode()
             except UnicodeDecodeError:
                 self.break_off(Reason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
                 return
+            if not self.inbox.begins(text):
+                self.inbox.put_nowait({"type": "websocket.receive", "text": text})
         else:
             self.inbox.put_nowait({"type": "websocket.receive", "bytes": data})
         self.unanswered.append(len(data))

@@ -13,7 +13,7 @@ from typing import Protocol
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from service.inbox import LINE, Left
+from service.inbox import LINE, Inbox, Left
 from service.routes.hangup import until_hangup
 
 
@@ -37,10 +37,24 @@ class Line(Protocol):
         ...
 
 
-def line_of(socket: WebSocket) -> Line:
+class Wire(Line, Protocol):
+    """A line of the server's own."""
+
+    inbox: Inbox
+
+    def may_say(self) -> bool:
+        """Whether its client reads what it is told."""
+        ...
+
+    def say_now(self, text: bytes) -> bool:
+        """As `say`, at once; False where nobody is there any more."""
+        ...
+
+
+def wire_of(socket: WebSocket) -> Wire | None:
     """The server's own, where it has one."""
-    line: Line | None = socket.scope.get(LINE)
-    return AsgiLine(socket) if line is None else line
+    wire: Wire | None = socket.scope.get(LINE)
+    return wire
 
 
 class AsgiLine:

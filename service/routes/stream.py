@@ -34,14 +34,15 @@ from service.engine.engine import Engine
 from service.engine.requests import PredictRequest, StepRequest
 from service.errors import Abandoned, Conflict, DeadlineExceeded, Unauthorized, Unavailable, UnknownSession, WaneError
 from service.guard import chosen
-from service.inbox import Left
+from service.inbox import Left, Message
 from service.metrics import Metrics
 from service.middleware import begin_trace, context, end_trace
 from service.routes import answers
+from service.routes.at_once import AtOnce, Begun
 from service.routes.context import catalog, named, settings
 from service.routes.decode import parse, tokens_of
 from service.routes.errors import described
-from service.routes.line import line_of
+from service.routes.line import AsgiLine, Line, wire_of
 from service.routes.reply import encode
 from service.schemas import StreamBody
 from service.tracing import CURRENT, Traced, Tracing
@@ -84,7 +85,6 @@ class Stream:
 
     def __init__(self, socket: WebSocket, engine: Engine, session: str, metrics: Metrics) -> None:
         """`session` is its name within."""
-        self.line = line_of(socket)
         self.scope = socket.scope
         self.catalog = catalog(socket)
         self.engine = engine
@@ -94,20 +94,26 @@ class Stream:
         self.traced: Traced | None = None
         self.idle_s = settings(socket).stream_idle_s
         self.loop = asyncio.get_running_loop()
+        self.heard_s = self.loop.time()  # when something was last heard, or said
         self.here = context(socket.scope)
         self.log = self.here.fields
         self.log["model"] = engine.name
         self.answered = 0
+        wire = wire_of(socket)
+        self.line: Line = wire or AsgiLine(socket)
+        self.begun: Begun | None = None  # of the message that is taken next
+        self.at_once = None if wire is None or self.tracing is not None else AtOnce(self, wire)
 
     async def run(self) -> None:
         """Answers messages until there are no more."""
         try:
             while (message := await self.take()) is not None:
-                started_s = time.perf_counter()
+                begun, self.begun = self.begun, None
+                started_s = time.perf_counter() if begun is None else begun.started_s
                 self.begin_trace(started_s)
-                wave = self.catalog.presence.enter()
+                wave = self.catalog.presence.enter() if begun is None else begun.wave
                 try:
-                    await self.line.say(encode(await self.answer(message)))
+                    await self.line.say(encode(await self.answer(message, begun)))
                 except Abandoned:
                     self.log["error"] = Abandoned.code
                     return
@@ -124,45 +130,72 @@ class Stream:
             self.log["code"] = GONE
         finally:
             self.log["messages"] = self.answered
+            if self.at_once is not None:
+                self.at_once.close()
+                self.at_once = None  # it holds this, and both would wait for the garbage collector
 
     async def take(self) -> str | bytes | None:
         """The next message; None when the client has left, or was idle for too long and is told so."""
-        try:
-            with until(self.loop.time() + self.idle_s):
-                message = await self.line.receive()
-        except DeadlineExceeded:
-            await self.close(NORMAL, f"idle for {self.idle_s:g} s")
-            return None
+        self.heard_s = self.loop.time()
+        message: Message | None = None
+        while message is None:
+            try:
+                with until(self.heard_s + self.idle_s):
+                    message = await self.line.receive()
+            except DeadlineExceeded:
+                if not self.is_idle():
+                    continue
+                await self.close(NORMAL, f"idle for {self.idle_s:g} s")
+                return None
         if message["type"] == "websocket.disconnect":
             self.log["code"] = message["code"]
             return None
         text: str | bytes | None = message.get("text")
         return message["bytes"] if text is None else text
 
-    async def answer(self, message: str | bytes) -> AnswerDocument:
+    def is_idle(self) -> bool:
+        """Whether nothing was heard for too long, by anybody."""
+        if self.at_once is not None and self.at_once.is_busy:
+            self.heard_s = self.loop.time()
+        return self.loop.time() >= self.heard_s + self.idle_s
+
+    async def answer(self, message: str | bytes, begun: Begun | None) -> AnswerDocument:
         """The prediction after one message."""
-        if self.here.holder is not None:
-            self.here.holder.charge(1)
+        if begun is None:
+            self.charge()
+        elif isinstance(begun.outcome, Exception):
+            raise begun.outcome
+        elif begun.outcome is not None:
+            with self.line.until_hangup():
+                return answers.answer(self.engine, await self.engine.end(begun.outcome))
         body = parse(message, StreamBody)
-        session = self.session
         if self.engine.retired:
-            self.engine = await self.catalog.engine_for(session)
-        engine = self.engine
+            self.engine = await self.catalog.engine_for(self.session)
+        session, engine = self.session, self.engine
         deadline = self.loop.time() + self.here.timeout_s
         with self.line.until_hangup():
             if body.rewind is not None:
                 await engine.rewind(session, body.rewind, deadline)
                 return answers.answer(engine, await engine.predict(PredictRequest(session=session, deadline=deadline)))
-            step = StepRequest(
-                session=session,
-                tokens=await tokens_of(engine, body.sequence, deadline),
-                mode=body.mode,
-                expected_position=body.expected_position,
-                idempotency_key=body.idempotency_key,
-                top_k=body.top_k,
-                deadline=deadline,
-            )
+            step = self.step(body, await tokens_of(engine, body.sequence, deadline), deadline)
             return answers.answer(engine, await engine.step(step))
+
+    def step(self, body: StreamBody, tokens: tuple[int, ...], deadline: float) -> StepRequest:
+        """The step that a message asks for. Raises InvalidRequest."""
+        return StepRequest(
+            session=self.session,
+            tokens=tokens,
+            mode=body.mode,
+            expected_position=body.expected_position,
+            idempotency_key=body.idempotency_key,
+            top_k=body.top_k,
+            deadline=deadline,
+        )
+
+    def charge(self) -> None:
+        """Counts a message as a request. Raises RateLimited, Unauthorized."""
+        if self.here.holder is not None:
+            self.here.holder.charge(1)
 
     async def fail(self, error: Exception, started_s: float) -> bool:
         """Tells a failure, and whether it was the end."""

@@ -125,6 +125,9 @@ class FakeEngine:
                 outcomes.append(error)
         return outcomes
 
+    def begin(self, request: StepRequest) -> QuickStep | None:
+        return None
+
     async def step(self, request: StepRequest) -> Answer:
         await self._ask(request)
         return Answer(
@@ -139,7 +142,7 @@ class FakeEngine:
         )
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        return await abreast(lambda _: None, self._end, lambda _: None, self.step, requests)
+        return await abreast(self.begin, self._end, lambda _: None, self.step, requests)
 
     async def _end(self, quick: QuickStep) -> Answer:
         raise AssertionError(f"{quick} was never begun")
