@@ -421,7 +421,7 @@ class Engine:
         self._report.answered(operation, answer.mode)
 
     def _count_steps(self, answers: int) -> None:
-        """As `count_step`, of answers from states."""
+        """As `count`, of so many steps that were answered from their states."""
         self._report.answered("step", Mode.RECURRENT, answers)
 
     async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
