@@ -7,11 +7,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic_core import from_json
+
 from service.alarms import Alarm, alarms
 from service.engine.answers import Answer
 from service.engine.engine import late
 from service.engine.presence import Wave
 from service.engine.quick import QuickStep
+from service.engine.requests import StepRequest
 from service.errors import Abandoned, WaneError
 from service.routes import answers
 from service.routes.decode import parse
@@ -53,11 +56,16 @@ class AtOnce:
             return False
         started_s = time.perf_counter()
         stream.heard_s = stream.loop.time()
+        deadline = stream.heard_s + stream.here.timeout_s
         try:
-            body = parse(message, StreamBody)
-            if body.tokens is None:
-                return False
-            step = stream.step(body, tuple(body.tokens), stream.heard_s + stream.here.timeout_s)
+            token = only_token(message)
+            if token is not None:
+                step = StepRequest(stream.session, (token,), deadline=deadline)
+            else:
+                body = parse(message, StreamBody)
+                if body.tokens is None:
+                    return False
+                step = stream.step(body, tuple(body.tokens), deadline)
         except WaneError:
             return False
         wave = stream.catalog.presence.enter()
@@ -71,8 +79,7 @@ class AtOnce:
             stream.begun = Begun(None, started_s, wave)
             return False
         self._message, self._started_s, self._wave, self._quick = message, started_s, wave, quick
-        assert step.deadline is not None, "a step without a deadline: this is a bug"
-        self._alarm = alarms().at(step.deadline, self._ring)
+        self._alarm = alarms().at(deadline, self._ring)
         quick.answer.add_done_callback(self._answered)
         return True
 
@@ -142,3 +149,16 @@ class AtOnce:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+
+
+def only_token(message: str) -> int | None:
+    """The token of a message that has one and says nothing else: most are such, and need no model to be read by. None
+    of any other, good or bad."""
+    try:
+        document = from_json(message)
+    except ValueError:
+        return None
+    if type(document) is not dict or len(document) != 1:
+        return None
+    tokens = document.get("tokens")
+    return tokens[0] if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int else None

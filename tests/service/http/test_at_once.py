@@ -13,9 +13,13 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from service.engine.ownership import Owner
+from service.engine.requests import StepRequest
 from service.errors import RateLimited
 from service.keyring import Holder
+from service.routes.at_once import only_token
+from service.routes.decode import parse
 from service.routes.stream import Stream
+from service.schemas import StreamBody
 from tests.service.engine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.service.http.patient import until
 from tests.service.http.test_fast_path import MakeBench, Serve, Stage, hold, position, serve  # noqa: F401  (a fixture)
@@ -248,3 +252,44 @@ async def test_a_stream_is_idle_from_its_last_message_on(
         with pytest.raises(ConnectionClosed):
             await socket.recv()
         assert (socket.close_code, socket.close_reason) == (1000, "idle for 1 s")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"tokens": [6]}',
+        '{"tokens":[0]}',
+        '{"tokens":[1],"tokens":[-7]}',
+        '{"tokens":[123456789012345678901234567890]}',
+    ],
+)
+def test_a_message_of_one_token_is_read_as_its_model_would_read_it(message: str) -> None:
+    token, body = only_token(message), parse(message, StreamBody)
+    assert token is not None and body.tokens == [token]
+    plain = StepRequest("a", (token,))
+    assert (body.mode, body.top_k, body.expected_position) == (plain.mode, plain.top_k, plain.expected_position)
+    assert (body.idempotency_key, body.rewind) == (plain.idempotency_key, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "{",
+        "6",
+        "[6]",
+        "{}",
+        '{"tokens":6}',
+        '{"tokens":[]}',
+        '{"tokens":[6,7]}',
+        '{"tokens":[true]}',
+        '{"tokens":[6.0]}',
+        '{"tokens":["6"]}',
+        '{"tokens":null}',
+        '{"input":"a"}',
+        '{"tokens":[6],"top_k":1}',
+        '{"tokens":[6],"wrong":1}',
+    ],
+)
+def test_any_other_message_is_left_to_its_model(message: str) -> None:
+    assert only_token(message) is None
