@@ -220,7 +220,8 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
             except UnicodeDecodeError:
                 self.break_off(Reason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
                 return
-            if not self.inbox.begins(text):
+            # Behind a long one nothing is read before somebody takes it.
+            if len(data) > SMALL_BYTES or not self.inbox.begins(text):
                 self.inbox.put_nowait({"type": "websocket.receive", "text": text})
         else:
             self.inbox.put_nowait({"type": "websocket.receive", "bytes": data})

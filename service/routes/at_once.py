@@ -15,7 +15,7 @@ from service.engine.engine import late
 from service.engine.presence import Wave
 from service.engine.quick import QuickStep
 from service.engine.requests import StepRequest
-from service.errors import Abandoned, WaneError
+from service.errors import Abandoned
 from service.routes import answers
 from service.routes.decode import parse
 from service.routes.line import Wire
@@ -66,7 +66,7 @@ class AtOnce:
                 if body.tokens is None:
                     return False
                 step = stream.step(body, tuple(body.tokens), deadline)
-        except WaneError:
+        except Exception:  # the task will say so
             return False
         wave = stream.catalog.presence.enter()
         try:

@@ -293,3 +293,27 @@ def test_a_message_of_one_token_is_read_as_its_model_would_read_it(message: str)
 )
 def test_any_other_message_is_left_to_its_model(message: str) -> None:
     assert only_token(message) is None
+
+
+async def test_behind_a_long_message_more_are_read(serve: Serve, by_task: list[str | bytes]) -> None:  # noqa: F811
+    async with serve() as stage, opened(stage) as socket:
+        long = step() + " " * 5000
+        assert (await ask(socket, long))["position"] == 2
+        assert (await ask(socket, step()))["position"] == 3
+        assert by_task == [long]
+
+
+async def test_what_nobody_expected_while_a_message_is_read_is_told_by_the_task(
+    serve: Serve,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError("this is a bug")
+
+    monkeypatch.setattr(Stream, "step", fails)
+    async with serve() as stage, opened(stage) as socket:
+        assert (await ask(socket, step(top_k=2)))["error"]["status"] == 500
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.recv()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+        assert counted(stage, 500) == 1
