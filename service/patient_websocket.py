@@ -121,9 +121,8 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_events(self) -> None:
-        begun = not self.conn.events or bool(self.conn.reader.buffer)
         super().handle_events()
-        self.in_message = begun or bool(self.frames)
+        self.in_message = bool(self.frames) or not is_between_messages(self.conn)
 
     def handle_parser_exception(self) -> None:
         """What came is no frame, or a frame too long."""

@@ -94,9 +94,11 @@ class Underway:
     def _finish(self, response: Response) -> None:
         self.over = True
         status, body = response.status_code, bytes(response.body)
-        self._exchange.answer(status, [*response.raw_headers, self._here.named()], body)
-        self._wave.leave()
-        self._door.record(self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None)
+        try:
+            self._exchange.answer(status, [*response.raw_headers, self._here.named()], body)
+        finally:
+            self._wave.leave()
+            self._door.record(self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None)
 
 
 class QuickUnderway(Underway):

@@ -259,6 +259,18 @@ async def test_a_trailer_is_no_header() -> None:
     assert said.startswith(b"HTTP/1.1 ") and b"smuggled" not in said
 
 
+@pytest.mark.parametrize("begun", [b"\x81", b"\x81\x8f", frame(0x81, b"{}")[:-1]], ids=["opcode", "head", "text"])
+async def test_a_message_that_is_begun_behind_a_whole_one_does_not_take_for_ever(begun: bytes) -> None:
+    async with serving(body_timeout_s=SOON_S) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(frame(0x81, b'{"tokens": [1]}') + begun)
+        assert b'"predictions"' in await reader.readuntil(b"a message was not whole")
+        writer.close()
+        await writer.wait_closed()
+
+
 @pytest.mark.parametrize(
     "frames",
     [frame(0x01) + frame(0x00) * 5000, frame(0x89) * 5000, frame(0x8A) * 5000],
