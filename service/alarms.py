@@ -59,9 +59,15 @@ class Alarms:
         return Alarm(ring, alarms)
 
     def _ring(self, tick: int) -> None:
-        alarms = self._ticks.pop(tick)
-        while alarms:
-            alarms.pop().ring()
+        self._ring_all(self._ticks.pop(tick))
+
+    def _ring_all(self, alarms: set[Alarm]) -> None:
+        try:
+            while alarms:
+                alarms.pop().ring()
+        finally:
+            if alarms:  # one failed, which is no reason for the others not to ring
+                self.loop.call_soon(self._ring_all, alarms)
 
 
 _latest: Alarms | None = None

@@ -27,6 +27,29 @@ async def test_alarms_ring_in_their_order_and_each_once() -> None:
     assert rung == ["first", "second"]
 
 
+async def test_an_alarm_that_fails_keeps_no_other_from_ringing() -> None:
+    loop, failed = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, what: failed.append(what["exception"]))
+    rung: list[int] = []
+    done = asyncio.Event()
+
+    def fail() -> None:
+        raise RuntimeError("nobody expected this")
+
+    def ring() -> None:
+        rung.append(1)
+        if len(rung) == 4:
+            done.set()
+
+    when = now()
+    for each in (ring, fail, ring, fail, ring, fail, ring):
+        alarms().at(when, each)
+    await asyncio.wait_for(done.wait(), 20)
+    while len(failed) < 3:  # noqa: ASYNC110  (the failures may be the last to ring)
+        await asyncio.sleep(0)
+    assert [type(error) for error in failed] == [RuntimeError] * 3
+
+
 async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
     rung: list[str] = []
     done = asyncio.Event()
