@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from http import HTTPStatus
+from types import CodeType
 from typing import Any, cast
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
@@ -28,6 +29,7 @@ WHOLE_TEXT = 0x81  # the first byte of a text in one frame
 MASKED = 0x80  # in the second, beside the length of what is short
 SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # of a frame whose length is in that byte, or in the next two
 BETWEEN_FRAMES = StreamReader.at_eof.__code__  # where the library waits for a frame to begin
+WITHIN_FRAME = StreamReader.read_exact.__code__  # and for the rest of one
 
 
 class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
@@ -121,8 +123,9 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_events(self) -> None:
+        begun = not self.conn.events or bool(self.conn.reader.buffer)
         super().handle_events()
-        self.in_message = bool(self.frames) or not is_between_messages(self.conn)
+        self.in_message = begun or bool(self.frames) or waits(self.conn) is WITHIN_FRAME
 
     def handle_parser_exception(self) -> None:
         """What came is no frame, or a frame too long."""
@@ -294,6 +297,13 @@ def short_text(data: bytes) -> bytes | None:
 
 def is_between_messages(conn: ServerProtocol) -> bool:
     """Whether the library waits for a frame that begins a message, and has nothing of it."""
-    parsing = getattr(conn.parser, "gi_yieldfrom", None)
-    waiting = getattr(parsing, "gi_yieldfrom", None)
-    return conn.current_size is None and getattr(waiting, "gi_code", None) is BETWEEN_FRAMES
+    return conn.current_size is None and waits(conn) is BETWEEN_FRAMES
+
+
+def waits(conn: ServerProtocol) -> CodeType | None:
+    """Where the library waits for more to come: the innermost of its generators. A library that is made otherwise is
+    neither here nor there: then no message passes it by, and none is taken for begun."""
+    inner = getattr(conn.parser, "gi_yieldfrom", None)
+    while (deeper := getattr(inner, "gi_yieldfrom", None)) is not None:
+        inner = deeper
+    return getattr(inner, "gi_code", None)
