@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -294,6 +295,20 @@ class Bench:
         self.engine.warm_up()
         self.runner.calls.clear()
         self.runner.busy.clear()
+
+    def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+        """The next step is appended after another writer's, and so not at all. The list has it once it was tried."""
+        lost: list[object] = []
+        extend = self.store.extend  # type: ignore[attr-defined]
+
+        def extend_but_once(record: object, *given: Any) -> Any:
+            if lost:
+                return extend(record, *given)
+            lost.append(record)
+            return None
+
+        monkeypatch.setattr(self.store, "extend", extend_but_once)
+        return lost
 
     def sample(self, name: str, **labels: str) -> float:
         """The value of a metric of this engine; 0 where there is none yet."""

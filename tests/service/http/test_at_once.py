@@ -203,18 +203,9 @@ async def test_a_step_that_another_writer_was_before_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serve() as stage, opened(stage) as socket:
-        store, lost = stage.bench.store, []
-        extend = store.extend
-
-        def lose_once(*given: Any) -> Any:
-            if lost:
-                return extend(*given)
-            lost.append(1)
-            return None
-
-        monkeypatch.setattr(store, "extend", lose_once)
+        lost = stage.bench.lose_next_comparison(monkeypatch)
         assert (await ask(socket, step()))["position"] == 2
-        assert (lost, by_task) == ([1], [step()])
+        assert (len(lost), by_task) == (1, [step()])
 
 
 async def test_a_full_queue_refuses_once(serve: Serve, make_bench: MakeBench) -> None:  # noqa: F811

@@ -467,18 +467,9 @@ async def test_a_step_that_another_writer_was_before_is_tried_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve() as stage:
-        store, lost = stage.bench.store, []
-        extend = store.extend
-
-        def lose_once(*given: Any) -> Any:
-            if lost:
-                return extend(*given)
-            lost.append(1)
-            return None
-
-        monkeypatch.setattr(store, "extend", lose_once)
+        lost = stage.bench.lose_next_comparison(monkeypatch)
         status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}))
-        assert (status, document["position"], lost, stage.asked) == (200, 2, [1], [])
+        assert (status, document["position"], len(lost), stage.asked) == (200, 2, 1, [])
 
 
 KEY = "alice-0123456789abcdefgh"
