@@ -33,7 +33,7 @@ from models.bundle_checks import (
 from models.certificate import certify
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
-from models.certificate.propagation import Propagation, rounding_of
+from models.certificate.propagation import Propagation
 from models.certificate.request import RequestBound
 from models.manifest import Certificate, Manifest, Role
 from models.parity import ParityError, RoundingError, Run, check_graphs
@@ -99,16 +99,12 @@ class Bundle:
         """What bounds how far from a window's end any run over it can end."""
         return RequestBound(self.manifest.architecture, self._weights, self._layers)
 
-    def propagation(self, run: Run) -> Propagation | None:
-        """What small errors in a state come to; `run` runs `advance`, to measure its rounding.
-
-        None where a layer is not contractive, or rounding was not measured.
-        """
+    def propagation(self) -> Propagation | None:
+        """What small errors in a state come to; None where a layer is not contractive, or rounding was not measured."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None
-        off = rounding_of(Reference(architecture, self._weights), run, certificate.rounding)
-        return Propagation(architecture, self._weights, self._layers, off)
+        return Propagation(architecture, self._weights, self._layers, certificate.rounding)
 
     def graph_path(self, role: Role) -> Path:
         """The ONNX file of a role."""
@@ -133,7 +129,7 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
     """Holds every graph against the numpy oracle, on random tokens from zero and from random states.
 
     `run(role, feeds)` runs one graph. Returns the worst difference; raises BundleError beyond the tolerance, and
-    CertificateError where the graphs only round more than the certificate's measured rounding leaves room for.
+    CertificateError where the graphs only round more than the certificate says.
     """
     generator = np.random.default_rng(0)
     reference = Reference(bundle.manifest.architecture, bundle.weights())

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 LARGEST_WINDOW = 65_536
 """Tokens: a window is one input of a graph, held whole in memory."""
@@ -205,22 +205,50 @@ class Contraction(Frozen):
     reach: float | None = Field(default=None, ge=0)
 
 
-class Rounding(Frozen):
-    """How far runs in `dtype` may be from exact arithmetic, as 2-norm distances of `hidden`.
+class StateError(Frozen):
+    """A bound of an error of one state tensor: `box`, of its largest unit; `ball`, of its 2-norm."""
 
-    `measured`: how far the `step` graph, streamed on the CPU, was from the float64 oracle over `tokens` tokens at most,
-    times `safety`, which counts that two runs are compared: the distance of `hidden`, or the spread of the logits'
-    differences over `head_diameter` where that is larger. It is what was seen, and no theorem; when a bundle is loaded
-    it has to be well above what its `window` and `step` graphs then show. `worst_case`: what two
-    runs can be apart by rounding at most, a priori, to first order in the unit roundoff and given the accuracy of exp
-    and tanh that `models/certificate/rounding.py` states; null where the model is not contractive, or has a front.
+    box: float = Field(ge=0)
+    ball: float = Field(ge=0)
+
+
+class Rounding(Frozen):
+    """How far a run of the graphs in `dtype` can be from exact arithmetic over the same tokens.
+
+    The error of one step is measured (`step_error`): the `step` graph against the float64 oracle, both from the state
+    that the graph left, over `steps` steps. Those steps include every token of the vocabulary, tokens held for
+    4 / (1 - factor) steps after two different pasts, cycles of two and three tokens, and the tokens that forget least.
+    `step`: by state tensor of the layers, the largest error of one step, times `safety`. `output`: the same for what
+    is read off a state: the 2-norm at `hidden`, and the spread of the logits' errors over `head_diameter`.
+
+    `states`, `carried`: the errors of a whole run, of any length, by state tensor and in the 2-norm at `hidden` (with
+    `output` in it). `sequences` says for which token sequences the errors of steps were added up:
+
+    - all: the theorem that bounds a window's error carries one step's error through the recurrence, whatever the
+      tokens. Both are recomputed from `step` when a bundle is loaded. This is so in plain networks.
+    - probed: the theorem for one request's own tokens carries each step's error along each of the measured sequences;
+      the largest result, times `safety`, is kept. This is so in residual networks, where the bound for all tokens says
+      nothing: the Lipschitz constants of their LayerNorms are far above what is ever seen.
+
+    `worst_case`: what two runs can be apart by rounding at most, a priori, to first order in the unit roundoff and
+    given the accuracy of exp and tanh that `models/certificate/rounding.py` states; null over a front.
     """
 
     dtype: Literal["float32"] = "float32"
-    measured: float = Field(ge=0)
-    tokens: Positive
+    step_error: Literal["measured"] = "measured"
+    sequences: Literal["all", "probed"]
+    steps: Positive
     safety: float = Field(ge=1)
+    step: dict[str, StateError]
+    output: float = Field(ge=0)
+    states: dict[str, StateError]
+    carried: float = Field(ge=0)
     worst_case: float | None = Field(default=None, ge=0)
+
+    @property
+    def between_runs(self) -> float:
+        """How far `hidden` of two runs over the same tokens can be apart by rounding: each is `carried` from exact."""
+        return 2 * self.carried
 
 
 class Certificate(Frozen):
@@ -228,12 +256,15 @@ class Certificate(Frozen):
 
     `contractive`: every layer has a factor < 1, by which its states come closer at every token. Then there is a curve,
     for k = 1 to the largest window: `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic,
-    `error_bound` (epsilon(k)) the total variation at temperature 1, with `rounding.measured` added to e_k. Both hold
-    for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm distance of two
-    rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
+    `error_bound` (epsilon(k)) the total variation at temperature 1, with the rounding of two runs added to e_k. Both
+    hold for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm distance of
+    two rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
     `certified`: epsilon falls to 1e-3 within the largest window; if not, `reason` says why, for people.
 
-    It is recomputed from the float32 weights when the bundle is loaded, never believed, but for `rounding.measured`.
+    It is recomputed from the float32 weights when the bundle is loaded, never believed, but for what was measured of
+    `rounding`, of which a sample is measured again. `rounding` is null unless the model is contractive.
+    `bit_identical` is found on this machine when the bundle is loaded and never read from a file: whether the graphs
+    give the same bits for the same tokens, step by step, as a window, in pieces, alone and in the largest batch.
     """
 
     contractive: bool
@@ -244,6 +275,7 @@ class Certificate(Frozen):
     error_bound: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     head_diameter: float = Field(default=0.0, ge=0)
     rounding: Rounding | None = None
+    bit_identical: bool = Field(default=True, exclude=True)
 
     def state_error_at(self, k: int) -> float | None:
         """e_k; beyond the curve its last value, which holds for every longer window. None without a curve."""

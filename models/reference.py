@@ -17,7 +17,7 @@ the forget gate of Gers et al. 2000.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,7 @@ class Reference:
     ) -> None:
         self.architecture = architecture
         self._dtype = dtype
+        self._residual = architecture.block == "residual"
         self._weights = {name: self._cast(tensor) for name, tensor in weights.items()}
         self.head: Array = head_weight(weights).astype(np.float64)
 
@@ -67,32 +68,51 @@ class Reference:
 
     def advance(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
         """A step without logits. tokens: (B). Returns hidden (B, H), the output layer's input, and the state after."""
-        w, architecture = self._weights, self.architecture
-        residual = architecture.block == "residual"
-        x: Array = w["embedding.weight"][tokens]
-        after: State = {}
-        for block in range(0 if architecture.front is None else architecture.front.blocks):
-            x, inputs = self._front(f"front.{block}.", x, self._cast(state[f"front.{block}.inputs"]))
-            after[f"front.{block}.inputs"] = inputs
+        architecture = self.architecture
+        x, after = self.stream(tokens, state)
         for layer in range(architecture.layers):
-            prefix = f"layers.{layer}."
-            names = [prefix + name for name in STATE_NAMES[architecture.cell]]
-            fed = self._normalise(prefix + "norm", x) if residual else x
+            names = [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]]
+            fed = self._normalise(f"layers.{layer}.norm", x) if self._residual else x
             new = self._cell(layer, fed, *(self._cast(state[name]) for name in names))
             after |= dict(zip(names, new, strict=True))
-            if not residual:
-                x = new[0]
-                continue
-            x = x + new[0] @ w[prefix + "mix.weight"].T
-            if architecture.feed_forward:
-                y = self._normalise(prefix + "feed_forward_norm", x)
-                y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)
-                x = x + self._affine(prefix + "feed_forward_out", y)
-        return self._normalise("norm", x) if residual else x, after
+            x = self._above_cell(layer, x, new[0])
+        return self._top(x), after
+
+    def stream(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
+        """What the first layer is fed, (B, H), and the front's state after: embeddings, or what a front makes of them.
+
+        tokens: (B); of `state`, the front's tensors are read."""
+        x: Array = self._weights["embedding.weight"][tokens]
+        after: State = {}
+        for block in range(0 if self.architecture.front is None else self.architecture.front.blocks):
+            x, inputs = self._front(f"front.{block}.", x, self._cast(state[f"front.{block}.inputs"]))
+            after[f"front.{block}.inputs"] = inputs
+        return x, after
+
+    def readout(self, x: Array, outputs: Sequence[Array]) -> Array:
+        """hidden (B, H) of the first layer's stream (B, H) and what each layer's cell puts out, (B, units)."""
+        for layer, y in enumerate(outputs):
+            x = self._above_cell(layer, x, y)
+        return self._top(x)
 
     def logits(self, hidden: Array) -> Array:
         """hidden: (..., H) -> logits (..., V)."""
         return hidden @ self.head.T + self._weights["head.bias"]
+
+    def _above_cell(self, layer: int, x: Array, y: Array) -> Array:
+        """What the next layer reads. x: the layer's input, y: what its cell puts out."""
+        if not self._residual:
+            return y
+        prefix = f"layers.{layer}."
+        x = x + y @ self._weights[prefix + "mix.weight"].T
+        if self.architecture.feed_forward:
+            y = self._normalise(prefix + "feed_forward_norm", x)
+            y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)
+            x = x + self._affine(prefix + "feed_forward_out", y)
+        return x
+
+    def _top(self, x: Array) -> Array:
+        return self._normalise("norm", x) if self._residual else x
 
     def _cast(self, tensor: NDArray[np.floating]) -> Array:
         cast: Array = tensor.astype(self._dtype)

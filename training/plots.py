@@ -76,8 +76,8 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate
-    rounding = certificate.rounding.measured if certificate.rounding else 0.0
-    proved = "proved, and rounding as measured" if certificate.rounding else "proved, in exact arithmetic"
+    rounding = certificate.rounding.between_runs if certificate.rounding else 0.0
+    proved = "proved, with rounding" if certificate.rounding else "proved, in exact arithmetic"
 
     _spreads(distance, ks, [at.distance for at in windows])
     distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by the tokens they share")

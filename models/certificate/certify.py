@@ -8,7 +8,7 @@ from models.certificate.answer import head_diameter, total_variation
 from models.certificate.layer_bound import Layer, LayerBound
 from models.certificate.layers import build_layers
 from models.certificate.outward import norm_above
-from models.certificate.rounding import worst_case
+from models.certificate.rounding import carry, worst_case
 from models.certificate.stack import Stack, state_error_curve
 from models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
 from models.weights import Weights, head_weight
@@ -26,8 +26,9 @@ def certify(
 ) -> Certificate:
     """What is proved of these float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, where there is one, is what was measured of float32 runs: it is added to the answers' bound. Its worst
-    case is computed here. `layers`: of these weights, where they are built already.
+    `rounding`, where there is one, is what was measured of the float32 graphs: that of two runs is added to the bound
+    of answers. What one step's error comes to in all sequences is computed here, and so is the worst case. A model that
+    is not contractive has none. `layers`: of these weights, where they are built already.
     """
     layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]
@@ -41,15 +42,16 @@ def certify(
             f"layer {layer} is not proved to forget: the smallest factor found by which two of its states come closer "
             f"at a token is {bound.factor:.4g} ({bound.best.rule}), and it would have to be below 1"
         )
-        if rounding:
-            rounding = rounding.model_copy(update={"worst_case": None})
-        return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter, rounding=rounding)
+        return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter)
     stack = Stack(architecture, weights, layers)
     state_error = state_error_curve(stack, max_window)
-    added = rounding.measured if rounding else 0.0
     if rounding:
-        rounding = rounding.model_copy(update={"worst_case": worst_case(architecture, weights, stack, "float32")})
-    error = total_variation(diameter, state_error + added)
+        found: dict[str, object] = {"worst_case": worst_case(architecture, weights, stack, "float32")}
+        if rounding.sequences == "all":
+            states, carried = carry(stack, rounding.step)
+            found |= {"states": states, "carried": carried + rounding.output}
+        rounding = rounding.model_copy(update=found)
+    error = total_variation(diameter, state_error + (rounding.between_runs if rounding else 0.0))
     certified = bool(error[-1] <= CERTIFIED)
     reason = (
         None

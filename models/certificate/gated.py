@@ -81,7 +81,7 @@ class GatedLayer:
         before, steps = errors.spreads[0], errors.steps + 1
         if fed is None:
             joint = self._joint(steps) if self._joint is not None and errors.cut_only else np.inf
-            after = Spread.within(self.gate * before.box * UP, joint)
+            after = Spread.within(self.gate * before.box * UP, min(joint, float(self.gate.max()) * before.ball * UP))
             return Errors((after,), (), steps, errors.cut_only)
         assert self.into is not None, "this is a bug: embeddings are equal"
         gates, candidates = self.into

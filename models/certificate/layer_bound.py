@@ -75,6 +75,11 @@ class Errors:
         gauges = tuple((one + more) * UP for one, more in zip(self.gauges, other.gauges, strict=True))
         return Errors(spreads, gauges, self.steps, self.cut_only and other.cut_only)
 
+    def times(self, factor: float) -> Errors:
+        """Every bound multiplied by a factor, 1 or more."""
+        spreads = tuple(Spread(each.box * factor, each.ball * factor) for each in self.spreads)
+        return Errors(spreads, tuple(gauge * factor for gauge in self.gauges), self.steps, self.cut_only)
+
     def flat(self) -> Vector:
         """All numbers in a row."""
         parts = [np.append(spread.box, spread.ball) for spread in self.spreads]

@@ -12,7 +12,7 @@ error grows from then on, whatever is larger until then is all that `hidden` is 
 A front is not in F: after as many tokens as it sees, its state is the same in both runs, but for rounding.
 
 **Rounding.** rho is measured between float32 runs, each of which is off exact arithmetic. To every joint is added how
-far states were seen to be off, times the factor of safety of the certificate's own `rounding`: measured, no theorem.
+far the states of two runs can be apart by rounding, which is the certificate's own `rounding.states`, twice.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from models.certificate.layer_bound import Layer
 from models.certificate.outward import Vector
 from models.certificate.spread import Spread
 from models.certificate.stack import Stack
 from models.manifest import STATE_NAMES, Architecture, Rounding
-from models.parity import Run, Tensors
-from models.reference import Reference
 from models.weights import Weights
 
 ROOM = 8
@@ -39,9 +36,6 @@ ROOM = 8
 PATIENCE = 1024
 """Tokens that F is followed at most."""
 
-ROWS, STEPS = 8, 64
-"""What is run, of random tokens, to see how far states are off."""
-
 
 class Propagation:
     """Of one model, every layer of which is contractive.
@@ -49,16 +43,17 @@ class Propagation:
     reach: tokens after which a run has forgotten all that its front ever saw before.
     """
 
-    def __init__(
-        self, architecture: Architecture, weights: Weights, layers: list[Layer], off: Mapping[str, Spread]
-    ) -> None:
-        """`off`: by the layers' state tensors, how far rounding takes a run from exact arithmetic (`rounding_of`)."""
+    def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
         self._architecture, self._weights, self._layers = architecture, weights, layers
         self.reach = architecture.front.reach if architecture.front else 0
         self._names = [
             [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
         ]
-        self._off = off
+        units = architecture.cell_units
+        self._off = {
+            name: Spread.within(np.full(units, 2 * error.box), 2 * error.ball)
+            for name, error in rounding.states.items()
+        }
 
     @cached_property
     def _stack(self) -> Stack:
@@ -95,25 +90,3 @@ class Propagation:
                 return furthest
             before = now
         return None
-
-
-def rounding_of(reference: Reference, run: Run, rounding: Rounding) -> dict[str, Spread]:
-    """How far `advance`, in float32, was from the float64 oracle, by the layers' state tensors, times the safety."""
-    architecture = reference.architecture
-    random = np.random.default_rng(3).integers(architecture.vocabulary_size, size=(ROWS, STEPS), dtype=np.int64)
-    lengths = np.linspace(1, STEPS, ROWS).astype(np.int64)
-    exact = reference.zero_state(ROWS)
-    feeds: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
-    outputs = run("advance", {"tokens": random, "lengths": lengths, **feeds})
-    ends: dict[str, NDArray[np.float64]] = {name: value.copy() for name, value in exact.items()}
-    for step, column in enumerate(random.T, start=1):
-        _, exact = reference.advance(column, exact)
-        for name, value in exact.items():
-            ends[name][lengths == step] = value[lengths == step]
-    found = {}
-    for name, end in ends.items():
-        if name.startswith("layers."):
-            off = rounding.safety * np.abs(outputs[f"next.{name}"].astype(np.float64) - end)
-            box = np.full(off.shape[1], float(off.max()))
-            found[name] = Spread.within(box, float(np.linalg.norm(off, axis=1).max()))
-    return found

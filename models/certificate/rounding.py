@@ -1,27 +1,32 @@
-"""How far a run in floating point can be from exact arithmetic, a priori.
+"""How far a run in floating point can be from exact arithmetic: one step's error, carried through the recurrence.
 
-Every step of the computed run starts from its own state and makes a local error: a sum of n products is off by at most
-gamma_n = n u / (1 - n u) times the sum of their absolute values, u the unit roundoff, in whatever order it is summed.
-exp, tanh and the sigmoid are taken to be within FUNCTION u of their values, a LayerNorm to take the mean from its input
-before it squares. The local errors go through the same recursion as a cut does (`stack.py`): x' = F(x) + delta. An x
-with F(x) + delta <= x bounds all that ever comes of it, as F is monotone; it is sought by iterating from zero.
+Every step of the computed run starts from its own state and makes an error there. These errors go through the same
+recursion as a cut does (`stack.py`): a run's distance from exact arithmetic obeys x' <= F(x) + delta, F monotone, delta
+the error of one step. Any X with F(X) + delta <= X bounds all that ever comes of it, by induction from zero.
 
-To first order in u: slopes and reach are those of exact states. Two runs are compared, so the result counts two.
+- `carry`: delta as it was measured (`models/export/rounding.py`). What is served.
+- `worst_case`: delta a priori. A sum of n products is off by at most gamma_n = n u / (1 - n u) times the sum of their
+  absolute values, u the unit roundoff, in whatever order it is summed. exp, tanh and the sigmoid are taken to be within
+  FUNCTION u of their values, a LayerNorm to take the mean from its input before it squares. Two runs are compared, so
+  the result counts two.
+
+To first order in u: slopes and reach are those of exact states.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from models.certificate.layer_bound import Layer
+from models.certificate.layer_bound import Errors, Layer
 from models.certificate.layers import inputs_of
 from models.certificate.outward import Matrix, Vector, norm_above
 from models.certificate.spread import Spread
 from models.certificate.stack import BlockNoise, Noise, Stack
-from models.manifest import Architecture
+from models.manifest import STATE_NAMES, Architecture, StateError
 from models.weights import Weights
 
 DType = Literal["float32", "float64"]
@@ -32,6 +37,60 @@ FUNCTION = 8
 
 ROUNDS = (16, 48, 96, 192, 384, 768)
 """Steps after which twice the errors reached are tried as a bound of all that follow."""
+
+ROOM = (1.02, 1.2, 2.0)
+"""The errors reached are tried times each of these as a bound of all that follow, the smallest first."""
+
+PATIENCE = 4096
+"""Steps over which errors are followed at most."""
+
+
+def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, StateError], float]:
+    """What one step's errors come to in a run of any length, whatever its tokens.
+
+    step: the largest error of one step, by state tensor of the layers. Returns the same of a whole run, and what that
+    comes to at `hidden`, in the 2-norm. Where no bound is found the result is what can be apart at all.
+    """
+    cell = stack.architecture.cell
+    names = [[f"layers.{layer}.{name}" for name in STATE_NAMES[cell]] for layer in range(len(stack.layers))]
+    delta = [
+        layer.at_least(
+            tuple(
+                Spread.within(np.full(len(reach), step[name].box), step[name].ball)
+                for name, reach in zip(row, layer.bound.reach, strict=True)
+            )
+        )
+        for row, layer in zip(names, stack.layers, strict=True)
+    ]
+    spreads, carried = _bound_of_sums(stack, delta)
+    states = {
+        name: StateError(box=float(spread.box.max()), ball=spread.ball)
+        for row, layer in zip(names, spreads, strict=True)
+        for name, spread in zip(row, layer, strict=True)
+    }
+    return states, carried
+
+
+def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread, ...]], float]:
+    """The states' errors and `hidden`'s where every step adds `delta`."""
+
+    def step(errors: list[Errors]) -> list[Errors]:
+        after, _ = stack.step(errors)
+        return [moved + local for moved, local in zip(after, delta, strict=True)]
+
+    errors = [replace(each, steps=stack.reach) for each in stack.at_rest()]
+    for count in range(1, PATIENCE + 1):
+        errors = step(errors)
+        if count & (count - 1):
+            continue
+        for room in ROOM:
+            bound = [each.times(room) for each in errors]
+            after = step(bound)
+            if all(np.all(new.flat() <= old.flat()) for new, old in zip(after, bound, strict=True)):
+                for _ in range(0 if room == ROOM[0] else count):  # F(X) + delta is such a bound too, and smaller
+                    after = step(after)
+                return [each.spreads for each in after], min(stack.hidden_apart(after), stack.furthest())
+    return [tuple(Spread.within(2 * each) for each in layer.bound.reach) for layer in stack.layers], stack.furthest()
 
 
 def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:

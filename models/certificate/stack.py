@@ -117,6 +117,16 @@ class Stack:
         top = self._normalised(apart, len(self.layers)) + (noise.top if noise else 0.0)
         return after, (float(self.gain.max()) * top + (noise.hidden if noise else 0.0)) * UP
 
+    def hidden_apart(self, errors: list[Errors]) -> float:
+        """How far `hidden` is apart, in the 2-norm, right after a token that left the layers' states so far apart."""
+        if not self.residual:
+            return errors[-1].spreads[0].ball
+        stream: Spread | None = None
+        for block, each in zip(self.blocks, errors, strict=True):
+            stream = block(stream, each.spreads[0], None)
+        assert stream is not None, "this is a bug: there is a layer"
+        return float(self.gain.max()) * self._normalised(stream, len(self.layers)) * UP
+
     def furthest(self) -> float:
         """What `hidden` can be apart at all."""
         if self.residual:

@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from models.bundle import QUANTISED, Bundle, write_bundle
 from models.certificate import certify
 from models.certificate.answer import head_diameter
+from models.certificate.layer_bound import Layer
+from models.certificate.layers import build_layers
 from models.certificate.request import RequestBound
 from models.export.graph import OPSET
 from models.export.parity import ExportError, OnnxGraphs, check_bundle
@@ -29,9 +31,8 @@ from models.manifest import (
     VocabularyKind,
 )
 from models.networks import Network
-from models.reference import Reference
 from models.vocabulary import Vocabulary
-from models.weights import Weights, WeightsError, check_weights, encode_weights, tensor_extents
+from models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
 
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -75,8 +76,9 @@ def export_bundle(
     graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
     certificate = QUANTISED
     if exact:
-        rounding = _measure_rounding(Reference(architecture, weights), graphs["step"], weights_data, sample_tokens)
-        certificate = certify(architecture, weights, max_window, rounding)
+        layers = build_layers(architecture, weights)
+        rounding = _measure_rounding(architecture, weights, layers, graphs["step"], weights_data, sample_tokens)
+        certificate = certify(architecture, weights, max_window, rounding, layers)
     try:
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -125,14 +127,22 @@ def _request_bound(
     return request if request(window).radius[0] < request(window[:, -1:]).radius[0] / 2 else None
 
 
-def _measure_rounding(reference: Reference, step: bytes, weights_data: bytes, sample_tokens: list[int]) -> Rounding:
+def _measure_rounding(
+    architecture: Architecture,
+    weights: Weights,
+    layers: list[Layer],
+    step: bytes,
+    weights_data: bytes,
+    sample_tokens: list[int],
+) -> Rounding | None:
     """Of the `step` graph, run from a directory of its own before there is a bundle."""
-    diameter = head_diameter(reference.head)
+    diameter = head_diameter(head_weight(weights).astype(np.float64))
     with tempfile.TemporaryDirectory() as directory:
         graph = Path(directory) / "step.onnx"
         graph.write_bytes(step)
         graph.with_name(WEIGHTS).write_bytes(weights_data)
-        return measure_rounding(reference, OnnxGraphs.at({"step": graph}).run, sample_tokens, diameter)
+        run = OnnxGraphs.at({"step": graph}).run
+        return measure_rounding(architecture, weights, layers, run, diameter, sample_tokens)
 
 
 def _check_sample(tokens: list[int], size: int) -> None:

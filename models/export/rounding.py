@@ -1,38 +1,295 @@
-"""How far float32 graphs were seen to be from exact arithmetic, at export."""
+"""How far float32 graphs are from exact arithmetic, measured at export: one step's error, and what it comes to.
+
+One step: the `step` graph against the float64 oracle, both from the state that the graph left. What a front has seen is
+the exact run's in both: its reach is finite, so all of its error is in the step's.
+
+Which steps are measured decides what the result is worth. Random tokens never show the worst: a float32 recurrence
+stops up to about u |s| / (1 - f) short of its fixed point, on the side that it came from, and only a token that is
+held takes it there. So the sequences are: tokens held for 4 / (1 - factor) steps after two different pasts, cycles of
+two and three tokens, random tokens and the caller's; and every token of the vocabulary is stepped from two states.
+The tokens that are held are those that forget least (whose gates are largest) and that round most, and random ones.
+
+What one step's error comes to in a run of any length is a matter of theorems: for all token sequences at once
+(`models/certificate/rounding.py`), or along the measured sequences (`models/certificate/request.py`).
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.manifest import Rounding
-from models.parity import Run, Tensors, rounding_seen
-from models.reference import Reference
+from models.certificate.deviation import Deviation
+from models.certificate.layer_bound import Layer
+from models.certificate.outward import Matrix
+from models.certificate.request import RequestBound
+from models.certificate.rounding import carry
+from models.certificate.stack import Stack
+from models.manifest import STATE_NAMES, Architecture, Rounding, StateError
+from models.parity import Run, Tensors
+from models.reference import Reference, State
+from models.weights import Weights
 
-STREAMS, STEPS = 16, 256
-"""What is streamed: this many sequences from the zero state, one half the caller's tokens, one half random ones."""
+Tokens = NDArray[np.int64]
 
-SAFETY = 8.0
-"""Two runs are compared and each rounds, so 2; the rest is room for tokens that were not tried."""
+SAFETY_OF_STEP = 1.25
+"""What one step's error is multiplied by. The theorem adds up the worst step of every token, all of one sign: that is
+some twenty times what any run was seen to be off."""
+
+SAFETY_OF_SEQUENCE = 2.0
+"""The same where errors are added up along the measured sequences only: there may be worse ones."""
+
+ROW_STEPS = 1 << 16
+"""Steps that are measured, about; rows are as many as that leaves room for."""
+
+ROWS = (48, 768)
+"""The fewest and the most rows."""
+
+LONGEST_HOLD, LONGEST_PAST = 4096, 128
+
+SHARES = {"held": 8, "cycles of two": 2, "cycles of three": 2, "random": 2, "given": 2}
+"""Rows of each kind, out of sixteen."""
+
+AT_ONCE = 4096
+"""Tokens of the vocabulary that are stepped at once."""
+
+WITH_LOGITS = 16
+"""Rows of each step whose logits are measured too."""
+
+TURNED = 12
+"""Ends of sequences, those with the largest errors, at which the way from the state to `hidden` is differentiated."""
+
+SMALL = 1e-6
+"""The step of a difference quotient in float64."""
 
 
-def measure_rounding(reference: Reference, run: Run, sample: list[int], diameter: float) -> Rounding:
-    """Streams the `step` graph beside the float64 oracle, each with its own state. diameter: D."""
-    tokens = _tokens(sample, reference.architecture.vocabulary_size)
-    exact = reference.zero_state(STREAMS)
-    fed: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
-    worst = 0.0
-    for column in tokens.T:
-        logits, hidden, exact = reference.step(column, exact)
-        outputs = run("step", {"tokens": column, **fed})
-        fed = {name: outputs[f"next.{name}"] for name in fed}
-        worst = max(worst, rounding_seen(outputs, {"hidden": hidden, "logits": logits}, diameter))
-    return Rounding(measured=SAFETY * worst, tokens=tokens.size, safety=SAFETY)
+def measure_rounding(
+    architecture: Architecture, weights: Weights, layers: list[Layer], run: Run, diameter: float, given: list[int]
+) -> Rounding | None:
+    """The rounding of a model's graphs; None unless every layer is contractive: then nothing bounds it.
+
+    `run` runs a graph; diameter: D of the output matrix; given: tokens such as the model is made for.
+    """
+    factor = max(layer.bound.factor for layer in layers)
+    if not factor < 1:
+        return None
+    return _Measuring(architecture, weights, layers, run, diameter).rounding(given, factor)
 
 
-def _tokens(sample: list[int], size: int) -> NDArray[np.int64]:
-    """(STREAMS, STEPS): the sample over and over in the first half, each row further on in it; random ones below."""
-    half = STREAMS // 2
-    random = np.random.default_rng(2).integers(size, size=(STREAMS - half, STEPS), dtype=np.int64)
-    given = np.resize(np.array(sample, dtype=np.int64), (half, STEPS))
-    return np.concatenate([given, random])
+@dataclass(slots=True)
+class _Seen:
+    """The largest errors so far: of each state tensor (box, ball), and of what is read off a state."""
+
+    step: dict[str, tuple[float, float]] = field(default_factory=dict)
+    output: float = 0.0
+    logits: float = 0.0
+    steps: int = 0
+
+
+class _Measuring:
+    def __init__(
+        self, architecture: Architecture, weights: Weights, layers: list[Layer], run: Run, diameter: float
+    ) -> None:
+        self._architecture = architecture
+        self._weights = weights
+        self._layers = layers
+        self._run = run
+        self._diameter = max(diameter, 1e-30)
+        self._reference = Reference(architecture, weights)
+        self._random = np.random.default_rng(2)
+        self._residual = architecture.block == "residual"
+        self._names = [
+            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
+        ]
+        self._flat = [name for names in self._names for name in names]
+        self._seen = _Seen()
+
+    def rounding(self, given: list[int], factor: float) -> Rounding:
+        hold = min(math.ceil(4 / (1 - factor)), LONGEST_HOLD)
+        past = min(max(hold, 16), LONGEST_PAST)
+        rows = min(max(ROW_STEPS // (past + hold), ROWS[0]), ROWS[1])
+        tokens = self._sequences(given, rows, past, hold)
+        along = _Along(self._architecture, self._weights, self._layers, self._reference) if self._residual else None
+        state, front, before = self._zero(rows), self._reference.zero_state(rows), None
+        for step, column in enumerate(tokens.T, start=1):
+            errors, after, state, front = self._measure(column, state, front)
+            if along is not None:
+                before = along.step(after.stream, after.before, errors, before)
+                if step in (past, past + hold // 2, past + hold):
+                    along.read(after.stream, after.state)
+        return self._added_up(along)
+
+    def _added_up(self, along: _Along | None) -> Rounding:
+        """One step's error, carried by the theorem for all sequences, or as it was along those that were run."""
+        seen = self._seen
+        safety = SAFETY_OF_STEP if along is None else SAFETY_OF_SEQUENCE
+        step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
+        output = safety * (seen.output + seen.logits / self._diameter)
+        if along is None:
+            stack = Stack(self._architecture, self._weights, self._layers)
+            states, carried = carry(stack, step)
+        else:
+            states = {
+                name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in along.largest.items()
+            }
+            carried = safety * along.hidden
+        return Rounding(
+            sequences="all" if along is None else "probed",
+            steps=seen.steps,
+            safety=safety,
+            step=step,
+            output=output,
+            states=states,
+            carried=carried + output,
+        )
+
+    def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
+        """(rows, past + hold)."""
+        size, random = self._architecture.vocabulary_size, self._random
+        count = {kind: rows * share // 16 for kind, share in SHARES.items()}
+        held = self._worth_holding(count["held"] // 2, past)
+        pasts = random.integers(size, size=(2, 1, past)), random.integers(size, size=(2, len(held), 1))
+        parts = [
+            np.concatenate([np.broadcast_to(each, (len(held), past)), np.tile(held[:, None], (1, hold))], axis=1)
+            for each in (pasts[0][0], pasts[1][0])
+        ]
+        for kind, length in (("cycles of two", 2), ("cycles of three", 3)):
+            cycles = random.integers(size, size=(count[kind], length))
+            cycles[::2, 0] = np.resize(held, len(cycles[::2]))
+            parts.append(cycles[:, np.arange(past + hold) % length])
+        parts.append(random.integers(size, size=(count["random"], past + hold)))
+        parts.append(np.resize(np.array(given, dtype=np.int64), (count["given"], past + hold)))
+        tokens: Tokens = np.concatenate(parts).astype(np.int64)
+        spare = rows - len(tokens)
+        return np.concatenate([tokens, random.integers(size, size=(max(spare, 0), past + hold))])[:rows]
+
+    def _worth_holding(self, count: int, past: int) -> Tokens:
+        """Up to `count` tokens: a third that forget least, a third whose step rounds most, and random ones.
+
+        Every token is stepped from the ends of two pasts, and these steps are measured.
+        """
+        size = self._architecture.vocabulary_size
+        pasts = self._random.integers(size, size=(2, past))
+        pasts[1] = pasts[1, 0]
+        state, front = self._zero(2), self._reference.zero_state(2)
+        for column in pasts.T:
+            _, _, state, front = self._measure(column, state, front)
+        kept, rounded = np.zeros(size), np.zeros(size)
+        for start in range(0, size, AT_ONCE):
+            tokens = np.arange(start, min(start + AT_ONCE, size))
+            ends = []
+            for row in range(2):
+                alone = {name: np.repeat(value[row : row + 1], len(tokens), axis=0) for name, value in state.items()}
+                exact = {name: np.repeat(value[row : row + 1], len(tokens), axis=0) for name, value in front.items()}
+                errors, after, _, _ = self._measure(tokens, alone, exact)
+                ends.append(np.concatenate([after.state[name] for name in self._flat], axis=1))
+                rounded[tokens] = np.maximum(
+                    rounded[tokens], sum(np.square(each).sum(axis=1) for each in errors.values())
+                )
+            kept[tokens] = np.linalg.norm(ends[0] - ends[1], axis=1)
+        if size <= count:
+            return np.arange(size)
+        third = count // 3
+        chosen = np.unique(np.concatenate([np.argsort(-kept)[:third], np.argsort(-rounded)[:third]]))
+        others = np.setdiff1d(np.arange(size), chosen)
+        return np.concatenate([chosen, self._random.choice(others, count - len(chosen), replace=False)])
+
+    def _measure(
+        self, tokens: Tokens, state: Tensors, front: State
+    ) -> tuple[dict[str, Matrix], _After, Tensors, State]:
+        """One step of every row. state: the graph's own, float32; front: that of the exact run, of which nothing else
+        is read. Returns each unit's error by state tensor, what exact arithmetic makes of the step, and both states
+        after it.
+        """
+        before = {name: value.astype(np.float64) for name, value in state.items()} | {
+            name: value for name, value in front.items() if name not in self._flat
+        }
+        outputs = self._run("step", {"tokens": tokens, **state})
+        stream, _ = self._reference.stream(tokens, before)
+        hidden, exact = self._reference.advance(tokens, before)
+        seen, errors = self._seen, {}
+        for name in self._flat:
+            errors[name] = np.abs(outputs[f"next.{name}"].astype(np.float64) - exact[name])
+            box, ball = seen.step.get(name, (0.0, 0.0))
+            largest = float(np.linalg.norm(errors[name], axis=1).max())
+            seen.step[name] = max(box, float(errors[name].max())), max(ball, largest)
+        if self._residual:  # in a plain network it is the last state, and counted there
+            off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
+            seen.output = max(seen.output, float(off.max()))
+        own = outputs["hidden"][:WITH_LOGITS].astype(np.float64)
+        off = outputs["logits"][:WITH_LOGITS].astype(np.float64) - self._reference.logits(own)
+        seen.logits = max(seen.logits, float(np.ptp(off, axis=1).max()))
+        seen.steps += len(tokens)
+        return errors, _After(stream, before, exact), {name: outputs[f"next.{name}"] for name in state}, exact
+
+    def _zero(self, rows: int) -> Tensors:
+        return {name: value.astype(np.float32) for name, value in self._reference.zero_state(rows).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _After:
+    """A step in exact arithmetic: the first layer's stream (B, H), the state that it began from, and the one after."""
+
+    stream: Matrix
+    before: State
+    state: State
+
+
+class _Along:
+    """Errors added up along the rows' own tokens, by the theorem for one request (`models/certificate/request.py`)."""
+
+    def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], reference: Reference) -> None:
+        self._request = RequestBound(architecture, weights, layers)
+        self._reference = reference
+        self._names = [
+            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
+        ]
+        self._moved: list[Matrix] = []
+        self.largest: dict[str, tuple[float, float]] = {}
+        self.hidden = 0.0
+
+    def step(
+        self, stream: Matrix, state: State, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
+    ) -> list[tuple[Deviation, ...]]:
+        """The errors of every row's states after a step, by layer and tensor, from those before it (None: no error).
+
+        stream: (B, H); state: what the step began from, of the graph's own run; made: what the step itself added.
+        """
+        x, ball, after = stream, np.zeros(len(stream)), []
+        self._moved = []
+        for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
+            states = tuple(state[name] for name in names)
+            errors = before[index] if before else tuple(Deviation.within(np.zeros_like(each)) for each in states)
+            states, errors = layer.step(x, ball, (states, errors))
+            self._moved.append(errors[0].box)
+            if index + 1 < len(self._names):
+                x, ball, _ = layer.above(x, ball, states, errors)
+            grown = []
+            for name, error in zip(names, errors, strict=True):
+                error = Deviation.within(error.box + made[name], error.ball + np.linalg.norm(made[name], axis=1))
+                box, length = self.largest.get(name, (0.0, 0.0))
+                self.largest[name] = max(box, float(error.box.max())), max(length, float(error.ball.max()))
+                grown.append(error)
+            after.append(tuple(grown))
+        return after
+
+    def read(self, stream: Matrix, state: State) -> None:
+        """What the errors of the latest step come to at `hidden`, at the rows where they are largest.
+
+        stream and state: of the step in exact arithmetic. To first order: J is the derivative of `hidden` by what the
+        cells put out, and |J e|^2 <= sum_ij E_i |J' J|_ij E_j for all |e_i| <= E_i.
+        """
+        errors = np.concatenate(self._moved, axis=1)
+        outputs = np.concatenate([state[names[0]] for names in self._names], axis=1)
+        units = errors.shape[1]
+        for row in np.argsort(-np.linalg.norm(errors, axis=1))[:TURNED]:
+            moved = np.concatenate([outputs[row] + SMALL * np.eye(units), outputs[row : row + 1]])
+            hidden = self._reference.readout(
+                np.repeat(stream[row : row + 1], units + 1, axis=0), np.split(moved, len(self._names), axis=1)
+            )
+            turned = (
+                (hidden[:-1] - hidden[-1]) / SMALL * errors[row][:, None]
+            )  # (units, H), each unit's error at hidden
+            self.hidden = max(self.hidden, float(np.sqrt(np.abs(turned @ turned.T).sum())))

@@ -1,17 +1,17 @@
 """How far an answer can be from the never-interrupted model's: the one place where that is made of a certificate.
 
-An answer comes from a state that knows the last k of n tokens.
+The never-interrupted model is a run of the same float32 graphs. An answer comes from a state that knows the last k of n
+tokens.
 
-- k >= n: no token is missing, and the bound is 0. The never-interrupted model is itself a run in float32, and two such
-  runs over the same tokens, in other batches or by other graphs, are apart by rounding. The 0 does not count it; the
-  margin test does, and so does the count of violations.
+- k >= n: no token is missing. The bound is 0 if the graphs give the same bits for the same tokens, which is checked
+  when a model is loaded (`Certificate.bit_identical`). If they do not, it is the rounding of two runs.
 - k < n: the smaller of the certificate's curve at k, which holds for all tokens, and of the bound that was computed
   beside this very run, for its tokens. Both are theorems in exact arithmetic about the weights; to both the rounding of
-  float32 is added as it was measured, which is no theorem: the certificate's `rounding`, whose safety factor has to
-  cover that two runs round, the one that answers and the one that it stands for.
-- Where there is no curve and no bound beside the run, or no rounding was measured, there is no bound: None.
+  two float32 runs is added (`Certificate.rounding`): one step's error as it was measured, carried by the theorem.
+- A model that is not contractive has no bound but that 0: nothing limits what becomes of one rounding, or of a token
+  that is left out. The bound is None then, and no first token is proved.
 
-A bound of 1 is true of any two distributions, and says nothing.
+A bound of 1 is no guarantee: it is true of any two distributions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from models.manifest import Certificate
 class Bound(NamedTuple):
     """`state`: 2-norm distance at the output layer's input; `variation`: total variation at temperature 1.
 
-    `runs`: as `state`, between runs in float32: it counts their rounding where `state` is 0, too. None: not known.
+    `runs`: as `state`, between a float32 run and the never-interrupted one in exact arithmetic: it counts rounding
+    where `state` is 0, too. None: not known, and nothing can be proved of the first token.
     """
 
     state: float
@@ -40,20 +41,26 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
 
     `radius`: computed beside the run over these k tokens; every run that ends in them ends within it of this one.
     """
-    rounding = None if certificate.rounding is None else certificate.rounding.measured
-    if k >= position:
+    rounding = certificate.rounding.between_runs if certificate.contractive and certificate.rounding else None
+    if k >= position and certificate.bit_identical:
         return Bound(0.0, 0.0, rounding)
     if rounding is None:
         return None
+    if k >= position:
+        return Bound(rounding, _variation(certificate, rounding), rounding)
     state, variation = certificate.state_error_at(k), certificate.error_bound_at(k)
     states = [] if state is None else [state + rounding]
     variations = [] if variation is None else [variation]
     if radius is not None:
         states.append(radius + rounding)
-        variations.append(float(total_variation(certificate.head_diameter, np.array(radius + rounding))))
+        variations.append(_variation(certificate, radius + rounding))
     if not states or not variations:
         return None
     return Bound(min(states), min(variations), min(states))
+
+
+def _variation(certificate: Certificate, state: float) -> float:
+    return float(total_variation(certificate.head_diameter, np.array(state)))
 
 
 def meets(found: Bound | None, tolerance: float) -> bool:

@@ -13,9 +13,10 @@ What is theorem in this, and what is measured:
 - `moved` bounds how far the lead of any *exact* run that ends in these tokens is from that at h. Theorem, given that
   stream, states and errors as put out are within R of those of an exact window: the two runs are then both around h,
   and R is part of how far. Evaluated in float64, whose rounding is counted.
-- R is measured, when the model is made ready: the most that they were off, in the 2-norm, for windows of random tokens,
-  times the safety factor of the certificate's rounding. So no theorem.
-- E is the certificate's measured rounding: how far the run's hidden, in float32, is from the exact run's. No theorem.
+- R is, of states, the certificate's `rounding.states`. The stream is what a front of finite reach makes of the last few
+  tokens, and the errors are products of gates: how far they are off is measured when the model is made ready, for
+  windows of random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
+- E is the certificate's rounding of two runs at `hidden`: one step's error as it was measured, carried by the theorem.
 - The rounding of the logits is a theorem (`margin.py`). The one that answers needs none: a is what it says.
 """
 
@@ -31,7 +32,7 @@ from models.manifest import Manifest
 from models.weights import head_weight
 from service.engine.batch import Ending
 from service.engine.margin import OUTWARD, Margin
-from service.runners.runner import ERROR, NEXT, STREAM, Runner
+from service.runners.runner import ERROR, STREAM, Runner
 
 MOST_RIVALS = 2048
 """Of more, the test is not tried. A nearest rival that is not settled ends it after about a millisecond; one that goes
@@ -40,8 +41,8 @@ through all of them takes some tens of milliseconds, on a thread of its own."""
 FIRST, AT_ONCE = 16, 512
 """Rivals in the first go, and in any."""
 
-WINDOWS = 8
-"""As many are run to measure what float32 makes of stream, states and errors."""
+WINDOWS = 12
+"""As many are run to measure what float32 makes of stream and errors."""
 
 SHORTEST = np.zeros((1, 1), np.int64)
 """A window of one token, whichever it is."""
@@ -63,8 +64,10 @@ class Direction:
         self._slight = 8 * roundoff(self._rows.shape[1]) * self._longest**2
         self._bias = margin.weights["head.bias"].astype(np.float64)
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
-        self._error = manifest.certificate.rounding.measured
-        self.rounding = manifest.certificate.rounding.safety * self._measured(runner, manifest.window)
+        rounding = manifest.certificate.rounding
+        self._error = rounding.between_runs
+        states = max(error.ball for error in rounding.states.values())
+        self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
 
     def proves(self, ending: Ending, first: int, rivals: NDArray[np.intp]) -> bool:
         """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
@@ -110,13 +113,14 @@ class Direction:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """The most that the stream, a state, or an error that is too small, is off after windows of random tokens."""
+        """The most that the stream is off, or an error too small, after windows of random, held and cycling tokens."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
+        for row, period in enumerate((1, 1, 1, 2, 2, 3)):
+            tokens[row] = np.resize(tokens[row, :period], window)
         exact = self._request(tokens)
         outputs = runner.run("window", {"tokens": tokens, "lengths": np.full(WINDOWS, window)})
         off = [outputs[STREAM] - exact.stream]
         for name, step in zip(self._names, exact.steps, strict=True):
-            off.append(outputs[NEXT + name] - step.state[0])
             off.append(np.maximum(0, step.error[0].box - outputs[ERROR + name]))
         return float(max(np.linalg.norm(each, axis=1).max() for each in off))

@@ -93,9 +93,11 @@ class Engine:
         costs: Costs | None = None,
         pacing: Pacing | None = None,
         shadow_runner: Aside | None = None,
+        bits: bytes = b"",
     ) -> None:
         """`clock` gives seconds, as the store's does; `costs` of runs and their `pacing` are measured if not
-        given. `shadow_runner`: of the same model, for shadows; without one there are none.
+        given. `shadow_runner`: of the same model, for shadows; without one there are none. `bits`: a digest of what
+        the graphs compute on this machine; states that a store keeps are gone on from where it is the same.
 
         Raises ValueError where the settings do not fit the model.
         """
@@ -139,7 +141,7 @@ class Engine:
             vocabulary=self.tokenizer,
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
             empty=Tail.start(vocabulary.eos_id, vocabulary.size),
-            maker=maker(manifest),
+            maker=maker(manifest, bits),
             snapshot_tokens=settings.states_every(name, certified=manifest.certificate.certified),
             clock=clock,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from models.bundle import Bundle, CertificateError, verify_graphs
 from models.bundle_checks import MANIFEST
 from models.manifest import Certificate
+from models.parity import compare_bits
 from service.engine.engine import Engine
 from service.engine.margin import Margin
 from service.metrics import Metrics
@@ -28,12 +29,13 @@ logger = logging.getLogger("wane.engine")
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A bundle whose certificate holds, or that has none; a runner whose every graph computes what the bundle's weights
-    say; and another for shadows, if there are to be any."""
+    say; and another for shadows, if there are to be any. `bits`: the digest of what its graphs compute here."""
 
     bundle: Bundle
     margin: Margin
     runner: OnnxRunner
     shadow: AsideRunner | None
+    bits: bytes
 
     def close(self) -> None:
         """Ends what no engine has taken over."""
@@ -64,12 +66,18 @@ def open_graphs(bundle: Bundle, settings: Settings) -> Opened:
             verify_graphs(bundle, runner.run)
         except CertificateError as error:
             bundle = uncertified(bundle, error)
+        manifest = bundle.manifest
+        bits = compare_bits(manifest.architecture, runner.run, settings.max_batch)
+        if bits.differ is not None:
+            logger.warning("model %s claims no exact answers on this machine: %s", manifest.name, bits.differ)
+            certificate = manifest.certificate.model_copy(update={"bit_identical": False})
+            bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
         margin = Margin(bundle.weights())
         shadow = AsideRunner(bundle.path) if settings.shadow_rate else None
     except BaseException:
         runner.close()
         raise
-    return Opened(bundle, margin, runner, shadow)
+    return Opened(bundle, margin, runner, shadow, bits.digest)
 
 
 async def start(opened: Opened, store: Store, settings: Settings, metrics: Metrics) -> Engine:
@@ -86,12 +94,13 @@ async def start(opened: Opened, store: Store, settings: Settings, metrics: Metri
             settings,
             metrics,
             shadow_runner=opened.shadow,
+            bits=opened.bits,
         )
     except BaseException:
         await asyncio.to_thread(opened.close)
         raise
     try:
-        propagation = await asyncio.to_thread(bundle.propagation, opened.runner.run)
+        propagation = await asyncio.to_thread(bundle.propagation)
         await asyncio.to_thread(engine.warm_up, propagation)
     except BaseException:
         await engine.close()

@@ -7,7 +7,7 @@ asked for:
   an exact run meets one;
 - without a tolerance every joint is at most RESIDUAL, and `error_bound` says what is proved of that, if anything is.
 
-The bound of a run with joints is the smaller of two, both with the rounding of float32 added as it was measured: the
+The bound of a run with joints is the smaller of two, both with the rounding of two float32 runs added: the
 certificate's curve, at the tokens that chunks were warmed up over and one more, which the first answer knows; and what
 the joints that were measured can come to (`models/certificate/propagation.py`). It is the worst over all positions.
 """
@@ -25,6 +25,7 @@ import numpy as np
 from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
 from models.manifest import Manifest
+from service.engine.bounds import bound
 from service.engine.deadline import until
 from service.engine.forward import sequence
 from service.engine.parallel import EXACT, Course, Demand, Parallel, Piece
@@ -120,7 +121,8 @@ class Scorer:
     async def _bound(self, course: Course) -> float | None:
         """How far any answer of the run can be from the run in order, in total variation."""
         if not course.residual:
-            return 0.0
+            found = bound(self._certificate, 0, 0)  # no token is left out
+            return None if found is None else found.variation
         if not self._bounded or course.warm_up is None:
             return None
         curve, moved = self._certificate.error_bound_at(course.warm_up + 1), await self._moved(course)
@@ -142,7 +144,7 @@ class Scorer:
         apart = await loop.run_in_executor(self._executor, self.propagation.apart, course.joints, tokens)
         if apart is None:
             return 1.0
-        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.measured)))
+        return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.between_runs)))
 
 
 class Scoring:

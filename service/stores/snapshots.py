@@ -3,7 +3,7 @@
     position  cut     length  maker  state
     uint64    uint64  uint16         float32, as the slab holds it
 
-Numbers are big-endian, states as this machine has them: replicas that share a store are of one kind.
+Numbers are big-endian, states as this machine has them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def read_snapshot(data: bytes) -> Snapshot | None:
     return Snapshot(position, cut, state[:length], state[length:])
 
 
-def maker(manifest: Manifest) -> bytes:
-    """What tells states of this model from those of all others: a digest of its version and of every file."""
-    told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items())])
+def maker(manifest: Manifest, bits: bytes) -> bytes:
+    """What tells states of this model from those of all others: a digest of its version, of every file, and of what its
+    graphs compute on this kind of processor (`bits`). A state from another kind is not gone on from: it is rebuilt."""
+    told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
     return digest(told.encode())
 
 
