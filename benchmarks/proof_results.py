@@ -31,7 +31,7 @@ class Proved(Frozen):
     """Shares of positions whose most probable token is proved to be the never-interrupted run's.
 
     curve, request: the service's own margin test, with the certificate's e_k, and with the smaller of that and the
-    request's radius; the measured rounding of float32 added to either. direction: `models/certificate/top1.py`, in
+    request's radius; the rounding of two float32 runs added to either. direction: `models/certificate/top1.py`, in
     exact arithmetic.
     """
 
@@ -44,9 +44,9 @@ class WindowFigures(Frozen):
     """One k. Distances are in the 2-norm, of `hidden`; variations are total variations at temperature 1.
 
     observed, observed_variation: window against never-interrupted run, both in float64. worst_case: e_k;
-    worst_case_variation: epsilon(k), with the measured rounding; request, request_variation: the same for the window's
-    own tokens, the latter from the smaller of radius and e_k. direction_variation: by direction, as `Proved.direction`;
-    None where figures are older than that. over_worst_case, over_request: observed distance by
+    worst_case_variation: epsilon(k), with the rounding of two runs; request, request_variation: the same for the
+    window's own tokens, the latter from the smaller of radius and e_k. direction_variation: by direction, as
+    `Proved.direction`; None where figures are older than that. over_worst_case, over_request: observed distance by
     bound, position by position. violations: positions at which any bound was passed or a proof was wrong.
     """
 
@@ -68,7 +68,7 @@ class WindowFigures(Frozen):
 class ModelFigures(Frozen):
     """One bundle. weights: SHA-256 of the file; tokens: of the never-interrupted run, the whole split.
 
-    smallest_window: k(1e-3); curve: e_k at some k; rounding: as measured, of the certificate. perplexity,
+    smallest_window: k(1e-3); curve: e_k at some k; rounding: of two runs, of the certificate. perplexity,
     window_perplexity: the manifest's, of the validation split per token, recurrent and by window at the same positions.
     """
 

@@ -57,7 +57,7 @@ def described(manifest: Manifest, tokens: int) -> ModelFigures:
         perplexity=quality.window["valid"].recurrent.per_token if quality else None,
         window_perplexity={k: p.per_token for k, p in quality.window["valid"].by_k.items()} if quality else {},
         curve={k: certificate.state_error[k - 1] for k in shown} if certificate.state_error else {},
-        rounding=certificate.rounding.measured if certificate.rounding else None,
+        rounding=certificate.rounding.between_runs if certificate.rounding else None,
     )
 
 

@@ -63,7 +63,7 @@ class Prover:
         self._request = RequestBound(architecture, weights)
         self._direction = Top1(architecture, weights, self._request)
         self._margin = Margin(weights)
-        self._rounding = self.certificate.rounding.measured if self.certificate.rounding else 0.0
+        self._rounding = self.certificate.rounding.between_runs if self.certificate.rounding else 0.0
 
     def figures(self, stream: Tokens, never: Never, k: int, progress: Progress) -> WindowFigures:
         """Windows of k at all of the positions."""

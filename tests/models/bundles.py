@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.bundle import write_bundle
 from models.certificate import certify
-from models.manifest import Architecture, Cell, Manifest, Provenance, VocabularyInfo
+from models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, VocabularyInfo
 from models.vocabulary import Vocabulary
 from models.weights import encode_weights
 from tests.models.random_models import random_weights
@@ -55,7 +55,7 @@ def write_small_bundle(path: Path, architecture: Architecture | None = None) -> 
     graphs = {role: f"{role}.onnx" for role in ("step", "window", "advance", "scan", "head")}
     manifest = Manifest.model_validate(
         {
-            "schema_version": 2,
+            "schema_version": SCHEMA_VERSION,
             "name": path.name,
             "version": "1",
             "architecture": architecture,

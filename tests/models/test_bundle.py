@@ -81,13 +81,13 @@ def test_a_missing_file_is_named(path: Path, name: str) -> None:
 def test_a_manifest_from_the_future_is_refused_as_such(path: Path) -> None:
     edit_manifest(path, "schema_version", value=7)
     edit_manifest(path, "a_field_of_the_future", value=True)
-    refused(path, "written by a newer Wane (schema_version 7, this one reads 2)")
+    refused(path, "written by a newer Wane (schema_version 7, this one reads 3)")
 
 
 def test_a_manifest_of_an_earlier_format_says_to_export_it_again(path: Path) -> None:
-    edit_manifest(path, "schema_version", value=1)
+    edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
-    refused(path, "written by an older Wane (schema_version 1, this one reads 2): export it again")
+    refused(path, "written by an older Wane (schema_version 2, this one reads 3): export it again")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_manifest_of_an_earlier_format_says_to_export_it_again(path: Path) -> 
     [
         (("window",), 0, "window: Input should be greater than or equal to 1"),
         (("schema_version",), True, "schema_version: Input should be a valid integer"),
-        (("schema_version",), 0, "schema_version: Input should be greater than or equal to 2"),
+        (("schema_version",), 0, "schema_version: Input should be greater than or equal to 3"),
         (("max_window",), 65_537, "max_window: Input should be less than or equal to 65536"),
         (("certificate", "layers", 0, "factor"), float("inf"), "certificate.layers.0.factor: Input should be a finite"),
         (("provenance", "train_wall_s"), float("nan"), "provenance.train_wall_s: Input should be a finite number"),

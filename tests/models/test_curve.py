@@ -17,11 +17,12 @@ from models.certificate.layer_norm import normalised_apart
 from models.certificate.layers import build_layers
 from models.certificate.rounding import worst_case
 from models.certificate.stack import Stack, state_error_curve
-from models.manifest import Architecture, Cell, Rounding
+from models.manifest import Architecture, Cell
 from models.parity import log_softmax
 from models.reference import Reference, State, layer_norm
 from models.weights import Weights
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.rounding import rounding
 
 PAST, LAST = 24, 24
 SOFTENING, FLIPS, STATES = 4, 2, 4
@@ -196,7 +197,7 @@ def test_a_stable_model_is_certified_and_its_rounding_is_in_the_bound() -> None:
     weights = random_weights(model, seed=2, recurrent=0.1)
     certificate = certify(model, weights, 64, None)
     assert certificate.certified and certificate.reason is None
-    rounded = certify(model, weights, 64, Rounding(measured=1e-6, tokens=10, safety=8.0))
+    rounded = certify(model, weights, 64, rounding(1e-6))
     assert rounded.state_error == certificate.state_error
     assert rounded.rounding is not None and rounded.rounding.worst_case is not None
     expected = np.tanh(rounded.head_diameter * (rounded.state_error[9] + 1e-6) / 4)
@@ -212,9 +213,7 @@ def test_a_model_that_may_not_forget_is_not_certified_and_the_layer_is_named() -
     assert certificate.reason is not None and certificate.reason.startswith("layer 1 is not proved to forget")
     assert "1.5 (spectral_norm)" in certificate.reason
     assert certificate.state_error == () and certificate.state_error_at(3) is None
-    claimed = Rounding(measured=1e-6, tokens=10, safety=8.0, worst_case=1e-30)
-    rounding = certify(model, weights, 64, claimed).rounding
-    assert rounding is not None and rounding.worst_case is None, "what is not computed is not believed"
+    assert certify(model, weights, 64, rounding(1e-6)).rounding is None, "nothing bounds what becomes of it"
     assert certificate.smallest_window(0.5) is None
 
 

@@ -240,17 +240,88 @@ def test_a_graph_of_other_weights_is_refused(export: Export, tmp_path: Path) -> 
 
 def test_rounding_is_measured_at_export_and_held_to_when_loaded(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm", layers=2)
-    export(model, random_weights(model, seed=0, recurrent=0.2))
+    export(model, random_weights(model, seed=0, recurrent=0.05, driven=0.2))
     bundle = Bundle.read(tmp_path / "model")
     rounding, run = bundle.manifest.certificate.rounding, OnnxGraphs(bundle).run
     assert rounding is not None
-    assert (rounding.tokens, rounding.safety) == (4096, 8.0)
-    assert 0 < rounding.measured < 1e-4
+    assert (rounding.step_error, rounding.sequences) == ("measured", "all")
+    assert set(rounding.step) == set(rounding.states) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in "hc"}
+    assert 0 < rounding.carried < 1e-4
     verify_graphs(bundle, run)
-    for cut in (rounding.measured / 8, 1e-12):
-        edit_manifest(tmp_path / "model", "certificate", "rounding", "measured", value=cut)
-        with pytest.raises(CertificateError, match=rf"from the oracle in the 2-norm, .*is {cut:.3g}$"):
-            verify_graphs(Bundle.open(tmp_path / "model"), run)
+    edit_manifest(tmp_path / "model", "certificate", "rounding", "carried", value=1e-12)
+    with pytest.raises(CertificateError, match=r"from the oracle in the 2-norm, .*is 1e-12$"):
+        verify_graphs(Bundle.open(tmp_path / "model"), run)
+    with pytest.raises(CertificateError, match=r"certificate\.rounding\.carried: 1e-12 claimed, the weights give"):
+        Bundle.read(tmp_path / "model")
+    edit_manifest(tmp_path / "model", "certificate", "rounding", "carried", value=rounding.carried)
+    edit_manifest(tmp_path / "model", "certificate", "rounding", "states", "layers.1.c", "ball", value=1e-12)
+    with pytest.raises(CertificateError, match=r"rounding\.states\.layers\.1\.c\.ball is 1e-12$"):
+        verify_graphs(Bundle.open(tmp_path / "model"), run)
+
+
+def test_a_model_that_is_not_contractive_has_no_rounding(export: Export, tmp_path: Path) -> None:
+    model = architecture("lstm")
+    export(model, random_weights(model, seed=0, recurrent=3.0))
+    certificate = Bundle.read(tmp_path / "model").manifest.certificate
+    assert (certificate.contractive, certificate.rounding) == (False, None)
+
+
+@pytest.mark.parametrize(("cap", "hold"), [(0.998, 8000), (0.99, 4000)])
+def test_a_token_that_is_held_for_long_keeps_no_two_runs_further_apart_than_their_rounding(
+    export: Export, tmp_path: Path, cap: float, hold: int
+) -> None:
+    """A float32 recurrence stops short of its fixed point, on the side that it came from."""
+    model, random = architecture("gated", hidden=64, embedding=64, gate_caps=(cap,)), np.random.default_rng(3)
+    weights = random_weights(model, seed=3)
+    weights["layers.0.cell.weight"] = (random.normal(size=(128, 64)) / 4).astype(np.float32)
+    weights["embedding.weight"] = random.normal(size=(11, 64)).astype(np.float32)
+    weights["layers.0.cell.bias"][:64] = 4
+    certificate = export(model, weights, max_window=hold).certificate
+    run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
+    past, held = (each.ravel() for each in np.meshgrid(np.arange(11), np.arange(11)))
+    full, cut = (np.zeros((len(held), 64), np.float32) for _ in range(2))
+    for _ in range(300):
+        full = run("step", {"tokens": past, "layers.0.s": full})["next.layers.0.s"]
+    for _ in range(hold):
+        full, cut = (run("step", {"tokens": held, "layers.0.s": state})["next.layers.0.s"] for state in (full, cut))
+    seen = float(np.linalg.norm(full.astype(np.float64) - cut, axis=1).max())
+    state_error = certificate.state_error_at(hold)
+    assert certificate.rounding is not None and state_error is not None
+    assert seen > 1e-5, "the two runs do stay apart"
+    assert seen <= state_error + certificate.rounding.between_runs
+    diameter = certificate.head_diameter
+    assert np.tanh(diameter * seen / 4) <= certificate.error_bound[-1]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_no_run_is_further_from_exact_arithmetic_than_its_rounding(
+    export: Export, tmp_path: Path, cell: Cell, block: str
+) -> None:
+    """Over tokens that were not measured: held after other pasts, cycles of four, random ones."""
+    fields = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
+    model = architecture(cell, block, hidden=12, embedding=12, **fields)
+    weights = random_weights(model, seed=1, recurrent=0.05, driven=0.2)
+    certificate = export(model, weights).certificate
+    rounding, exact = certificate.rounding, Reference(model, weights)
+    run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
+    assert rounding is not None
+    random, rows = np.random.default_rng(9), 33
+    tokens = random.integers(11, size=(rows, 400))
+    tokens[:11, 50:] = np.arange(11)[:, None]
+    tokens[11:22] = np.take_along_axis(tokens[11:22, :4], np.tile(np.arange(400) % 4, (11, 1)), axis=1)
+    zeros = exact.zero_state(rows)
+    state, fed = zeros, {name: value.astype(np.float32) for name, value in zeros.items()}
+    worst, off = 0.0, dict.fromkeys(rounding.states, 0.0)
+    for column in tokens.T:
+        hidden, state = exact.advance(column, state)
+        outputs = run("step", {"tokens": column, **fed})
+        fed = {name: outputs[f"next.{name}"] for name in fed}
+        worst = max(worst, float(np.linalg.norm(outputs["hidden"] - hidden, axis=1).max()))
+        for name in off:
+            off[name] = max(off[name], float(np.linalg.norm(fed[name] - state[name], axis=1).max()))
+    assert 0 < worst <= rounding.carried
+    assert all(off[name] <= bound.ball for name, bound in rounding.states.items())
 
 
 def test_over_a_front_the_graphs_are_run_until_gates_multiply(export: Export, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from models.certificate import certify
-from models.manifest import Role, Rounding
-from models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, log_softmax
+from models.manifest import Architecture, Role
+from models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, compare_bits, log_softmax
 from models.reference import Reference
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.rounding import rounding
 
 LENGTHS = np.array([7, 1, 4])
 TOKENS = np.random.default_rng(0).integers(11, size=(3, 7))
@@ -178,9 +179,9 @@ def test_equal_logits_are_told_by_their_ids() -> None:
 
 
 @pytest.mark.parametrize(("role", "case"), [("window", "window, a batch"), ("step", "step, a stream")])
-def test_a_graph_that_rounds_more_than_a_quarter_of_what_was_measured_is_named(role: Role, case: str) -> None:
+def test_a_graph_that_rounds_more_than_half_of_what_the_certificate_says_is_named(role: Role, case: str) -> None:
     model = architecture("lstm")
-    weights = random_weights(model, seed=0, recurrent=0.2)
+    weights = random_weights(model, seed=0, recurrent=0.05)
     reference = Reference(model, weights)
     right, zeros = graphs_of(reference), reference.zero_state(len(TOKENS))
 
@@ -189,9 +190,9 @@ def test_a_graph_that_rounds_more_than_a_quarter_of_what_was_measured_is_named(r
         return outputs | {"hidden": outputs["hidden"] + np.float32(1e-5)} if asked == role else outputs
 
     seen = 1e-5 * np.sqrt(model.hidden)
-    for measured in (4.2 * seen, 3.8 * seen):
-        certificate = certify(model, weights, 8, Rounding(measured=measured, tokens=1, safety=8.0))
-        if measured > 4 * seen:
+    for carried in (2.1 * seen, 1.9 * seen):
+        certificate = certify(model, weights, 8, rounding(2 * carried))
+        if carried > 2 * seen:
             check_graphs(reference, run, TOKENS, LENGTHS, zeros, certificate)
             continue
         with pytest.raises(RoundingError, match=case):
@@ -208,3 +209,62 @@ def test_a_wrong_gate_order_does_not_pass(order: tuple[int, ...]) -> None:
     }
     with pytest.raises(ParityError, match="window"):
         check(graphs_of(Reference(model, wrong)), Reference(model, weights))
+
+
+def row_by_row(model: Architecture, seed: int) -> Run:
+    """Graphs whose every row is computed by itself, so that no bit depends on the batch."""
+    graphs = graphs_of(Reference(model, random_weights(model, seed)))
+
+    def run(role: Role, feeds: Tensors) -> Tensors:
+        rows = [
+            graphs(role, {name: value[row : row + 1] for name, value in feeds.items()})
+            for row in range(len(next(iter(feeds.values()))))
+        ]
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "case"),
+    [
+        ("window", "logits", "window: logits"),
+        ("advance", "next.layers.0.h", "advance: next.layers.0.h"),
+        ("scan", "next.layers.0.c", "scan: next.layers.0.c"),
+        ("head", "logits", "head: logits"),
+    ],
+)
+def test_graphs_whose_bits_differ_are_named(role: Role, name: str, case: str) -> None:
+    model = architecture("lstm")
+    right = row_by_row(model, 0)
+
+    def run(asked: Role, feeds: Tensors) -> Tensors:
+        outputs = right(asked, feeds)
+        if asked == role:
+            outputs[name] = np.nextafter(outputs[name], np.float32(9))
+        return outputs
+
+    bits = compare_bits(model, run, 3)
+    assert bits.differ == f"{case} is not bit for bit what step gives in a batch of 3"
+
+
+def test_a_row_that_is_other_bits_alone_than_in_a_batch_is_named() -> None:
+    model = architecture("gru")
+    right = row_by_row(model, 0)
+
+    def run(asked: Role, feeds: Tensors) -> Tensors:
+        outputs = right(asked, feeds)
+        alone = asked == "step" and len(feeds["tokens"]) == 1
+        return outputs | {"hidden": outputs["hidden"] + np.float32(1e-6)} if alone else outputs
+
+    assert compare_bits(model, right, 4).differ is None
+    assert compare_bits(model, run, 1).differ is not None
+    differ = compare_bits(model, run, 4).differ
+    assert differ is not None and differ.startswith("step of one row: hidden")
+
+
+def test_the_digest_of_bits_depends_on_what_is_computed_and_not_on_the_batch() -> None:
+    model = architecture("gated")
+    one, other = (row_by_row(model, seed) for seed in (0, 1))
+    assert compare_bits(model, one, 2).digest == compare_bits(model, one, 5).digest
+    assert compare_bits(model, one, 2).digest != compare_bits(model, other, 2).digest

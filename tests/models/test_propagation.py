@@ -8,23 +8,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from models.certificate.layers import build_layers
-from models.certificate.propagation import Propagation, rounding_of
-from models.certificate.spread import Spread
+from models.certificate.propagation import Propagation
 from models.manifest import Architecture, Cell, Rounding
 from models.reference import Reference, State
 from tests.models.random_models import CELLS, architecture, random_weights
+from tests.models.rounding import rounding
 
 LENGTH = 48
 NOTHING = 1e-12
 
 
-def exact(of: Architecture) -> dict[str, Spread]:
-    """No rounding to speak of: the runs here are float64's."""
-    return {
-        tensor.name: Spread.within(np.full(tensor.shape[-1], NOTHING))
-        for tensor in of.state_tensors()
-        if tensor.name.startswith("layers.")
-    }
+def rounded(of: Architecture, error: float) -> Rounding:
+    """Of runs whose every state is `error` from exact arithmetic."""
+    names = [tensor.name for tensor in of.state_tensors() if tensor.name.startswith("layers.")]
+    return rounding(0.0, states=names, state=error)
 
 
 def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
@@ -35,7 +32,7 @@ def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: ob
         weights = random_weights(of, seed, recurrent=scale, driven=scale)
         built = build_layers(of, weights)
         if all(layer.bound.factor < 1 for layer in built):
-            return Reference(of, weights), Propagation(of, weights, built, exact(of))
+            return Reference(of, weights), Propagation(of, weights, built, rounded(of, NOTHING))
         scale *= 0.7
 
 
@@ -100,23 +97,14 @@ def test_what_a_front_saw_is_not_counted() -> None:
     assert propagation.apart({**joint, before.name: np.ones(before.shape)}, 1024) == least
 
 
-def test_rounding_is_what_was_seen_times_its_safety() -> None:
-    of = architecture("lstm")
-    reference = Reference(of, random_weights(of, 5))
-    off = 1e-4
-
-    def run(role: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        assert role == "advance"
-        state = {name: value.astype(np.float64) for name, value in feeds.items() if name.startswith("layers.")}
-        ends = {name: value.copy() for name, value in state.items()}
-        for step, column in enumerate(feeds["tokens"].T, start=1):
-            _, state = reference.advance(column, state)
-            for name, value in state.items():
-                ends[name][feeds["lengths"] == step] = value[feeds["lengths"] == step] + off
-        return {f"next.{name}": value for name, value in ends.items()}
-
-    found = rounding_of(reference, run, Rounding(measured=1e-3, tokens=1, safety=8))
-    assert set(found) == {"layers.0.h", "layers.0.c"}
-    for spread in found.values():
-        np.testing.assert_allclose(spread.box, 8 * off)
-        assert spread.ball == pytest.approx(8 * off * np.sqrt(6))
+def test_the_rounding_of_two_runs_is_added_to_every_joint() -> None:
+    reference, _ = contractive("rnn_tanh", "plain", 1)
+    of, weights = reference.architecture, random_weights(reference.architecture, 1, recurrent=0.1, driven=0.1)
+    built = build_layers(of, weights)
+    joint, off = {"layers.0.h": np.full(6, 1e-5)}, 3e-6
+    exact = Propagation(of, weights, built, rounded(of, 0.0))
+    of_both = exact.apart({"layers.0.h": np.full(6, 1e-5 + 2 * off)}, 1024)
+    found = Propagation(of, weights, built, rounded(of, off)).apart(joint, 1024)
+    alone = exact.apart(joint, 1024)
+    assert found is not None and of_both is not None and alone is not None
+    assert alone < found <= of_both

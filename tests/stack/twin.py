@@ -46,8 +46,8 @@ class Twin:
         assert certificate.certified and certificate.rounding is not None and certificate.head_diameter is not None
         self._reference = Reference(bundle.manifest.architecture, bundle.weights())
         self._eos = bundle.manifest.vocabulary.eos_id
-        measured = np.array(certificate.rounding.measured)
-        self._rounding = float(total_variation(certificate.head_diameter, measured))
+        between_runs = np.array(certificate.rounding.between_runs)
+        self._rounding = float(total_variation(certificate.head_diameter, between_runs))
 
     def compare(self, sessions: Sequence[tuple[Sequence[int], Answers]]) -> Compared:
         """Every answer of every session, given its tokens, with what the twin says there."""

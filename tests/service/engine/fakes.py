@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from models.certificate.answer import head_diameter, total_variation
-from models.manifest import Architecture, Certificate, Manifest, Provenance, Role, Rounding
+from models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
 from models.vocabulary import EOS, UNK, Vocabulary
 from service.engine.costs import Costs
 from service.engine.engine import Engine
@@ -26,13 +26,14 @@ from service.runners.runner import RADIUS, Array, Runner
 from service.settings import Settings
 from service.stores.memory import MemoryStore
 from service.stores.store import Store
+from tests.models.rounding import rounding
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
 PATIENCE_S = 20.0  # after which a test that waits for another thread has failed
 
 
-ROUNDING = Rounding(measured=1e-6, tokens=1, safety=2)
+ROUNDING = rounding(1e-6)
 CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
 
 
@@ -58,7 +59,7 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
     """The manifest of an LSTM that is nowhere on disk, contractive and not certified: it says so, nothing proves it."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": SCHEMA_VERSION,
         "name": "fake",
         "version": "1",
         "architecture": architecture,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from models.certificate import certify
 from models.certificate.request import RequestBound
-from models.manifest import Architecture, Cell, Manifest, Role, Rounding
+from models.manifest import Architecture, Cell, Manifest, Role
 from models.reference import Reference, State
 from models.vocabulary import Vocabulary
 from models.weights import head_weight
@@ -20,10 +20,11 @@ from service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from service.settings import Settings
 from service.stores.memory import MemoryStore
 from tests.models.random_models import architecture, random_weights
+from tests.models.rounding import rounding
 from tests.service.engine.fakes import InOrder, make_manifest, name_vocabulary
 
 # The oracle rounds states to float32 between runs, and what it puts out: some 1e-7 of values of order 10 here.
-ROUNDING = Rounding(measured=2e-5, tokens=1, safety=2)
+ROUNDING = rounding(2e-5)
 NAMES = tuple("abcdefghi")
 
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from models.manifest import Certificate, Rounding
+from models.manifest import Certificate
 from service.engine.bounds import Bound, bound, meets
+from tests.models.rounding import rounding
 
 ROUNDING = 1e-3
 D = 2.0
@@ -16,7 +17,7 @@ CERTIFICATE = Certificate(
     state_error=(0.8, 0.4, 0.2),
     error_bound=(1.0, 0.3, 0.1),
     head_diameter=D,
-    rounding=Rounding(measured=ROUNDING, tokens=1, safety=2),
+    rounding=rounding(ROUNDING),
 )
 NOTHING = Certificate(contractive=False, layers=())
 

@@ -12,7 +12,7 @@ import pytest
 
 from models.bundle import Bundle, BundleError, CertificateError
 from models.certificate import certify
-from models.manifest import Role, Rounding
+from models.manifest import Role
 from service.engine import loading
 from service.engine.catalog import Catalog, CatalogError
 from service.engine.mode import Mode, Origin
@@ -24,6 +24,7 @@ from service.runners.onnx import OnnxRunner
 from service.runners.runner import Array
 from service.settings import Settings
 from tests.models.bundles import edit_manifest
+from tests.models.rounding import rounding
 from tests.service.shipped import FOLDER, PATHS, each_bundle
 
 STABLE = FOLDER / "rnn-stable"
@@ -276,7 +277,7 @@ async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certifi
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = Bundle.read(STABLE)
-    boast = Rounding(measured=1e-12, tokens=1, safety=1)
+    boast = rounding(1e-12)
     claimed = certify(bundle.manifest.architecture, bundle.weights(), bundle.manifest.max_window, boast)
     path = shutil.copytree(STABLE, tmp_path / STABLE.name)
     edit_manifest(path, "certificate", value=claimed.model_dump(mode="json"))
@@ -286,7 +287,7 @@ async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certifi
     certificate = catalog.get().manifest.certificate
     assert not certificate.certified
     assert certificate.reason is not None
-    assert re.search(r"^the certificate does not hold: .*hidden is .* from the oracle.* is 1e-12$", certificate.reason)
+    assert re.search(r"^the certificate does not hold: .*hidden is .* from the oracle.* is 5e-13$", certificate.reason)
     assert certificate.reason.removeprefix("the certificate does not hold: ") in caplog.text
     await catalog.close()
 

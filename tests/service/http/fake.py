@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from models.manifest import Manifest
+from models.manifest import SCHEMA_VERSION, Manifest
 from service.engine.abreast import abreast
 from service.engine.answers import Agreement, Answer, Latency, ModeAnswer, Prediction, SessionView
 from service.engine.compared import ComparedMode, Comparison, Percentiles
@@ -19,13 +19,14 @@ from service.engine.requests import CompareRequest, GenerateRequest, PredictRequ
 from service.engine.scores import Score, ScoredTokens, ScoreProgress, ScoreSummary
 from service.engine.standing import Standing
 from service.errors import Unavailable, UnknownModel, UnknownSession
+from tests.models.rounding import rounding
 
 LATENCY = Latency(0.25, 0.5, 1.0)
 PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
 AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
 MANIFEST = Manifest.model_validate(
     {
-        "schema_version": 2,
+        "schema_version": SCHEMA_VERSION,
         "name": "fake",
         "version": "3",
         "description": "answers at once",
@@ -47,7 +48,7 @@ MANIFEST = Manifest.model_validate(
             "state_error": [0.4, 0.2, 0.02],
             "error_bound": [0.5, 0.1, 0.02],
             "head_diameter": 4.0,
-            "rounding": {"dtype": "float32", "measured": 1e-6, "tokens": 9, "safety": 2.0, "worst_case": None},
+            "rounding": rounding(1e-6).model_dump(),
         },
         "quality": None,
         "provenance": {
