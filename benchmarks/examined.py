@@ -23,9 +23,13 @@ from models.certificate.request import RequestBound
 from models.certificate.rounding import UNITS, worst_case
 from models.certificate.stack import Stack, state_error_curve
 from models.certificate.top1 import Top1
+from models.export.export import WEIGHTS, opened_step
+from models.export.roles import build_graph
+from models.export.rounding import measure_rounding
 from models.manifest import STATE_NAMES, Architecture, Cell
+from models.parity import Run, Tensors
 from models.reference import Reference, State
-from models.weights import Weights, weight_shapes
+from models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
 CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 PAST, LAST = 24, 24
@@ -34,6 +38,7 @@ ASCENDED, FLIPS, SOFTENING, STATES = 8, 6, 6, 6
 WINDOWS = (24, 8)
 DIRECTIONS, PUSHED = 4, 4
 SHOWN = (1, 2, 4, 8, 16, 24)
+LONG, REPEATED, KEPT = 2000, 12, 64
 FRONT_ROUNDING = 1e-9
 FLOAT64 = 1e-14  # of shares
 DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
@@ -112,6 +117,8 @@ class _Examined:
         }
         if self.bounded:
             self._hold_to_curve(found, histories, states, after_states)
+        if max(factors) < 1:
+            self._hold_served(found, histories)
         self._hold_windows(found, histories, states)
         return found
 
@@ -164,6 +171,68 @@ class _Examined:
                     share = np.where(told, rows.max(axis=0, initial=0.0) / curve, np.nan)
                     found[kind] = [None if np.isnan(share[k - 1]) or not len(rows) else share[k - 1] for k in SHOWN]
         found["violations"] = violations
+
+    def _hold_served(self, found: Found, histories: Tokens) -> None:
+        """The term that is served for float32's rounding, attacked in float32 over thousands of steps.
+
+        Pairs of runs of the exported `step` graph that read the same tokens, one after a past and one from the zero
+        state, must stay within e_k and the rounding of two runs; each of them within the rounding of one run of exact
+        arithmetic. The tokens: each one held, after each other one; cycles of two and three; what the adversary made of
+        random histories, over and over; random ones.
+        """
+        size, random = self.architecture.vocabulary_size, self.generator
+        past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))
+        cycles = [
+            np.resize(random.integers(size, size=length), LONG) for length in (2, 3) for _ in range(REPEATED // 2)
+        ]
+        climbed = [np.resize(row, LONG) for row in histories[-REPEATED:, PAST:]]
+        tokens = np.concatenate(
+            [
+                np.repeat(held[:, None], LONG, axis=1),
+                np.stack(cycles + climbed),
+                random.integers(size, size=(REPEATED, LONG)),
+            ]
+        )
+        pasts = np.concatenate([np.repeat(past[:, None], KEPT, axis=1), random.integers(size, size=(3 * REPEATED, KEPT))])
+        data = encode_weights(self.weights)
+        step = build_graph("step", self.architecture, WEIGHTS, tensor_extents(data))
+        diameter = head_diameter(self.exact.head)
+        with opened_step(step, data) as run:
+            given = histories[0].tolist()
+            rounding = measure_rounding(self.architecture, self.weights, self.layers, run, diameter, given)
+            assert rounding is not None, "this is a bug: every layer contracts"
+            stack = Stack(self.architecture, self.weights, self.layers)
+            limits = state_error_curve(stack, LONG) + rounding.between_runs
+            apart, off = self._long_runs(run, pasts, tokens)
+        found["served_pairs"] = len(tokens)
+        found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
+        found["served_sequences"] = rounding.sequences
+        # once the past itself is forgotten, what is left is rounding
+        left = limits <= 1.5 * rounding.between_runs
+        found["served_of_two"] = float((apart[:, left].max(initial=0.0)) / rounding.between_runs) if left.any() else None
+        found["served_of_one"] = float(off.max() / rounding.carried)
+
+    def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
+        """How far `hidden` of the two float32 runs is apart after each token, (N, T), and how far the one with the past
+        is from exact arithmetic at most, (N)."""
+        rows = len(tokens)
+        exact = self.exact.zero_state(rows)
+        zeros: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
+        full, off, apart = zeros, np.zeros(rows), []
+        for column in pasts.T:
+            outputs = run("step", {"tokens": column, **full})
+            full = {name: outputs[f"next.{name}"] for name in zeros}
+            hidden, exact = self.exact.advance(column, exact)
+            off = np.maximum(off, np.linalg.norm(outputs["hidden"] - hidden, axis=1))
+        both = {name: np.concatenate([full[name], zeros[name]]) for name in zeros}
+        for column in tokens.T:
+            outputs = run("step", {"tokens": np.tile(column, 2), **both})
+            both = {name: outputs[f"next.{name}"] for name in zeros}
+            ends = outputs["hidden"].astype(np.float64)
+            apart.append(np.linalg.norm(ends[:rows] - ends[rows:], axis=1))
+            hidden, exact = self.exact.advance(column, exact)
+            off = np.maximum(off, np.linalg.norm(ends[:rows] - hidden, axis=1))
+        return np.stack(apart, axis=1), off
 
     def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
         """A few windows by themselves: the radius, how far leads move, and whether a proved first token ever loses."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,6 @@ from pydantic import ValidationError
 from models.bundle import QUANTISED, Bundle, write_bundle
 from models.certificate import certify
 from models.certificate.answer import head_diameter
-from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
 from models.certificate.request import RequestBound
 from models.export.graph import OPSET
@@ -26,11 +27,11 @@ from models.manifest import (
     Provenance,
     Quality,
     Role,
-    Rounding,
     VocabularyInfo,
     VocabularyKind,
 )
 from models.networks import Network
+from models.parity import Run
 from models.vocabulary import Vocabulary
 from models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
 
@@ -77,7 +78,9 @@ def export_bundle(
     certificate = QUANTISED
     if exact:
         layers = build_layers(architecture, weights)
-        rounding = _measure_rounding(architecture, weights, layers, graphs["step"], weights_data, sample_tokens)
+        diameter = head_diameter(head_weight(weights).astype(np.float64))
+        with opened_step(graphs["step"], weights_data) as run:
+            rounding = measure_rounding(architecture, weights, layers, run, diameter, sample_tokens)
         certificate = certify(architecture, weights, max_window, rounding, layers)
     try:
         manifest = Manifest(
@@ -127,22 +130,14 @@ def _request_bound(
     return request if request(window).radius[0] < request(window[:, -1:]).radius[0] / 2 else None
 
 
-def _measure_rounding(
-    architecture: Architecture,
-    weights: Weights,
-    layers: list[Layer],
-    step: bytes,
-    weights_data: bytes,
-    sample_tokens: list[int],
-) -> Rounding | None:
-    """Of the `step` graph, run from a directory of its own before there is a bundle."""
-    diameter = head_diameter(head_weight(weights).astype(np.float64))
+@contextmanager
+def opened_step(step: bytes, weights_data: bytes) -> Iterator[Run]:
+    """Runs the `step` graph before there is a bundle, from a directory of its own."""
     with tempfile.TemporaryDirectory() as directory:
         graph = Path(directory) / "step.onnx"
         graph.write_bytes(step)
         graph.with_name(WEIGHTS).write_bytes(weights_data)
-        run = OnnxGraphs.at({"step": graph}).run
-        return measure_rounding(architecture, weights, layers, run, diameter, sample_tokens)
+        yield OnnxGraphs.at({"step": graph}).run
 
 
 def _check_sample(tokens: list[int], size: int) -> None:
