@@ -18,6 +18,11 @@ from service.engine.requests import ScoreMethod
 
 HISTORY = "The history of the"
 
+IDEMPOTENCY = (
+    "names this step: sent again with the last step's key, the same tokens and the same position (if it has one), the "
+    "step is answered again and appends nothing; with other tokens or another position it is 409 idempotency_key_reused"
+)
+
 Name = Annotated[str, Field(max_length=64)]
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # of a number without end, the message would have none either
 Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first there")]
@@ -192,9 +197,7 @@ class SessionStepBody(StepBody):
     """One of many steps."""
 
     session: str = Field(description="the session's id")
-    idempotency_key: str | None = Field(
-        default=None, description="a step sent again with the last one's key is not appended"
-    )
+    idempotency_key: str | None = Field(default=None, description=IDEMPOTENCY)
 
 
 class StepsBody(Body):
@@ -219,9 +222,7 @@ class StreamBody(StepBody):
     )
 
     rewind: Integer | None = Field(default=None, description="forget the tokens behind this position")
-    idempotency_key: str | None = Field(
-        default=None, description="a step sent again with the last one's key is not appended"
-    )
+    idempotency_key: str | None = Field(default=None, description=IDEMPOTENCY)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -19,7 +19,14 @@ from service.engine.requests import StepRequest
 from service.engine.residents import Resident, Residents
 from service.engine.slab import START
 from service.engine.turns import Turn, Turns
-from service.errors import InvalidRequest, PositionConflict, SessionExists, TokenizerChanged, UnknownSession
+from service.errors import (
+    IdempotencyKeyReused,
+    InvalidRequest,
+    PositionConflict,
+    SessionExists,
+    TokenizerChanged,
+    UnknownSession,
+)
 from service.metrics import Metrics
 from service.stores.snapshots import due
 from service.stores.store import LastStep, Ready, Record, Snapshot, Store, digest, follows
@@ -55,25 +62,36 @@ def of_key(key: str | None) -> bytes | None:
 def place(record: Record, request: StepRequest) -> Place:
     """Whether a step comes next, or repeats the last one.
 
-    It repeats the last one if it has that one's key, or, without a key, that one's tokens, and does not claim to
-    start elsewhere. A step that carries neither position nor key is always next: there is nothing to tell a retry
-    from a wish for the same tokens again.
-    Raises PositionConflict when it claims to start where the session is not.
+    It repeats the last one if it has the same tokens and starts where that one started, and has the same key if it
+    carries one. A step with the last one's key may leave out the position. A step that carries neither position nor
+    key always comes next: nothing tells a retry from a wish for the same tokens again.
+    Raises IdempotencyKeyReused when the last step's key comes with other tokens or another position, and
+    PositionConflict when the step claims to start where the session is not.
     """
-    last = record.last
-    start = request.expected_position
-    if start == record.position:
+    last, start = record.last, request.expected_position
+    if last is not None and request.idempotency_key is not None and has_last_key(record, request):
+        if start not in (None, last.start):
+            raise IdempotencyKeyReused(
+                f"the idempotency key is that of the session's last step, which starts at {last.start}, but this step "
+                f"starts at {start}",
+                record.position,
+            )
+        if of_tokens(request.tokens) != last.tokens:
+            raise IdempotencyKeyReused(
+                "the idempotency key is that of the session's last step, which has other tokens", record.position
+            )
+        return Place.REPLAY
+    if start is None or start == record.position:
         return Place.NEXT
-    if last is not None:
-        if request.idempotency_key is not None:
-            repeats = of_key(request.idempotency_key) == last.key and start in (None, last.start)
-        else:
-            repeats = start == last.start and of_tokens(request.tokens) == last.tokens
-        if repeats:
-            return Place.REPLAY
-    if start is None:
-        return Place.NEXT
+    if last is not None and request.idempotency_key is None and (start, of_tokens(request.tokens)) == last[:2]:
+        return Place.REPLAY
     raise conflict(record, start)
+
+
+def has_last_key(record: Record, request: StepRequest) -> bool:
+    """Whether the step carries the key of the session's last step."""
+    key = of_key(request.idempotency_key)
+    return key is not None and record.last is not None and record.last.key == key
 
 
 def conflict(record: Record, start: int | None) -> PositionConflict:
@@ -195,7 +213,7 @@ class Sessions:
     def _comes_next(self, record: Record, request: StepRequest) -> bool:
         if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
             return False
-        if request.expected_position is None and request.idempotency_key is not None:
+        if request.idempotency_key is not None and (request.expected_position is None or has_last_key(record, request)):
             return False
         if self._snapshot_tokens is None or record.snapshot is not None:
             return True

@@ -17,14 +17,12 @@ from service.routes import answers
 from service.routes.context import catalog, deadline, header, named, note_answer, note_model, owner
 from service.routes.decode import decode, headers, json_body, tokens_of
 from service.routes.hangup import until_hangup
-from service.schemas import RewindBody, SessionBody, StepBody
+from service.schemas import IDEMPOTENCY, RewindBody, SessionBody, StepBody
 
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id")]
 POSITION = "x-wane-position"
 IDEMPOTENCY_KEY = "idempotency-key"
-STEP_HEADERS = headers(
-    {POSITION: "as `expected_position`", IDEMPOTENCY_KEY: "a step sent again with the last one's key is not appended"}
-)
+STEP_HEADERS = headers({POSITION: "as `expected_position`", IDEMPOTENCY_KEY: IDEMPOTENCY})
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 

@@ -13,7 +13,7 @@ import pytest
 from service.engine.answers import Answer
 from service.engine.mode import Mode, Origin
 from service.engine.requests import PredictRequest, StepRequest
-from service.errors import PositionConflict, Unavailable, UnknownSession
+from service.errors import IdempotencyKeyReused, PositionConflict, Unavailable, UnknownSession
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.opening import make_store
@@ -112,6 +112,30 @@ async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_
     assert caught.value.position == 2
     assert (await step(one, 7)).position == 3
     assert (await step(other, 7)).position == 4  # the same token once more, and no repetition: it has no position
+
+
+async def test_a_key_that_comes_again_with_another_step_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    await step(one, 5, 0, key="k")
+    for bench in (one, other):
+        for token, position in ((6, None), (6, 0), (6, 1), (5, 1)):
+            with pytest.raises(IdempotencyKeyReused) as caught:
+                await step(bench, token, position, key="k")
+            assert caught.value.position == 1
+    assert (await step(other, 5, key="k")).replayed is True
+
+
+async def test_what_a_replica_remembers_does_not_refuse_a_key_that_the_store_has_forgotten(
+    make_replica: MakeReplica,
+) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    await step(one, 5, 0, key="k")
+    await other.engine.rewind("s", 0)
+    await step(other, 6, 0)
+    answer = await step(one, 7, 1, key="k")
+    assert (answer.position, answer.replayed) == (2, False)
 
 
 async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica: MakeReplica) -> None:
