@@ -69,6 +69,19 @@ async def test_auto_of_a_certified_model_is_its_own_window(make_bench: MakeBench
     assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
 
 
+async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises_too_little(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(certified=True, window=64, max_window=200)
+    curve = bench.manifest.certificate.error_bound_at
+    tokens = TOKENS * 30
+    answer = await bench.engine.predict(PredictRequest(tokens))
+    assert (curve(64) or 0) > 1e-3
+    assert (answer.mode, answer.window, answer.state, answer.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
+    asked = await bench.engine.predict(PredictRequest(tokens, window=64))
+    assert (asked.mode, asked.window, asked.error_bound) == (Mode.WINDOW, 64, curve(64))
+
+
 @pytest.mark.parametrize("tolerance", [0.5, 0.1, 1e-3])
 async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
     make_bench: MakeBench, tolerance: float
