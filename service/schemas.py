@@ -31,6 +31,14 @@ Tokens = Annotated[list[int], Field(fail_fast=True, description="token ids")]
 TopK = Annotated[Integer, Field(description="how many predictions to answer, most probable first")]
 Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
 Window = Annotated[Integer, Field(description="k, the tokens that window mode runs; default: the model's own")]
+Truncated = Annotated[
+    bool,
+    Field(
+        description="true: the tokens end a longer sequence, like the last k that a client keeps. No start token is "
+        "fed, and error_bound is the one for their number. false: the sequence starts with these tokens, and the start "
+        "token <eos> is fed before them"
+    ),
+]
 WireMode = Annotated[
     Mode, Field(strict=False), WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})
 ]
@@ -83,6 +91,7 @@ class PredictBody(SequenceBody):
         {"input": HISTORY, "mode": "window", "window": 8},
         {"input": HISTORY, "tolerance": 0.001},
         {"inputs": [HISTORY, [5, 6, 7]]},
+        {"tokens": [5, 6, 7], "truncated": True},
     )
 
     model: Model = None
@@ -97,6 +106,7 @@ class PredictBody(SequenceBody):
     window: Window | None = None
     tolerance: Tolerance | None = None
     top_k: TopK = 5
+    truncated: Truncated = False
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -129,12 +139,14 @@ class ScoreBody(SequenceBody):
     examples = (
         {"input": f"{HISTORY} town"},
         {"tokens": [5, 6, 7], "method": "sequential"},
+        {"tokens": [5, 6, 7], "truncated": True},
         {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
     tolerance: Tolerance | None = None
+    truncated: Truncated = False
     stream: bool = Field(
         default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
     )
@@ -168,6 +180,7 @@ class GenerateBody(SequenceBody):
     )
     mode: WireMode = Mode.AUTO
     window: Window | None = None
+    truncated: Truncated = False
     stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
 
 

@@ -16,6 +16,7 @@ A bound of 1 is true of any two distributions, and says nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,12 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
     if not states or not variations:
         return None
     return Bound(min(states), min(variations), min(states))
+
+
+def largest(variations: Sequence[float | None]) -> float | None:
+    """The largest; None where any is."""
+    known = [one for one in variations if one is not None]
+    return max(known) if len(known) == len(variations) else None
 
 
 def meets(found: Bound | None, tolerance: float) -> bool:

@@ -303,13 +303,15 @@ class Engine:
 
     async def score(self, request: ScoreRequest) -> Score:
         """One log-probability for each given token. Raises InvalidRequest, TooLarge."""
-        logprobs: list[float] = []
+        logprobs: list[float | None] = []
+        error_bounds: list[float | None] = []
         async with aclosing(await self.scoring(request)) as scoring:
             async for item in scoring:
                 if isinstance(item, ScoredTokens):
                     logprobs.extend(item.logprobs)
+                    error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
-                    return Score(tuple(logprobs), item)
+                    return Score(tuple(logprobs), item, tuple(error_bounds) if request.truncated else None)
         raise AssertionError("this is a bug: a scoring ends with a summary")
 
     async def scoring(self, request: ScoreRequest) -> Scoring:

@@ -237,6 +237,11 @@ def test_a_prediction_of_nothing_or_of_two_things_is_refused(http: httpx.Client,
     assert "exactly one" in assert_problem(http.post("/v1/predict", json=body), 422, "invalid_request")["detail"]
 
 
+def test_a_session_is_not_truncated_by_a_prediction(http: httpx.Client, session: str) -> None:
+    response = http.post("/v1/predict", json={"session": session, "truncated": True})
+    assert assert_problem(response, 422, "invalid_request")["field"] == "truncated"
+
+
 def test_a_batch_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> None:
     document = assert_problem(http.post("/v1/predict", json={"inputs": [[1]] * 257}), 422, "invalid_request")
     assert document["field"] == "inputs"
