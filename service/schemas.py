@@ -185,13 +185,31 @@ class GenerateBody(SequenceBody):
 
 
 class SessionBody(Body):
-    """Start a session."""
+    """Start a session: at position 0, or at `position` behind its last tokens."""
 
-    examples = ({"session": "demo"}, {"mode": "recurrent"}, {})
+    examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
 
     model: Model = None
     session: str | None = Field(default=None, description="an id of your own; default: a new one")
     mode: WireMode | None = Field(default=None, description="how its steps are answered unless they say")
+    history: Tokens | None = Field(
+        default=None,
+        description="token ids: the last tokens before `position`. If these are all `position` tokens, they are the "
+        "whole sequence, and the start token is fed before them; if fewer, they end a longer one, as with `truncated`",
+    )
+    input: str | None = Field(default=None, description="the history as text")
+    position: Integer | None = Field(
+        default=None, description="how many tokens the session has had; goes with `history` or `input`"
+    )
+
+    @model_validator(mode="after")
+    def _history_and_position(self) -> Self:
+        if self.history is not None and self.input is not None:
+            raise ValueError("give `history` or `input`, not both")
+        if self.position is None and (self.history is not None or self.input is not None):
+            name = "input" if self.history is None else "history"
+            raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
+        return self
 
 
 class StepBody(SequenceBody):

@@ -22,6 +22,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
 MAX_KEY_CHARACTERS = 255
+MAX_POSITION = 10**14  # stores count exactly up to 2^53, about 9 * 10^15, in all of their scripts
 
 
 class ScoreMethod(StrEnum):
@@ -70,6 +71,30 @@ class PredictRequest:
                     f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
                 )
         _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The last tokens of a sequence, which a new session goes on from at `position`.
+
+    All `position` tokens are the whole sequence, before which the start token is fed; fewer are the end of it.
+    """
+
+    tokens: tuple[int, ...]
+    position: int
+
+    def __post_init__(self) -> None:
+        _within("position", self.position, 0, MAX_POSITION)
+        if self.position and not self.tokens:
+            raise InvalidRequest(
+                f"position is {self.position}, but the history is empty: give the last tokens before that position",
+                "history",
+            )
+        if len(self.tokens) > self.position:
+            raise InvalidRequest(
+                f"the history has {len(self.tokens)} tokens, but position is {self.position}: there cannot be more",
+                "position",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 from service.engine.mode import Mode
 from service.engine.ownership import ANYBODY, Owner, id_of, name_within
-from service.engine.requests import StepRequest
+from service.engine.requests import History, StepRequest
 from service.engine.residents import Resident, Residents
 from service.engine.slab import START
 from service.engine.turns import Turn, Turns
@@ -138,18 +138,32 @@ class Sessions:
         self._caught_up = metrics.caught_up.labels(model)
         self._conflicts = metrics.conflicts.labels(model)
 
-    async def create(self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY) -> Record:
-        """A new session at position 0, of 128 random bits for an id if none is given.
+    async def create(
+        self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
+    ) -> tuple[Record, bool]:
+        """A new session, of 128 random bits for an id if none is given, at position 0 or behind `history`; and True.
 
+        A session of that id that is still as this request makes it is the answer, too: then with False.
         Raises SessionExists, InvalidRequest for a bad id, Overloaded, QuotaExceeded.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
+        position, tail = 0, self._empty
+        if history is not None:
+            position = history.position
+            tail = tail.ending(history.tokens, position, self._store.tail_tokens)
         record = Record(
-            session, self._model, self._version, mode or Mode.AUTO, 0, self._empty, vocabulary=self._vocabulary
+            session, self._model, self._version, mode or Mode.AUTO, position, tail, vocabulary=self._vocabulary
         )
-        if not await self._store.create(record, owner.sessions):
-            raise SessionExists(f"session {given!r} exists already")
-        return (self._store.recall(session) or record)._replace(idle_s=0.0)
+        while not await self._store.create(record, owner.sessions):
+            there = await self._store.get(session)
+            if there is None:  # it has ended meanwhile
+                continue
+            if not _is_as_created(there, record):
+                raise SessionExists(f"session {given!r} exists already, and is not as this request would create it")
+            await self._store.touch(session)
+            return there._replace(idle_s=0.0), False
+        self._residents.drop(session)  # of an earlier session of that id, which may have been at the same revision
+        return (self._store.recall(session) or record)._replace(idle_s=0.0), True
 
     def turn(self, session: str) -> Turn:
         """The session's turn, as an asynchronous context manager. Raises Overloaded."""
@@ -339,6 +353,12 @@ class Sessions:
         count = await self.expire()
         resident = len(self._residents)
         return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
+
+
+def _is_as_created(there: Record, record: Record) -> bool:
+    """Whether a session is as `record` has it, which is that of a session without a step."""
+    kept = there.model, there.vocabulary, there.mode, there.position, there.tail
+    return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 
 
 def _reaches(record: Record, position: int) -> bool:
