@@ -30,6 +30,10 @@ Text = Annotated[str, Field(description="text, tokenised as the model's vocabula
 Tokens = Annotated[list[int], Field(fail_fast=True, description="token ids")]
 TopK = Annotated[Integer, Field(description="how many predictions to answer, most probable first")]
 Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
+AUTO = (
+    "auto: without a `tolerance`, from the `window` that is given, else from the model's own k if its certificate's "
+    "curve is at most 1e-3 there, else from all tokens; with one, from a window that is within it, else from all tokens"
+)
 Window = Annotated[Integer, Field(description="k, the tokens that window mode runs; default: the model's own")]
 Truncated = Annotated[
     bool,
@@ -102,7 +106,7 @@ class PredictBody(SequenceBody):
         description="a batch: each text or token ids, each answered on its own",
     )
     session: str | None = Field(default=None, description="predict from this session, appending nothing")
-    mode: WireMode = Mode.AUTO
+    mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
     window: Window | None = None
     tolerance: Tolerance | None = None
     top_k: TopK = 5
@@ -145,7 +149,9 @@ class ScoreBody(SequenceBody):
 
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
-    tolerance: Tolerance | None = None
+    tolerance: Tolerance | None = Field(
+        default=None, description="the largest error, as total variation, that chunks side by side may add, 0 to 1"
+    )
     truncated: Truncated = False
     stream: bool = Field(
         default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
@@ -199,7 +205,8 @@ class SessionBody(Body):
     )
     input: str | None = Field(default=None, description="the history as text")
     position: Integer | None = Field(
-        default=None, description="how many tokens the session has had; goes with `history` or `input`"
+        default=None,
+        description="how many tokens the session has had, the start token <eos> not counted; with `history` or `input`",
     )
 
     @model_validator(mode="after")
