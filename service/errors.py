@@ -11,6 +11,7 @@
     ├── Conflict
     │   ├── SessionExists         session_exists        409     no
     │   ├── PositionConflict      position_conflict     409     no   (carries `position`)
+    │   │   └── IdempotencyKeyReused  idempotency_key_reused  409  no   (carries `position`)
     │   ├── EarlierStepFailed     earlier_step_failed   409     no   (in a call of many steps)
     │   └── TokenizerChanged      tokenizer_changed     409     no
     ├── LoadFailed                load_failed           422     no
@@ -127,6 +128,12 @@ class PositionConflict(Conflict):
 
     def extra(self) -> dict[str, object]:
         return {"position": self.position}
+
+
+class IdempotencyKeyReused(PositionConflict):
+    """The step carries the last step's key, but other tokens or another position; `position` is the session's."""
+
+    code = "idempotency_key_reused"
 
 
 class EarlierStepFailed(Conflict):

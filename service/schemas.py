@@ -18,6 +18,11 @@ from service.engine.requests import ScoreMethod
 
 HISTORY = "The history of the"
 
+IDEMPOTENCY = (
+    "names this step: sent again with the last step's key, the same tokens and the same position (if it has one), the "
+    "step is answered again and appends nothing; with other tokens or another position it is 409 idempotency_key_reused"
+)
+
 Name = Annotated[str, Field(max_length=64)]
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # of a number without end, the message would have none either
 Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first there")]
@@ -25,7 +30,19 @@ Text = Annotated[str, Field(description="text, tokenised as the model's vocabula
 Tokens = Annotated[list[int], Field(fail_fast=True, description="token ids")]
 TopK = Annotated[Integer, Field(description="how many predictions to answer, most probable first")]
 Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
+AUTO = (
+    "auto: without a `tolerance`, from the `window` that is given, else from the model's own k if its certificate's "
+    "curve is at most 1e-3 there, else from all tokens; with one, from a window that is within it, else from all tokens"
+)
 Window = Annotated[Integer, Field(description="k, the tokens that window mode runs; default: the model's own")]
+Truncated = Annotated[
+    bool,
+    Field(
+        description="true: the tokens end a longer sequence, like the last k that a client keeps. No start token is "
+        "fed, and error_bound is the one for their number. false: the sequence starts with these tokens, and the start "
+        "token <eos> is fed before them"
+    ),
+]
 WireMode = Annotated[
     Mode, Field(strict=False), WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})
 ]
@@ -78,6 +95,7 @@ class PredictBody(SequenceBody):
         {"input": HISTORY, "mode": "window", "window": 8},
         {"input": HISTORY, "tolerance": 0.001},
         {"inputs": [HISTORY, [5, 6, 7]]},
+        {"tokens": [5, 6, 7], "truncated": True},
     )
 
     model: Model = None
@@ -88,10 +106,11 @@ class PredictBody(SequenceBody):
         description="a batch: each text or token ids, each answered on its own",
     )
     session: str | None = Field(default=None, description="predict from this session, appending nothing")
-    mode: WireMode = Mode.AUTO
+    mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
     window: Window | None = None
     tolerance: Tolerance | None = None
     top_k: TopK = 5
+    truncated: Truncated = False
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -124,12 +143,16 @@ class ScoreBody(SequenceBody):
     examples = (
         {"input": f"{HISTORY} town"},
         {"tokens": [5, 6, 7], "method": "sequential"},
+        {"tokens": [5, 6, 7], "truncated": True},
         {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
-    tolerance: Tolerance | None = None
+    tolerance: Tolerance | None = Field(
+        default=None, description="the largest error, as total variation, that chunks side by side may add, 0 to 1"
+    )
+    truncated: Truncated = False
     stream: bool = Field(
         default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
     )
@@ -163,17 +186,37 @@ class GenerateBody(SequenceBody):
     )
     mode: WireMode = Mode.AUTO
     window: Window | None = None
+    truncated: Truncated = False
     stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
 
 
 class SessionBody(Body):
-    """Start a session."""
+    """Start a session: at position 0, or at `position` behind its last tokens."""
 
-    examples = ({"session": "demo"}, {"mode": "recurrent"}, {})
+    examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
 
     model: Model = None
     session: str | None = Field(default=None, description="an id of your own; default: a new one")
     mode: WireMode | None = Field(default=None, description="how its steps are answered unless they say")
+    history: Tokens | None = Field(
+        default=None,
+        description="token ids: the last tokens before `position`. If these are all `position` tokens, they are the "
+        "whole sequence, and the start token is fed before them; if fewer, they end a longer one, as with `truncated`",
+    )
+    input: str | None = Field(default=None, description="the history as text")
+    position: Integer | None = Field(
+        default=None,
+        description="how many tokens the session has had, the start token <eos> not counted; with `history` or `input`",
+    )
+
+    @model_validator(mode="after")
+    def _history_and_position(self) -> Self:
+        if self.history is not None and self.input is not None:
+            raise ValueError("give `history` or `input`, not both")
+        if self.position is None and (self.history is not None or self.input is not None):
+            name = "input" if self.history is None else "history"
+            raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
+        return self
 
 
 class StepBody(SequenceBody):
@@ -192,9 +235,7 @@ class SessionStepBody(StepBody):
     """One of many steps."""
 
     session: str = Field(description="the session's id")
-    idempotency_key: str | None = Field(
-        default=None, description="a step sent again with the last one's key is not appended"
-    )
+    idempotency_key: str | None = Field(default=None, description=IDEMPOTENCY)
 
 
 class StepsBody(Body):
@@ -219,9 +260,7 @@ class StreamBody(StepBody):
     )
 
     rewind: Integer | None = Field(default=None, description="forget the tokens behind this position")
-    idempotency_key: str | None = Field(
-        default=None, description="a step sent again with the last one's key is not appended"
-    )
+    idempotency_key: str | None = Field(default=None, description=IDEMPOTENCY)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -123,7 +123,7 @@ class Replica:
             self.loop.do(more_s, lambda: self._enqueue(item))
 
     def _rebuilt_from(self) -> int:
-        """As `service.engine.routing.rebuilt_from` has it for a certified model."""
+        """As `service.engine.routing.rebuilt_from` has it for a model whose certificate promises enough at WINDOW."""
         used = min(self._found / max(1 - self._found, 1 / MOST_USED), MOST_USED)
         if self._held <= WINDOW or self._runs.full(self._held) <= max(1 + used, NEAR) * self._runs.window(WINDOW):
             return self._held

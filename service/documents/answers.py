@@ -14,7 +14,7 @@ ErrorBound = Annotated[
     Field(
         description="total variation from the never-interrupted model, at most, at temperature 1 and before top-k or "
         "top-p; proved but for the rounding of float32 runs, which was measured; 0: exact, but for that; "
-        "1: nothing is known; null: nothing is certified"
+        "null: nothing is certified. A bound of 1 is no guarantee"
     ),
 ]
 

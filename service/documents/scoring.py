@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NotRequired
+
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from service.documents.answers import ErrorBound, LatencyDocument, ModelDocument
@@ -16,11 +18,13 @@ class ScoreProgressDocument(TypedDict):
 
 
 class ScoredTokensDocument(TypedDict):
-    """In a stream: the tokens from `position` on, and the log-probability of each."""
+    """In a stream: the tokens from `position` on, and the log-probability of each. With `truncated`, also the error
+    bound of each; the first token's are null, for nothing predicts it."""
 
     position: int
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
+    error_bounds: NotRequired[list[ErrorBound]]
 
 
 class ScoreSummaryDocument(ModelDocument):
@@ -28,10 +32,11 @@ class ScoreSummaryDocument(ModelDocument):
 
     `chunks` ran side by side, each `warm_up` tokens or more before its first; `rounds` is 1, and 1 for every part of
     them that was run again. `max_residual`: how far a unit of the state was, at most, from where the chunk before had
-    ended; 0: as in order, bit for bit. `error_bound`: the worst over all positions.
+    ended; 0: as in order, bit for bit. `error_bound`: the worst over all positions. `perplexity` is over the tokens
+    that have a log-probability; null where none has.
     """
 
-    perplexity: float
+    perplexity: float | None
     chunks: int
     warm_up: int | None
     rounds: int
@@ -42,7 +47,9 @@ class ScoreSummaryDocument(ModelDocument):
 
 
 class ScoreDocument(ScoreSummaryDocument):
-    """The tokens that were scored, and the log-probability of each."""
+    """The tokens that were scored, and the log-probability of each. With `truncated`, also the error bound of each, by
+    the number of tokens before it; the first token's are null, for nothing predicts it."""
 
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
+    error_bounds: NotRequired[list[ErrorBound]]

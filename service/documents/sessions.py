@@ -9,7 +9,7 @@ from service.engine.mode import Mode, Origin
 
 
 class SessionDocument(ModelDocument):
-    """A session as its owner may see it."""
+    """A session as its owner may see it. `position` counts its tokens, the start token <eos> not among them."""
 
     session: str
     mode: Mode

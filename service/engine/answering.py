@@ -45,6 +45,17 @@ class Course(NamedTuple):
     origin: Origin
     known: int
 
+    @classmethod
+    def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> Course:
+        """Of a question that brings `tokens` tokens: a whole sequence, or the end of a longer one.
+
+        The position of a truncated sequence is not known. It counts as one more than the tokens that were given, so
+        no k covers it, and a window has at most those tokens.
+        """
+        if not truncated:
+            return cls(mode, tokens, window, Origin.FULL, tokens)
+        return cls(mode, tokens + 1, None if window is None else min(window, tokens), Origin.FULL, tokens)
+
     @property
     def state(self) -> Origin:
         """Where the state behind the answer comes from."""

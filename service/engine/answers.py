@@ -83,7 +83,7 @@ class SessionView:
     """A session as its owner may see it.
 
     `state` is where the state of an answer in the session's own mode would come from now: `resident`, `rebuilt` for
-    a parked session, or `window`; `error_bound` bounds that answer.
+    a parked session, or `window`; `error_bound` bounds that answer. `created`: the request that this answers made it.
     """
 
     session: str
@@ -95,3 +95,4 @@ class SessionView:
     error_bound: float | None
     idle_s: float
     durable: bool | None = None
+    created: bool = False

@@ -16,6 +16,7 @@ A bound of 1 is no guarantee: it is true of any two distributions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,12 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
 
 def _variation(certificate: Certificate, state: float) -> float:
     return float(total_variation(certificate.head_diameter, np.array(state)))
+
+
+def largest(variations: Sequence[float | None]) -> float | None:
+    """The largest bound; None if any of them is None."""
+    known = [one for one in variations if one is not None]
+    return max(known) if len(known) == len(variations) else None
 
 
 def meets(found: Bound | None, tolerance: float) -> bool:

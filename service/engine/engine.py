@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Literal, TypeVar
@@ -47,7 +48,7 @@ from service.engine.prompts import Prompts
 from service.engine.quick import Quick, QuickStep
 from service.engine.quick_window import QuickWindow, QuickWindows
 from service.engine.report import Report
-from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
+from service.engine.requests import CompareRequest, GenerateRequest, History, PredictRequest, ScoreRequest, StepRequest
 from service.engine.residents import Residents
 from service.engine.scores import Score, ScoredTokens, ScoreSummary
 from service.engine.scoring import Scorer, Scoring
@@ -305,13 +306,15 @@ class Engine:
 
     async def score(self, request: ScoreRequest) -> Score:
         """One log-probability for each given token. Raises InvalidRequest, TooLarge."""
-        logprobs: list[float] = []
+        logprobs: list[float | None] = []
+        error_bounds: list[float | None] = []
         async with aclosing(await self.scoring(request)) as scoring:
             async for item in scoring:
                 if isinstance(item, ScoredTokens):
                     logprobs.extend(item.logprobs)
+                    error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
-                    return Score(tuple(logprobs), item)
+                    return Score(tuple(logprobs), item, tuple(error_bounds) if request.truncated else None)
         raise AssertionError("this is a bug: a scoring ends with a summary")
 
     async def scoring(self, request: ScoreRequest) -> Scoring:
@@ -363,11 +366,22 @@ class Engine:
     # Sessions
 
     async def create_session(
-        self, session: str | None = None, mode: Mode | None = None, owner: Owner = ANYBODY
+        self,
+        session: str | None = None,
+        mode: Mode | None = None,
+        owner: Owner = ANYBODY,
+        history: History | None = None,
     ) -> SessionView:
-        """Starts a session, under the id given or a fresh one. Raises SessionExists, InvalidRequest, QuotaExceeded."""
+        """Starts a session, under the id given or a fresh one, at position 0 or behind `history`. A session of that id
+        that is still as this request makes it is answered as it is.
+
+        Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
+        """
+        if history is not None:
+            self._limits.tokens(history.tokens, "history")
         with self._admission.admitted():
-            return self._steps.view(await self._sessions.create(session, mode, owner))
+            record, created = await self._sessions.create(session, mode, owner, history)
+            return replace(self._steps.view(record), created=created)
 
     async def get_session(self, session: str) -> SessionView:
         """Looks at a session without touching its idle time. Raises UnknownSession."""

@@ -80,9 +80,10 @@ class Forward:
         return Outcome(_there(row.logits), self._slab.gather_hidden([slot])[0], top=row.top)
 
 
-def sequence(eos_id: int, tokens: Sequence[int]) -> NDArray[np.int64]:
-    """A whole sequence as the model is fed it: `<eos>` first. int64 (1 + n)."""
-    return np.array([eos_id, *tokens], np.int64)
+def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
+    """A sequence as the model is fed it: with `<eos>`, the start token, first, int64 (1 + n); or, where `truncated`
+    says that the tokens only end a longer sequence, without it, int64 (n)."""
+    return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
 
 
 def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:

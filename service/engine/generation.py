@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
-from service.engine.bounds import bound
+from service.engine.bounds import bound, largest
 from service.engine.deadline import until
 from service.engine.forward import Forward, Outcome, last
 from service.engine.generated import Finish, FinishReason, GeneratedToken
@@ -56,13 +56,14 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """A run of the last k tokens for each token."""
+    """A run of the last k tokens for each token. `position`: where the sequence is after `fed`; of a truncated one it
+    counts one token more than there are."""
 
-    def __init__(self, forward: Forward, fed: NDArray[np.int64], k: int, ticket: Ticket) -> None:
+    def __init__(self, forward: Forward, fed: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
         self.window = k
         self._forward = forward
-        self._position = len(fed) - 1
-        self._seen = last(fed, self._position, k)
+        self._position = position
+        self._seen = last(fed, position, k)
         self._ticket = ticket
 
     async def prompt(self) -> Outcome:
@@ -151,19 +152,14 @@ class Generation:
             tokens=tuple(stream.tokens),
             mode=self.mode,
             state=Origin.FULL if window is None else Origin.WINDOW,
-            error_bound=_largest(bounds),
+            error_bound=largest(bounds),
             window=window,
             latency=self._ticket.latency(),
         )
 
-    def _bound(self, outcome: Outcome, position: int) -> float | None:
-        """The bound of one distribution."""
-        k = self._source.window
-        found = bound(self._manifest.certificate, position if k is None else k, position, outcome.radius)
+    def _bound(self, outcome: Outcome, tokens: int) -> float | None:
+        """The bound of one distribution, which follows so many tokens."""
+        k = tokens if self._source.window is None else min(self._source.window, tokens)
+        position = tokens + self._request.truncated
+        found = bound(self._manifest.certificate, k, position, outcome.radius)
         return None if found is None else found.variation
-
-
-def _largest(bounds: list[float | None]) -> float | None:
-    """The largest; None where any is."""
-    known = [one for one in bounds if one is not None]
-    return max(known) if len(known) == len(bounds) else None

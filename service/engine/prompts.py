@@ -18,7 +18,7 @@ from service.engine.costs import Costs
 from service.engine.forward import Forward, sequence
 from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
 from service.engine.limits import Limits
-from service.engine.mode import Mode, Origin
+from service.engine.mode import Mode
 from service.engine.requests import GenerateRequest, PredictRequest
 from service.engine.slab import Slab
 from service.engine.ticket import Ticket
@@ -67,30 +67,30 @@ class Prompts:
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """What follows the tokens."""
-        fed = sequence(self._vocabulary.eos_id, request.tokens)
+        fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
         if request.mode is not Mode.AUTO:
             k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
-            return await self._answer(await self._run(request.mode, k, fed, ticket), request, ticket)
-        position = len(request.tokens)
+            return await self._answer(await self._run(request, request.mode, k, fed, ticket), request, ticket)
         for k in routing.ways(
             self._manifest.certificate,
-            position,
+            len(request.tokens),
             window=request.window,
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
             beside=self._beside,
-            cost=lambda k: self._costs.full(1 + position) if k is None else self._costs.window(k),
+            cost=lambda k: self._costs.full(len(fed)) if k is None else self._costs.window(k),
         ):
-            run = await self._run(Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
+            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
             if request.tolerance is not None and meets(run.bound, request.tolerance):
                 break
         return await self._answer(run, request, ticket)
 
-    async def _run(self, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket) -> _Run:
+    async def _run(
+        self, request: PredictRequest, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket
+    ) -> _Run:
         """One way of answering."""
-        position = len(fed) - 1
-        course = Course(mode, position, k, Origin.FULL, known=position)
+        course = Course.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
         recurrent: Part | None = None
         if mode is not Mode.WINDOW:
             outcome = await self._forward.full(fed, ticket)
@@ -106,10 +106,11 @@ class Prompts:
         `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
         for a token.
         """
-        fed = sequence(self._vocabulary.eos_id, request.tokens)
+        fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
         source: Source
         if request.mode is Mode.WINDOW:
-            source = WindowSource(self._forward, fed, request.window or self._limits.window, ticket)
+            position = len(request.tokens) + request.truncated
+            source = WindowSource(self._forward, fed, position, request.window or self._limits.window, ticket)
         else:
             slot = held.enter_context(self._slab.lease())
             source = RecurrentSource(self._forward, fed, slot, ticket)

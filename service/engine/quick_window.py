@@ -20,7 +20,7 @@ from service.engine.batch import Row, Work
 from service.engine.batcher import Batcher
 from service.engine.forward import outcome, sequence
 from service.engine.limits import Limits
-from service.engine.mode import Mode, Origin
+from service.engine.mode import Mode
 from service.engine.requests import PredictRequest
 from service.engine.ticket import Ticket
 from service.errors import Unavailable
@@ -55,8 +55,9 @@ class QuickWindows:
         if request.mode is not Mode.WINDOW or request.session is not None:
             return None
         k, tokens = request.window or self._limits.window, request.tokens
-        seen = np.array(tokens[-k:] if k < len(tokens) else (self.eos_id, *tokens), np.int64)
-        course = Course(Mode.WINDOW, len(tokens), k, Origin.FULL, len(tokens))
+        whole = k >= len(tokens) and not request.truncated
+        seen = np.array((self.eos_id, *tokens) if whole else tokens[-k:], np.int64)
+        course = Course.of_prompt(Mode.WINDOW, len(tokens), k, truncated=request.truncated)
         window = QuickWindow(self, request, ticket, course, Work("window", seen))
         self._batcher.enqueue(window)
         self._on_begin()
@@ -133,7 +134,7 @@ class QuickWindow:
             self.fail(error)
 
     def _fed(self) -> NDArray[np.int64]:
-        return sequence(self._windows.eos_id, self.request.tokens)
+        return sequence(self._windows.eos_id, self.request.tokens, truncated=self.request.truncated)
 
     def _succeed(self, answer: Answer) -> None:
         self._end()

@@ -22,6 +22,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
 MAX_KEY_CHARACTERS = 255
+MAX_POSITION = 10**14  # stores count exactly up to 2^53, about 9 * 10^15, in all of their scripts
 
 
 class ScoreMethod(StrEnum):
@@ -37,7 +38,8 @@ class PredictRequest:
 
     `window` is the k of modes auto, window and both (default: the model's own), `tolerance` the largest error bound
     that auto may answer with. From a session, auto is the session's own mode, and an answer whose bound does not
-    meet the tolerance is refused. What a mode has no use for is refused too.
+    meet the tolerance is refused. What a mode has no use for is refused too. `truncated`: the tokens end a longer
+    sequence, and no start token is fed.
     """
 
     tokens: tuple[int, ...] = ()
@@ -47,6 +49,7 @@ class PredictRequest:
     top_k: int = 5
     session: str | None = None
     deadline: float | None = None
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -54,6 +57,11 @@ class PredictRequest:
         elif self.tokens:
             raise InvalidRequest(
                 "predicting from a session appends nothing: give session or tokens, not both", "session"
+            )
+        elif self.truncated:
+            raise InvalidRequest(
+                "truncated is for tokens that the request brings, and a session knows how many it lacks",
+                "truncated",
             )
         _window(self.window, self.mode, Mode.AUTO, Mode.WINDOW, Mode.BOTH)
         if self.tolerance is not None:
@@ -63,6 +71,30 @@ class PredictRequest:
                     f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
                 )
         _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The last tokens of a sequence, which a new session goes on from at `position`.
+
+    All `position` tokens are the whole sequence, before which the start token is fed; fewer are the end of it.
+    """
+
+    tokens: tuple[int, ...]
+    position: int
+
+    def __post_init__(self) -> None:
+        _within("position", self.position, 0, MAX_POSITION)
+        if self.position and not self.tokens:
+            raise InvalidRequest(
+                f"position is {self.position}, but the history is empty: give the last tokens before that position",
+                "history",
+            )
+        if len(self.tokens) > self.position:
+            raise InvalidRequest(
+                f"the history has {len(self.tokens)} tokens, but position is {self.position}: there cannot be more",
+                "position",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +125,15 @@ class StepRequest:
 class ScoreRequest:
     """The log-probability of each of `tokens`, given those before it.
 
-    `tolerance` is the largest error bound wanted; in order there is no error.
+    `tolerance` is the largest error that chunks side by side may add; in order there is none. `truncated`: the tokens
+    end a longer sequence, and no start token is fed, so nothing predicts the first of them.
     """
 
     tokens: tuple[int, ...]
     method: ScoreMethod = ScoreMethod.SEQUENTIAL
     tolerance: float | None = None
     deadline: float | None = None
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -113,6 +147,7 @@ class GenerateRequest:
 
     `temperature` 0 is greedy; `top_k` and `top_p` of None keep every token; the same `seed` gives the same
     text, which ends before the first of the `stop` strings. Mode auto is recurrent; `window` is for mode window.
+    `truncated`: the tokens end a longer sequence, and no start token is fed.
     """
 
     tokens: tuple[int, ...]
@@ -125,6 +160,7 @@ class GenerateRequest:
     mode: Mode = Mode.AUTO
     window: int | None = None
     deadline: float | None = None
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)

@@ -13,6 +13,9 @@ AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # a class's member takes longer to 
 NEAR = 1.1
 """Costs are measured, and two that are this near are the same: the way with the smaller bound is taken."""
 
+UNASKED = 1e-3
+"""Where no tolerance was asked for: the largest bound at the model's own k with which `auto` answers by a window."""
+
 Cost = Callable[[int | None], float]
 """Seconds that an answer from the last k tokens takes, or, for None, one from all of them."""
 
@@ -31,8 +34,9 @@ def ways(
     """What `auto` does with `position` tokens and no state: the k to answer with, or None for all of them.
 
     `window` is the k that was asked for, `own` the model's, `largest` the most that may be used. Without a tolerance
-    it is the k asked for or the model's own; with one, the k asked for if the curve meets it there, or else the
-    smallest at which it does. All of the tokens are run instead where that costs no more: their answer is exact.
+    it is the k asked for, or the model's own if the curve is at most UNASKED there, or else all of the tokens; with
+    one, the k asked for if the curve meets it there, or else the smallest at which it does. All of the tokens are run
+    instead where that costs no more: no answer from them has a smaller bound.
     `beside`: runs of windows compute a bound for their own tokens, which may be far under the curve. Then a k comes
     first that is to be tried: it answers if its own bound meets the tolerance, or else what comes last does. A model
     that is not certified runs everything, and a k that covers everything is no window.
@@ -65,8 +69,8 @@ def rebuilt_from(
     All of them tell the most, and the state serves later steps too: `used` of them, so often as a state was found
     that had been there before, for each that had to be rebuilt. They are run where that costs no more than to answer
     all of these steps by windows. Otherwise states do not last, and one is made of the k that a window would be made
-    of: it meets the tolerance, costs the same, and is there for the next step. A model that is not certified needs all
-    of its tokens.
+    of: it meets the tolerance, costs the same, and is there for the next step. A model that is not certified, and one
+    of which the curve at its own k is over UNASKED where no tolerance was asked for, needs all of its tokens.
     """
     k = None
     if certificate.certified:
@@ -81,7 +85,7 @@ def _enough(
 ) -> int | None:
     """The k that is known to do before anything is run; None: all tokens."""
     if tolerance is None:
-        k = own if window is None else window
+        k = window or (own if meets(bound(certificate, own, position), UNASKED) else position)
     elif window is not None:
         k = window if meets(bound(certificate, window, position), tolerance) else position
     else:

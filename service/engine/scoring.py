@@ -7,6 +7,9 @@ asked for:
   an exact run meets one;
 - without a tolerance every joint is at most RESIDUAL, and `error_bound` says what is proved of that, if anything is.
 
+In a truncated sequence every answer has a bound of its own: that of the number of tokens before it, plus what the
+joints may add. A tolerance is for the joints only.
+
 The bound of a run with joints is the smaller of two, both with the rounding of two float32 runs added: the
 certificate's curve, at the tokens that chunks were warmed up over and one more, which the first answer knows; and what
 the joints that were measured can come to (`models/certificate/propagation.py`). It is the worst over all positions.
@@ -18,6 +21,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -25,7 +29,7 @@ import numpy as np
 from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
 from models.manifest import Manifest
-from service.engine.bounds import bound
+from service.engine import bounds
 from service.engine.deadline import until
 from service.engine.forward import sequence
 from service.engine.parallel import EXACT, Course, Demand, Parallel, Piece
@@ -62,31 +66,55 @@ class Scorer:
         self._eos_id = manifest.vocabulary.eos_id
         self._executor = executor
 
+    @cached_property
+    def _cut_off(self) -> tuple[float | None, ...]:
+        """The bounds of answers that know the last 1, 2, ... tokens of more; the last one holds beyond, too."""
+        certificate = self._certificate
+        ends = range(1, max(len(certificate.error_bound), 1) + 1)
+        found = [bounds.bound(certificate, known, known + 1) for known in ends]
+        return tuple(None if one is None else one.variation for one in found)
+
     async def score(self, request: ScoreRequest, ticket: Ticket) -> AsyncGenerator[Item, None]:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed."""
-        fed = sequence(self._eos_id, request.tokens)
+        fed = sequence(self._eos_id, request.tokens, truncated=request.truncated)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
+        unpredicted = (None,) if request.truncated else ()  # without a start token nothing predicts the first token
         settled, total, course = 0, 0.0, Course()
+        worst: list[float | None] = []
         with self._slab.lease() as slot:
             pieces = self._parallel.run("scan", fed[:-1], fed[1:], ticket, demand, read=ZERO, write=slot)
             try:
                 while (piece := await self._next(pieces, request.deadline)) is not None:
                     course = piece.course
                     if piece.logprobs is not None:
-                        yield ScoredTokens(settled, tuple(piece.logprobs.tolist()))
-                        settled += len(piece.logprobs)
+                        before = () if settled else unpredicted
+                        logprobs = (*before, *piece.logprobs.tolist())
+                        error_bounds: tuple[float | None, ...] | None = None
+                        if request.truncated:
+                            known = range(settled + len(before), settled + len(logprobs))
+                            with until(request.deadline):
+                                found = self._cut_off_at(known, await self._bound(course))
+                            worst.append(bounds.largest(found))
+                            error_bounds = (*before, *found)
+                        yield ScoredTokens(settled, logprobs, error_bounds)
+                        settled += len(logprobs)
                         total += float(piece.logprobs.sum())
-                    yield ScoreProgress(piece.done, len(request.tokens))
+                    yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
             finally:
                 await pieces.aclose()
+        if not settled:  # one token, which nothing predicts: there was nothing to run
+            yield ScoredTokens(0, unpredicted, unpredicted)
+            yield ScoreProgress(1, 1)
+            settled, worst = 1, [None]
         with until(request.deadline):
-            bound = await self._bound(course)
+            bound = bounds.largest(worst) if request.truncated else await self._bound(course)
+        predicted = settled - len(unpredicted)
         yield ScoreSummary(
             tokens=settled,
-            perplexity=math.exp(min(-total / settled, LARGEST_EXPONENT)),
+            perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
             chunks=course.chunks,
             warm_up=course.warm_up,
             rounds=course.rounds,
@@ -94,6 +122,12 @@ class Scorer:
             error_bound=bound,
             latency=ticket.latency(),
         )
+
+    def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
+        """The bounds of answers that know so many tokens of a truncated sequence each, where `joints` is the most that
+        the joints of the run may add to any."""
+        found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
+        return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
     async def _next(self, pieces: AsyncGenerator[Piece, None], deadline: float | None) -> Piece | None:
         with until(deadline):
@@ -121,7 +155,7 @@ class Scorer:
     async def _bound(self, course: Course) -> float | None:
         """How far any answer of the run can be from the run in order, in total variation."""
         if not course.residual:
-            found = bound(self._certificate, 0, 0)  # no token is left out
+            found = bounds.bound(self._certificate, 0, 0)  # no token is left out
             return None if found is None else found.variation
         if not self._bounded or course.warm_up is None:
             return None

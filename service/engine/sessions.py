@@ -15,11 +15,18 @@ from enum import Enum, auto
 
 from service.engine.mode import Mode
 from service.engine.ownership import ANYBODY, Owner, id_of, name_within
-from service.engine.requests import StepRequest
+from service.engine.requests import History, StepRequest
 from service.engine.residents import Resident, Residents
 from service.engine.slab import START
 from service.engine.turns import Turn, Turns
-from service.errors import InvalidRequest, PositionConflict, SessionExists, TokenizerChanged, UnknownSession
+from service.errors import (
+    IdempotencyKeyReused,
+    InvalidRequest,
+    PositionConflict,
+    SessionExists,
+    TokenizerChanged,
+    UnknownSession,
+)
 from service.metrics import Metrics
 from service.stores.snapshots import due
 from service.stores.store import LastStep, Ready, Record, Snapshot, Store, digest, follows
@@ -55,25 +62,36 @@ def of_key(key: str | None) -> bytes | None:
 def place(record: Record, request: StepRequest) -> Place:
     """Whether a step comes next, or repeats the last one.
 
-    It repeats the last one if it has that one's key, or, without a key, that one's tokens, and does not claim to
-    start elsewhere. A step that carries neither position nor key is always next: there is nothing to tell a retry
-    from a wish for the same tokens again.
-    Raises PositionConflict when it claims to start where the session is not.
+    It repeats the last one if it has the same tokens and starts where that one started, and has the same key if it
+    carries one. A step with the last one's key may leave out the position. A step that carries neither position nor
+    key always comes next: nothing tells a retry from a wish for the same tokens again.
+    Raises IdempotencyKeyReused when the last step's key comes with other tokens or another position, and
+    PositionConflict when the step claims to start where the session is not.
     """
-    last = record.last
-    start = request.expected_position
-    if start == record.position:
+    last, start = record.last, request.expected_position
+    if last is not None and request.idempotency_key is not None and has_last_key(record, request):
+        if start not in (None, last.start):
+            raise IdempotencyKeyReused(
+                f"the idempotency key is that of the session's last step, which starts at {last.start}, but this step "
+                f"starts at {start}",
+                record.position,
+            )
+        if of_tokens(request.tokens) != last.tokens:
+            raise IdempotencyKeyReused(
+                "the idempotency key is that of the session's last step, which has other tokens", record.position
+            )
+        return Place.REPLAY
+    if start is None or start == record.position:
         return Place.NEXT
-    if last is not None:
-        if request.idempotency_key is not None:
-            repeats = of_key(request.idempotency_key) == last.key and start in (None, last.start)
-        else:
-            repeats = start == last.start and of_tokens(request.tokens) == last.tokens
-        if repeats:
-            return Place.REPLAY
-    if start is None:
-        return Place.NEXT
+    if last is not None and request.idempotency_key is None and (start, of_tokens(request.tokens)) == last[:2]:
+        return Place.REPLAY
     raise conflict(record, start)
+
+
+def has_last_key(record: Record, request: StepRequest) -> bool:
+    """Whether the step carries the key of the session's last step."""
+    key = of_key(request.idempotency_key)
+    return key is not None and record.last is not None and record.last.key == key
 
 
 def conflict(record: Record, start: int | None) -> PositionConflict:
@@ -120,18 +138,32 @@ class Sessions:
         self._caught_up = metrics.caught_up.labels(model)
         self._conflicts = metrics.conflicts.labels(model)
 
-    async def create(self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY) -> Record:
-        """A new session at position 0, of 128 random bits for an id if none is given.
+    async def create(
+        self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
+    ) -> tuple[Record, bool]:
+        """A new session, of 128 random bits for an id if none is given, at position 0 or behind `history`; and True.
 
+        A session of that id that is still as this request makes it is the answer, too: then with False.
         Raises SessionExists, InvalidRequest for a bad id, Overloaded, QuotaExceeded.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
+        position, tail = 0, self._empty
+        if history is not None:
+            position = history.position
+            tail = tail.ending(history.tokens, position, self._store.tail_tokens)
         record = Record(
-            session, self._model, self._version, mode or Mode.AUTO, 0, self._empty, vocabulary=self._vocabulary
+            session, self._model, self._version, mode or Mode.AUTO, position, tail, vocabulary=self._vocabulary
         )
-        if not await self._store.create(record, owner.sessions):
-            raise SessionExists(f"session {given!r} exists already")
-        return (self._store.recall(session) or record)._replace(idle_s=0.0)
+        while not await self._store.create(record, owner.sessions):
+            there = await self._store.get(session)
+            if there is None:  # it has ended meanwhile
+                continue
+            if not _is_as_created(there, record):
+                raise SessionExists(f"session {given!r} exists already, and is not as this request would create it")
+            await self._store.touch(session)
+            return there._replace(idle_s=0.0), False
+        self._residents.drop(session)  # of an earlier session of that id, which may have been at the same revision
+        return (self._store.recall(session) or record)._replace(idle_s=0.0), True
 
     def turn(self, session: str) -> Turn:
         """The session's turn, as an asynchronous context manager. Raises Overloaded."""
@@ -195,7 +227,7 @@ class Sessions:
     def _comes_next(self, record: Record, request: StepRequest) -> bool:
         if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
             return False
-        if request.expected_position is None and request.idempotency_key is not None:
+        if request.idempotency_key is not None and (request.expected_position is None or has_last_key(record, request)):
             return False
         if self._snapshot_tokens is None or record.snapshot is not None:
             return True
@@ -321,6 +353,12 @@ class Sessions:
         count = await self.expire()
         resident = len(self._residents)
         return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
+
+
+def _is_as_created(there: Record, record: Record) -> bool:
+    """Whether a session is as `record` has it, which is that of a session without a step."""
+    kept = there.model, there.vocabulary, there.mode, there.position, there.tail
+    return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 
 
 def _reaches(record: Record, position: int) -> bool:

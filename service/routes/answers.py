@@ -143,7 +143,15 @@ def _percentiles(given: Percentiles) -> PercentilesDocument:
 
 
 def score(engine: Engine, tokens: tuple[int, ...], given: Score) -> ScoreDocument:
-    return {**score_summary(engine, given.summary), "tokens": list(tokens), "logprobs": list(given.logprobs)}
+    document: ScoreDocument = {
+        **score_summary(engine, given.summary),
+        "tokens": list(tokens),
+        "logprobs": list(given.logprobs),
+        "error_bounds": list(given.error_bounds or ()),
+    }
+    if given.error_bounds is None:
+        del document["error_bounds"]
+    return document
 
 
 def score_progress(given: ScoreProgress) -> ScoreProgressDocument:
@@ -152,11 +160,14 @@ def score_progress(given: ScoreProgress) -> ScoreProgressDocument:
 
 def scored(tokens: tuple[int, ...], given: ScoredTokens) -> ScoredTokensDocument:
     end = given.position + len(given.logprobs)
-    return {
+    document: ScoredTokensDocument = {
         "position": given.position,
         "tokens": list(tokens[given.position : end]),
         "logprobs": list(given.logprobs),
     }
+    if given.error_bounds is not None:
+        document["error_bounds"] = list(given.error_bounds)
+    return document
 
 
 def score_summary(engine: Engine, given: ScoreSummary) -> ScoreSummaryDocument:

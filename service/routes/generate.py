@@ -50,6 +50,7 @@ async def generate(request: Request) -> Response:
             mode=body.mode,
             window=body.window,
             deadline=deadline(request),
+            truncated=body.truncated,
         )
         generated = await engine.generate(wanted)
         if not body.stream:

@@ -54,6 +54,7 @@ def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session:
         top_k=body.top_k,
         session=session,
         deadline=deadline(request),
+        truncated=body.truncated,
     )
 
 

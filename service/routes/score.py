@@ -36,15 +36,15 @@ router = APIRouter(tags=["predict"])
 async def score(request: Request) -> Response:
     """The log-probability of every token of a text: run in order, or in chunks side by side.
 
-    With `stream`: events `progress` (`done`, `total`), `tokens` (`position`, `tokens`, `logprobs`) in order, as they
-    are settled, then `finish`; a failure is `error`.
+    With `stream`: events `progress` (`done`, `total`), `tokens` (`position`, `tokens`, `logprobs`, and with `truncated`
+    `error_bounds`) in order, as they are settled, then `finish`; a failure is `error`.
     """
     body = await decode(request, ScoreBody)
     engine = catalog(request).get(body.model)
     note_model(request, engine)
     with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
-        wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request))
+        wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request), body.truncated)
         if not body.stream:
             return answers.reply(answers.score(engine, tokens, await engine.score(wanted)))
         scoring = await engine.scoring(wanted)

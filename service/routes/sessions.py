@@ -11,32 +11,52 @@ from starlette.responses import Response
 
 from service.documents.answers import AnswerDocument
 from service.documents.sessions import SessionDocument
-from service.engine.requests import StepRequest
+from service.engine.engine import Engine
+from service.engine.requests import History, StepRequest
 from service.errors import InvalidRequest, shown
 from service.routes import answers
 from service.routes.context import catalog, deadline, header, named, note_answer, note_model, owner
 from service.routes.decode import decode, headers, json_body, tokens_of
 from service.routes.hangup import until_hangup
-from service.schemas import RewindBody, SessionBody, StepBody
+from service.schemas import IDEMPOTENCY, RewindBody, SessionBody, StepBody
 
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id")]
 POSITION = "x-wane-position"
 IDEMPOTENCY_KEY = "idempotency-key"
-STEP_HEADERS = headers(
-    {POSITION: "as `expected_position`", IDEMPOTENCY_KEY: "a step sent again with the last one's key is not appended"}
-)
+STEP_HEADERS = headers({POSITION: "as `expected_position`", IDEMPOTENCY_KEY: IDEMPOTENCY})
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
 
-@router.post("", status_code=201, response_model=SessionDocument, openapi_extra=json_body(SessionBody))
+@router.post(
+    "",
+    status_code=201,
+    response_model=SessionDocument,
+    openapi_extra=json_body(SessionBody),
+    responses={200: {"model": SessionDocument, "description": "It exists, still as this request creates it"}},
+)
 async def create(request: Request) -> Response:
-    """Starts a session at position 0, under an id of your own or a new one."""
+    """Starts a session under an id of your own or a new one: at position 0, or at `position` behind its last tokens.
+
+    Sent again before the first step, the same request is answered 200 with the session.
+    """
     body = await decode(request, SessionBody)
     engine = catalog(request).get(body.model)
     note_model(request, engine)
-    document = answers.session(engine, await engine.create_session(body.session, body.mode, owner(request)))
-    return answers.reply(document, 201, {"location": f"/v1/sessions/{document['session']}"})
+    with until_hangup(request):
+        history = await _history(engine, body, deadline(request))
+    view = await engine.create_session(body.session, body.mode, owner(request), history)
+    document = answers.session(engine, view)
+    return answers.reply(document, 201 if view.created else 200, {"location": f"/v1/sessions/{document['session']}"})
+
+
+async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
+    """What the session goes on from; None where it starts at position 0. Raises InvalidRequest, TooLarge."""
+    if body.position is None:
+        return None
+    if body.input is not None:
+        return History(await tokens_of(engine, body.input, until), body.position)
+    return History(tuple(body.history or ()), body.position)
 
 
 @router.head("/{session}", include_in_schema=False)

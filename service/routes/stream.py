@@ -16,7 +16,8 @@ a * stands, where there is none), and the socket is closed:
     1012   the server is loading or stopping: come again
     1013   over the key's rate when it came; * too much is being received from everybody: come again
     4404   there is no such session, or no more
-    4409   the session is not where the client says: what follows in the client's order would be wrong too
+    4409   the session is not where the client says, or the last step's key comes with another step: what follows in
+           the client's order would be wrong too
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ class DegradingStore:
                 return False
             loose = self._loosen(fresh, [NOBODY, written.mark(fresh.revision)])  # it may be there, and nobody said so
             loose.counts = most is not None
+            loose.since = 0  # no state of an earlier one is its own
             created = True
         if created:
             self._overruled.pop(session, None)

@@ -91,7 +91,7 @@ class RedisStore:
         that id exists."""
         made = False
         try:
-            made = await self.replace(fresh, [NOBODY]) is not None
+            made = await self.replace(fresh, [NOBODY], since=0) is not None  # no state of an earlier one is its own
         finally:
             if counts:  # where none was made, its place is free, or that of the one that is there already
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))

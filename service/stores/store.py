@@ -81,8 +81,8 @@ class Record(NamedTuple):
 
     @property
     def cut(self) -> int:
-        """How many tokens are no longer in the tail. 0 means all of the sequence is there: `<eos>` goes with
-        the first token."""
+        """How many tokens are not in the tail: cut off, or never known. 0 means all of the sequence is there: `<eos>`
+        goes with the first token."""
         return max(self.position - len(self.tail), 0)
 
     @property

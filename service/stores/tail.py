@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 class Tail:
     """Token ids as little-endian unsigned integers of `width` bytes, oldest first; immutable.
 
-    The leading `<eos>` of a sequence is part of its tail until the first token has been cut off.
+    The leading `<eos>` of a sequence is part of its tail until the first token has been cut off. A tail that began with
+    the end of a longer sequence never has it.
     """
 
     data: bytes
@@ -44,6 +45,14 @@ class Tail:
         else:
             data = self.data + b"".join([token.to_bytes(width, "little") for token in tokens])
         return Tail(data if position <= keep else data[-keep * width :], width)
+
+    def ending(self, tokens: Sequence[int], position: int, keep: int) -> Tail:
+        """That of a sequence at `position` which ends in `tokens`, where this one is of a sequence with none yet.
+
+        With fewer tokens than `position` the beginning is not known, and `<eos>` is no part of it.
+        """
+        start = self if len(tokens) == position else Tail(b"", self.width)
+        return start.append(tokens, position, keep)
 
     def without_last(self, count: int) -> Tail:
         """Without the latest `count` tokens. At least one token must remain."""

@@ -23,6 +23,7 @@ from training.audit_report import AuditReport
 
 EXAMPLE = ROOT / "examples" / "outside_lstm.py"
 PROMPT = "You may reproduce and"
+SHORT = "You"
 
 
 def test_the_example_knows_nothing_of_wane() -> None:
@@ -35,8 +36,9 @@ def test_the_example_knows_nothing_of_wane() -> None:
     assert imported == {"__future__", "argparse", "pathlib", "tokenizers", "torch"}
 
 
-def outside_predictions(folder: Path) -> torch.Tensor:
-    """What the model's own code predicts after the prompt: probabilities (V)."""
+def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -> torch.Tensor:
+    """What the model's own code predicts after the prompt, before which it is fed the start token unless `truncated`:
+    probabilities (V)."""
     spec = importlib.util.spec_from_file_location("outside_lstm", EXAMPLE)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -44,7 +46,8 @@ def outside_predictions(folder: Path) -> torch.Tensor:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = example.LanguageModel(tokenizer.get_vocab_size(), 32, 2).eval()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True)["model"])
-    tokens = [tokenizer.token_to_id("<|endoftext|>"), *tokenizer.encode(PROMPT).ids]
+    start = [] if truncated else [tokenizer.token_to_id("<|endoftext|>")]
+    tokens = [*start, *tokenizer.encode(prompt).ids]
     with torch.no_grad():
         return torch.softmax(model(torch.tensor([tokens]))[0][0, -1], -1)
 
@@ -91,13 +94,21 @@ def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
             wait_until(lambda: is_ready(client), server)
-            answer = client.post("/v1/predict", json={"input": PROMPT, "mode": "recurrent", "top_k": 5}).json()
+            asked = {"mode": "recurrent", "top_k": 5}
+            answers = [
+                (prompt, truncated, client.post("/v1/predict", json={**asked, "input": prompt, "truncated": truncated}))
+                for prompt, truncated in ((PROMPT, False), (PROMPT, True), (SHORT, False), (SHORT, True))
+            ]
     finally:
         server.send_signal(signal.SIGTERM)
         output, _ = server.communicate(timeout=TIMEOUT_S)
     assert server.returncode == 0, output
-    expected = outside_predictions(outside)
-    top = torch.topk(expected, 5)
-    assert answer["model"] == "model"
-    assert [one["token_id"] for one in answer["predictions"]] == top.indices.tolist()
-    assert [one["probability"] for one in answer["predictions"]] == pytest.approx(top.values.tolist(), abs=1e-5)
+    for prompt, truncated, response in answers:
+        answer, expected = response.json(), outside_predictions(outside, prompt, truncated=truncated)
+        top = torch.topk(expected, 5)
+        assert answer["model"] == "model"
+        assert [one["token_id"] for one in answer["predictions"]] == top.indices.tolist()
+        assert [one["probability"] for one in answer["predictions"]] == pytest.approx(top.values.tolist(), abs=1e-5)
+        assert (answer["error_bound"] == 0.0) is not truncated
+    begun, own = (outside_predictions(outside, SHORT, truncated=truncated) for truncated in (False, True))
+    assert float((begun - own).abs().max()) > 1e-3  # what the start token makes of a short input

@@ -10,6 +10,7 @@ import pytest
 
 from models.reference import Reference
 from service.engine.answers import Answer
+from service.engine.distribution import log_softmax
 from service.engine.engine import Engine
 from service.engine.generated import GeneratedToken
 from service.engine.margin import Margin
@@ -68,6 +69,30 @@ async def test_a_thousand_tokens_streamed_are_a_thousand_tokens_scored(engine: E
     assert answer.error_bound == 0.0
     whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
     assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
+
+
+async def test_a_truncated_sequence_is_the_models_own_forward_pass_over_its_tokens_and_no_others(
+    engine: Engine,
+) -> None:
+    (path,) = (path for path in PATHS if path.name == engine.name)
+    bundle, _ = opened(path)
+    oracle = Reference(bundle.manifest.architecture, bundle.weights())
+    tokens = some_tokens(engine, 12)
+    state, expected = oracle.zero_state(1), []
+    for token in tokens:
+        hidden, state = oracle.advance(np.array([token]), state)
+        expected.append(log_softmax(oracle.logits(hidden)[0]))
+    for count in (1, 12):
+        request = PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100, truncated=True)
+        answer = await engine.predict(request)
+        own = {token: float(expected[count - 1][token]) for token in logprobs(answer)}
+        assert logprobs(answer) == pytest.approx(own, abs=1e-4)
+        begun = await engine.predict(PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100))
+        assert logprobs(begun) != pytest.approx(own, abs=1e-4)
+        assert (begun.error_bound, answer.error_bound) == (0.0, engine.manifest.certificate.error_bound_at(count))
+    score = await engine.score(ScoreRequest(tokens, truncated=True))
+    own_scores = [float(expected[index][token]) for index, token in enumerate(tokens[1:])]
+    assert score.logprobs[1:] == pytest.approx(own_scores, abs=1e-4)
 
 
 async def test_a_window_of_at_least_the_position_is_recurrent_bit_for_bit(engine: Engine) -> None:

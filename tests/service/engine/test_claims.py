@@ -94,6 +94,12 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 answer = await engine.predict(request)
                 assert answer.error_bound is not None and answer.error_bound <= tolerance
                 tally.check(small, tokens, answer)
+                known = tuple(tokens[-int(random.integers(1, len(tokens))) :])
+                for mode, window in ((Mode.RECURRENT, None), (Mode.WINDOW, k), (Mode.BOTH, k), (Mode.AUTO, None)):
+                    request = PredictRequest(known, mode=mode, window=window, top_k=EVERYTHING, truncated=True)
+                    tally.check(small, tokens, await engine.predict(request))
+                request = PredictRequest(known, tolerance=tolerance, top_k=EVERYTHING, truncated=True)
+                tally.check(small, tokens, await engine.predict(request))
     view = await engine.get_session(session)
     answer = await engine.predict(PredictRequest(session=session, top_k=EVERYTHING))
     if view.error_bound is not None:  # what is said before the run holds after it; the run may know better

@@ -72,6 +72,25 @@ async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_be
         assert (await generate(bench, request))[1].error_bound == bound
 
 
+@pytest.mark.parametrize("k", [None, 3, 12, 100])
+async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(make_bench: MakeBench, k: int | None) -> None:
+    bench = make_bench(certified=True, window=4, max_window=140)
+    mode = Mode.AUTO if k is None else Mode.WINDOW
+    request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=mode, window=k, truncated=True)
+    tokens, finish = await generate(bench, request)
+    seen = list(PROMPT)
+    for one in tokens:
+        assert one.token_id == bench.runner.logits(seen if k is None else seen[-k:]).argmax()
+        seen.append(one.token_id)
+    assert finish.error_bound == bench.manifest.certificate.error_bound_at(len(PROMPT) if k is None else min(k, 10))
+    assert finish.state is (Origin.FULL if k is None else Origin.WINDOW)
+
+
+async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(bench: Bench) -> None:
+    request = GenerateRequest(PROMPT, max_tokens=2, temperature=0, truncated=True)
+    assert (await generate(bench, request))[1].error_bound is None
+
+
 async def test_the_same_seed_gives_the_same_text_and_another_another(bench: Bench) -> None:
     async def text(seed: int) -> tuple[int, ...]:
         return (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens

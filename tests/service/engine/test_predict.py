@@ -58,6 +58,66 @@ async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for
     assert window.error_bound == 0.0
 
 
+# Truncated sequences
+
+
+@pytest.mark.parametrize(
+    ("mode", "window", "tolerance", "used", "k"),
+    [
+        (Mode.RECURRENT, None, None, Mode.RECURRENT, None),
+        (Mode.WINDOW, 60, None, Mode.WINDOW, 60),
+        (Mode.WINDOW, None, None, Mode.WINDOW, 130),
+        (Mode.WINDOW, 200, None, Mode.WINDOW, 150),
+        (Mode.BOTH, 60, None, Mode.BOTH, 60),
+        (Mode.BOTH, 200, None, Mode.BOTH, 150),
+        (Mode.AUTO, None, None, Mode.WINDOW, 130),
+        (Mode.AUTO, 60, None, Mode.WINDOW, 60),
+        (Mode.AUTO, 200, None, Mode.RECURRENT, None),
+        (Mode.AUTO, None, 1e-12, Mode.RECURRENT, None),
+        (Mode.AUTO, 60, 1e-12, Mode.RECURRENT, None),
+        (Mode.AUTO, None, 0.1, Mode.WINDOW, 66),
+    ],
+)
+async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_its_tokens(
+    make_bench: MakeBench, mode: Mode, window: int | None, tolerance: float | None, used: Mode, k: int | None
+) -> None:
+    bench = make_bench(certified=True, window=130, max_window=200)
+    certificate = bench.manifest.certificate
+    assert certificate.smallest_window(0.1) == 66
+    tokens = TOKENS * 15
+    request = PredictRequest(tokens, mode=mode, window=window, tolerance=tolerance, truncated=True)
+    answer = await bench.engine.predict(request)
+    assert (answer.mode, answer.window) == (used, k)
+    assert answer.state is (Origin.WINDOW if used is Mode.WINDOW else Origin.FULL)
+    known = k if used is Mode.WINDOW and k is not None else 150
+    assert answer.error_bound == certificate.error_bound_at(known)
+    assert answer.state_error_bound == pytest.approx((certificate.state_error_at(known) or 0) + 1e-6)
+    lengths = [150] if k is None else [k] if used is Mode.WINDOW else [150, k]
+    assert bench.runner.calls == [("window", [list(tokens[-length:])]) for length in lengths]
+    if answer.agreement is not None and k is not None:
+        assert answer.agreement.error_bound == certificate.error_bound_at(k)
+        assert answer.agreement.total_variation <= answer.agreement.error_bound
+
+
+async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(bench: Bench) -> None:
+    for mode in Mode:
+        answer = await bench.engine.predict(PredictRequest(TOKENS, mode=mode, truncated=True))
+        assert (answer.error_bound, answer.state_error_bound, answer.top1_proved) == (None, None, False)
+        if answer.agreement is not None:
+            assert answer.agreement.error_bound is None
+
+
+async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_a_sequence_of_their_own(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(certified=True, window=130, max_window=200)
+    window = await bench.engine.predict(PredictRequest(TOKENS * 15, mode=Mode.WINDOW, window=9))
+    truncated = await bench.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT, truncated=True))
+    assert (truncated.predictions, truncated.error_bound) == (window.predictions, window.error_bound)
+    begun = await bench.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT))
+    assert (begun.predictions == window.predictions, begun.error_bound) == (False, 0.0)
+
+
 async def test_auto_of_a_certified_model_is_its_own_window(make_bench: MakeBench) -> None:
     bench = make_bench(certified=True, window=130, max_window=200, tail_tokens=200)
     assert bench.manifest.certificate.certified
@@ -67,6 +127,19 @@ async def test_auto_of_a_certified_model_is_its_own_window(make_bench: MakeBench
     assert answer.error_bound == bench.manifest.certificate.error_bound_at(130)
     short = await bench.engine.predict(PredictRequest(tokens[:130]))
     assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
+
+
+async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises_too_little(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(certified=True, window=64, max_window=200)
+    curve = bench.manifest.certificate.error_bound_at
+    tokens = TOKENS * 30
+    answer = await bench.engine.predict(PredictRequest(tokens))
+    assert (curve(64) or 0) > 1e-3
+    assert (answer.mode, answer.window, answer.state, answer.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
+    asked = await bench.engine.predict(PredictRequest(tokens, window=64))
+    assert (asked.mode, asked.window, asked.error_bound) == (Mode.WINDOW, 64, curve(64))
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.1, 1e-3])

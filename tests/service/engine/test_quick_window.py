@@ -52,6 +52,16 @@ async def test_one_that_is_begun_answers_what_a_prediction_answers(bench: Bench)
     assert bench.engine.asked == 2
 
 
+@pytest.mark.parametrize(("k", "run"), [(2, [6, 7]), (3, [5, 6, 7]), (4, [5, 6, 7])])
+async def test_one_of_a_truncated_sequence_runs_its_last_tokens_without_a_start_token(
+    bench: Bench, k: int, run: list[int]
+) -> None:
+    request = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=k, truncated=True)
+    answer = await begun(bench, request).answer
+    assert bench.runner.calls == [("window", [run])]
+    assert (answer.window, answer.error_bound) == (len(run), None)
+
+
 async def test_one_that_is_refused_is_refused_as_a_prediction(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="window is 10000"):
         bench.engine.begin_window(PredictRequest((5,), mode=Mode.WINDOW, window=10_000))

@@ -30,6 +30,18 @@ async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_
     assert asked.error_bound == epsilon(140)
 
 
+async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_own_k_promises_too_little(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(certified=True, window=64, max_window=140, tail_tokens=400)
+    session = (await bench.engine.create_session()).session
+    await bench.engine.step(StepRequest(session, (5,) * 300))
+    bench.engine._steps._found = 0.0
+    bench.engine._slab.drop(session)
+    rebuilt = await bench.engine.step(StepRequest(session, (6,)))
+    assert (rebuilt.state, rebuilt.error_bound) == (Origin.REBUILT, 0.0)
+
+
 async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(make_bench: MakeBench) -> None:
     bench = make_bench(certified=True, window=130, max_window=140, tail_tokens=400)
     epsilon = bench.manifest.certificate.error_bound_at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,14 +13,14 @@ import pytest
 
 from service.engine.answers import Answer
 from service.engine.mode import Mode, Origin
-from service.engine.requests import PredictRequest, StepRequest
-from service.errors import PositionConflict, Unavailable, UnknownSession
+from service.engine.requests import History, PredictRequest, StepRequest
+from service.errors import IdempotencyKeyReused, PositionConflict, SessionExists, Unavailable, UnknownSession
 from service.metrics import Metrics
 from service.settings import Settings
 from service.stores.opening import make_store
 from service.stores.store import Store
 from tests.service.engine.fakes import Bench
-from tests.service.engine.test_steps import MakeBench, expected
+from tests.service.engine.test_steps import MakeBench, expected, ranked
 from tests.service.stores.proxy import proxy
 from tests.service.stores.redis_server import RedisServer, redis_server
 from tests.service.stores.test_redis import until
@@ -112,6 +113,67 @@ async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_
     assert caught.value.position == 2
     assert (await step(one, 7)).position == 3
     assert (await step(other, 7)).position == 4  # the same token once more, and no repetition: it has no position
+
+
+async def test_a_key_that_comes_again_with_another_step_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    await step(one, 5, 0, key="k")
+    for bench in (one, other):
+        for token, position in ((6, None), (6, 0), (6, 1), (5, 1)):
+            with pytest.raises(IdempotencyKeyReused) as caught:
+                await step(bench, token, position, key="k")
+            assert caught.value.position == 1
+    assert (await step(other, 5, key="k")).replayed is True
+
+
+async def test_what_a_replica_remembers_does_not_refuse_a_key_that_the_store_has_forgotten(
+    make_replica: MakeReplica,
+) -> None:
+    one, other = await make_replica(), await make_replica()
+    await one.engine.create_session("s")
+    await step(one, 5, 0, key="k")
+    await other.engine.rewind("s", 0)
+    await step(other, 6, 0)
+    answer = await step(one, 7, 1, key="k")
+    assert (answer.position, answer.replayed) == (2, False)
+
+
+async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: MakeReplica) -> None:
+    certified = {"certified": True, "window": 4, "max_window": 140}
+    one, other = await make_replica(of_bench=certified), await make_replica(of_bench=certified)
+    epsilon = one.manifest.certificate.error_bound_at
+    history = History((5, 6, 7), 10)
+    view = await one.engine.create_session("s", history=history)
+    again = await other.engine.create_session("s", history=history)
+    assert (view.created, again.created, again.durable) == (True, False, True)
+    assert (view.state, view.error_bound) == (again.state, again.error_bound) == (Origin.REBUILT, epsilon(3))
+    fed = [5, 6, 7]
+    for position, bench in ((10, other), (11, one), (12, other)):
+        fed.append(position)
+        answer = await step(bench, position, position)
+        assert seen(answer) == ranked(one.runner.logits(fed))
+        assert (answer.position, answer.error_bound) == (position + 1, epsilon(len(fed)))
+    for bench in (one, other):
+        with pytest.raises(SessionExists):
+            await bench.engine.create_session("s", history=history)
+        assert (await bench.engine.get_session("s")).error_bound == epsilon(6)
+    assert (await one.engine.rewind("s", 8)).error_bound == epsilon(1)
+
+
+async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_history(
+    make_replica: MakeReplica, redis: RedisServer
+) -> None:
+    bench = await make_replica(store_away="degrade", of_bench={"certified": True, "max_window": 140})
+    redis.kill()
+    with suppress(Unavailable):
+        await bench.engine.get_session("nobody")
+    view = await bench.engine.create_session("s", history=History((5, 6), 4))
+    assert (view.durable, view.error_bound) == (False, bench.manifest.certificate.error_bound_at(2))
+    assert not (await bench.engine.create_session("s", history=History((5, 6), 4))).created
+    assert seen(await step(bench, 7, 4)) == ranked(bench.runner.logits([5, 6, 7]))
+    with pytest.raises(SessionExists):
+        await bench.engine.create_session("s", history=History((5, 6), 4))
 
 
 async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica: MakeReplica) -> None:

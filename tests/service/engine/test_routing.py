@@ -4,7 +4,7 @@ import pytest
 
 from models.manifest import Certificate
 from service.engine.mode import Mode
-from service.engine.routing import Cost, is_free, of_session, rebuilt_from, ways
+from service.engine.routing import UNASKED, Cost, is_free, of_session, rebuilt_from, ways
 from tests.service.engine.fakes import CONTRACTIVE, ROUNDING
 
 BOUNDS = tuple(0.5**k for k in range(1, 17))
@@ -21,7 +21,6 @@ def linear(tokens: int) -> Cost:
 @pytest.mark.parametrize(
     ("position", "window", "tolerance", "way"),
     [
-        (100, None, None, 4),
         (100, 9, None, 9),
         (4, None, None, None),
         (9, 9, None, None),
@@ -47,7 +46,8 @@ def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
 @pytest.mark.parametrize(
     ("position", "window", "tolerance", "expected"),
     [
-        (100, None, None, (4,)),
+        (100, None, None, (None,)),
+        (100, 3, None, (3,)),
         (100, None, 0.125, (3,)),
         (100, None, 0.5**4, (4,)),
         (100, None, 0.5**7, (7,)),
@@ -74,7 +74,7 @@ def test_everything_is_run_where_it_costs_no_more_than_the_window(of_all: float,
     def cost(k: int | None) -> float:
         return of_all if k is None else float(k)
 
-    assert ways(CERTIFIED, 100, window=None, own=4, largest=12, tolerance=None, beside=False, cost=cost) == (way,)
+    assert ways(CERTIFIED, 100, window=4, own=4, largest=12, tolerance=None, beside=False, cost=cost) == (way,)
 
 
 @pytest.mark.parametrize(("of_try", "expected"), [(4.0, (4, 8)), (4.1, (8,))])
@@ -87,11 +87,11 @@ def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: t
 @pytest.mark.parametrize(
     ("held", "tolerance", "used", "expected"),
     [
-        (40, None, 9.0, None),
-        (41, None, 9.0, 4),
-        (40, None, 8.0, 4),
-        (4, None, 0.0, None),
-        (5, None, 0.0, 4),
+        (40, 0.5**4, 9.0, None),
+        (41, 0.5**4, 9.0, 4),
+        (40, 0.5**4, 8.0, 4),
+        (4, 0.5**4, 0.0, None),
+        (5, 0.5**4, 0.0, 4),
         (40, 0.5**10, 3.0, None),
         (41, 0.5**10, 3.0, 10),
         (40, 0.0, 0.0, None),
@@ -103,6 +103,17 @@ def test_a_state_is_made_of_all_tokens_where_the_steps_that_it_serves_pay_for_th
 ) -> None:
     found = rebuilt_from(CERTIFIED, 100, held, own=4, largest=12, tolerance=tolerance, used=used, cost=linear(held))
     assert found == expected
+
+
+@pytest.mark.parametrize(("own", "k"), [(4, None), (9, None), (10, 10), (12, 12)])
+def test_without_a_tolerance_the_models_own_k_is_taken_only_where_the_curve_is_at_most_a_thousandth(
+    own: int, k: int | None
+) -> None:
+    assert (BOUNDS[own - 1] <= UNASKED) is (k is not None)
+    found = ways(CERTIFIED, 100, window=None, own=own, largest=12, tolerance=None, beside=True, cost=linear(100))
+    assert found == (k,)
+    rebuilt = rebuilt_from(CERTIFIED, 100, 50, own=own, largest=12, tolerance=None, used=0.0, cost=linear(50))
+    assert rebuilt == k
 
 
 def test_the_state_of_a_model_that_is_not_certified_is_made_of_all_tokens() -> None:

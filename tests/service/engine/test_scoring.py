@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from service.engine.distribution import log_softmax
-from service.engine.requests import ScoreRequest
+from service.engine.requests import ScoreMethod, ScoreRequest
+from service.engine.scoring import RESIDUAL
 from tests.service.engine.fakes import Bench
+from tests.service.engine.test_parallel import Told
 
 EOS = 0
 
@@ -39,3 +43,69 @@ async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
     monkeypatch.setattr(bench.runner, "_head", bench.runner._head * np.float32(1e4))
     score = await bench.engine.score(ScoreRequest((10, 11, 12)))
     assert np.isfinite(score.summary.perplexity)
+
+
+# Truncated sequences
+
+
+def truncated(bench: Bench, tokens: tuple[int, ...]) -> list[float]:
+    """The log-probability of every token but the first, from those before it alone."""
+    return [float(log_softmax(bench.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
+
+
+async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(certified=True, max_window=200)
+    epsilon = bench.manifest.certificate.error_bound_at
+    tokens = (10, 11, 12, 10)
+    score = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    assert score.logprobs[0] is None
+    assert score.logprobs[1:] == pytest.approx(truncated(bench, tokens), abs=1e-5)
+    assert score.error_bounds == (None, epsilon(1), epsilon(2), epsilon(3))
+    summary = score.summary
+    assert (summary.tokens, summary.error_bound) == (4, epsilon(1))
+    assert summary.perplexity == pytest.approx(np.exp(-np.mean(truncated(bench, tokens))))
+    assert bench.runner.calls == [("scan", [[10, 11, 12]])]
+
+
+async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tokens_before_it(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(certified=True, max_window=200)
+    tokens = tuple(10 + index % 97 for index in range(600))
+    score = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    assert len(score.logprobs) == 600
+    assert score.logprobs[300] == pytest.approx(truncated(bench, tokens[:301])[-1], abs=1e-5)
+    assert score.error_bounds is not None
+    assert score.error_bounds[1:] == tuple(bench.manifest.certificate.error_bound_at(known) for known in range(1, 600))
+
+
+async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 150}))
+    epsilon = bench.manifest.certificate.error_bound_at
+    tokens = tuple(10 + index * index % 97 for index in range(1500))
+    in_order = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    score = await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0.1, truncated=True))
+    summary = score.summary
+    assert (summary.chunks, summary.rounds) == (4, 1) and summary.max_residual > RESIDUAL
+    assert score.logprobs[0] is None and score.logprobs[1:] == pytest.approx(in_order.logprobs[1:], abs=0.5)
+    assert score.error_bounds is not None and in_order.error_bounds is not None
+    assert summary.warm_up is not None
+    joints = epsilon(summary.warm_up + 1)
+    assert joints is not None and 0 < joints <= 0.1
+    for known, found in enumerate(score.error_bounds[1:], 1):
+        alone = epsilon(known)
+        assert alone is not None and found == min(alone + joints, 1)
+    assert summary.error_bound == score.error_bounds[1]
+
+
+async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(bench: Bench) -> None:
+    score = await bench.engine.score(ScoreRequest((10,), truncated=True))
+    assert (score.logprobs, score.error_bounds) == ((None,), (None,))
+    assert (score.summary.tokens, score.summary.perplexity, score.summary.error_bound) == (1, None, None)
+    assert bench.runner.calls == []
+
+
+async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(bench: Bench) -> None:
+    score = await bench.engine.score(ScoreRequest((10, 11, 12), truncated=True))
+    assert (score.error_bounds, score.summary.error_bound) == ((None, None, None), None)
+    assert (await bench.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

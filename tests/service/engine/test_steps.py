@@ -15,6 +15,7 @@ from service.engine.requests import PredictRequest, ScoreRequest, StepRequest
 from service.engine.sessions import of_tokens
 from service.errors import (
     DeadlineExceeded,
+    IdempotencyKeyReused,
     InvalidRequest,
     Overloaded,
     PositionConflict,
@@ -59,7 +60,7 @@ async def start(bench: Bench, *tokens: int, mode: Mode | None = None) -> str:
 async def test_a_fresh_session_is_at_position_0_and_exact(bench: Bench) -> None:
     view = await bench.engine.create_session()
     assert (view.position, view.state, view.error_bound) == (0, Origin.RESIDENT, 0.0)
-    assert await bench.engine.get_session(view.session) == view
+    assert await bench.engine.get_session(view.session) == replace(view, created=False)
 
 
 async def test_steps_answer_as_the_model_does_on_everything_so_far(bench: Bench) -> None:
@@ -133,6 +134,30 @@ async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(b
         await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="l"))
     assert caught.value.position == 2
     assert caught.value.extra() == {"position": 2}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position"),
+    [((7,), None), ((7,), 1), ((7,), 2), ((6,), 0), ((6,), 2), ((6, 7), None), ((6,), 9)],
+    ids=str,
+)
+async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refused(
+    bench: Bench, tokens: tuple[int, ...], position: int | None
+) -> None:
+    session = await start(bench, 5)
+    await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    with pytest.raises(IdempotencyKeyReused, match="idempotency key") as caught:
+        await bench.engine.step(StepRequest(session, tokens, expected_position=position, idempotency_key="k"))
+    assert caught.value.extra() == {"position": 2}
+    assert (await bench.engine.get_session(session)).position == 2
+    next_ = await bench.engine.step(StepRequest(session, (7,), expected_position=2, idempotency_key="l"))
+    assert (next_.position, next_.replayed) == (3, False)
+
+
+async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(bench: Bench) -> None:
+    session = await start(bench, 5)
+    await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    assert (await bench.engine.step(StepRequest(session, (6,), expected_position=1))).replayed is True
 
 
 async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(bench: Bench) -> None:

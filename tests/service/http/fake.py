@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from models.manifest import SCHEMA_VERSION, Manifest
 from service.engine.abreast import abreast
@@ -15,7 +16,7 @@ from service.engine.mode import Mode, Origin
 from service.engine.ownership import ANYBODY, Owner, id_of, name_within
 from service.engine.presence import Presence
 from service.engine.quick import QuickStep
-from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
+from service.engine.requests import CompareRequest, GenerateRequest, History, PredictRequest, ScoreRequest, StepRequest
 from service.engine.scores import Score, ScoredTokens, ScoreProgress, ScoreSummary
 from service.engine.standing import Standing
 from service.errors import Unavailable, UnknownModel, UnknownSession
@@ -208,10 +209,15 @@ class FakeEngine:
         return Comparison(request.repeat, line(None), tuple(line(window) for window in request.windows))
 
     async def create_session(
-        self, session: str | None = None, mode: Mode | None = None, owner: Owner = ANYBODY
+        self,
+        session: str | None = None,
+        mode: Mode | None = None,
+        owner: Owner = ANYBODY,
+        history: History | None = None,
     ) -> SessionView:
-        await self._ask((session, mode))
-        return self._view(name_within(owner.name, "new" if session is None else session), mode or Mode.AUTO)
+        await self._ask((session, mode) if history is None else (session, mode, history))
+        name = name_within(owner.name, "new" if session is None else session)
+        return replace(self._view(name, mode or Mode.AUTO), created=True)
 
     async def get_session(self, session: str) -> SessionView:
         await self._ask(session)

@@ -62,6 +62,28 @@ async def test_what_a_prediction_asks_for_reaches_the_engine(client: httpx.Async
     assert asked == PredictRequest((97, 98), Mode.AUTO, 3, 0.5, 2, None, asked.deadline)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/predict", {"input": "ab"}),
+        ("/v1/predict", {"tokens": [97, 98]}),
+        ("/v1/predict", {"inputs": ["ab", [97, 98]]}),
+        ("/v1/score", {"input": "ab"}),
+        ("/v1/score", {"tokens": [97, 98], "stream": True}),
+        ("/v1/generate", {"input": "ab"}),
+    ],
+    ids=str,
+)
+async def test_that_tokens_end_a_longer_sequence_reaches_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, object]
+) -> None:
+    (await client.post(path, json=body)).raise_for_status()
+    (await client.post(path, json={**body, "truncated": True})).raise_for_status()
+    asked = [one for one in engine.asked if isinstance(one, PredictRequest | ScoreRequest | GenerateRequest)]
+    half = len(asked) // 2
+    assert [(one.tokens, one.truncated) for one in asked] == half * [((97, 98), False)] + half * [((97, 98), True)]
+
+
 async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await client.post("/v1/predict", json={"session": "s"})
     (asked,) = engine.asked

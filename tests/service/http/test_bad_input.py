@@ -137,9 +137,37 @@ def test_an_unknown_session_is_refused_by_name(http: httpx.Client, method: str, 
 
 
 def test_a_session_id_that_is_taken_is_refused(http: httpx.Client, session: str) -> None:
+    http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5]}).raise_for_status()
     assert (
         session in assert_problem(http.post("/v1/sessions", json={"session": session}), 409, "session_exists")["detail"]
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"history": [5, 6]}, "`history` holds the last tokens before a position: give `position`, too"),
+        ({"input": "the town"}, "`input` holds the last tokens before a position: give `position`, too"),
+        ({"history": [5], "input": "the", "position": 3}, "give `history` or `input`, not both"),
+        ({"position": 3}, "position is 3, but the history is empty"),
+        ({"history": [], "position": 3}, "position is 3, but the history is empty"),
+        ({"input": "", "position": 3}, "the input is empty"),
+        ({"history": [5, 6, 7], "position": 2}, "the history has 3 tokens, but position is 2"),
+        ({"history": [5], "position": -1}, "position is -1"),
+        ({"history": [5], "position": 2**62}, "position is 4611686018427387904"),
+        ({"history": [5], "position": 1.5}, "position must be an integer"),
+        ({"history": ["a"], "position": 3}, "history[0] must be an integer"),
+        ({"history": [5, -1], "position": 3}, "history[1] is -1, but the vocabulary has"),
+    ],
+    ids=str,
+)
+def test_a_history_that_cannot_be_is_refused(http: httpx.Client, body: object, said: str) -> None:
+    assert said in assert_problem(http.post("/v1/sessions", json=body), 422, "invalid_request")["detail"]
+
+
+def test_a_history_over_the_limit_is_too_large(http: httpx.Client) -> None:
+    response = http.post("/v1/sessions", json={"history": [5] * 65_537, "position": 10**6})
+    assert_problem(response, 413, "too_large")
 
 
 @pytest.mark.parametrize("wrong", ["", "a b", "a/b", "é", "x" * 129], ids=ascii)
@@ -235,6 +263,11 @@ def test_a_value_of_the_wrong_type_or_size_is_refused_by_name(
 @pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}, {"inputs": ["a"], "session": "s"}], ids=str)
 def test_a_prediction_of_nothing_or_of_two_things_is_refused(http: httpx.Client, body: object) -> None:
     assert "exactly one" in assert_problem(http.post("/v1/predict", json=body), 422, "invalid_request")["detail"]
+
+
+def test_a_session_is_not_truncated_by_a_prediction(http: httpx.Client, session: str) -> None:
+    response = http.post("/v1/predict", json={"session": session, "truncated": True})
+    assert assert_problem(response, 422, "invalid_request")["field"] == "truncated"
 
 
 def test_a_batch_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> None:

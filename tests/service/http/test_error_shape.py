@@ -13,6 +13,7 @@ from service.errors import (
     Abandoned,
     DeadlineExceeded,
     EarlierStepFailed,
+    IdempotencyKeyReused,
     InvalidRequest,
     LoadFailed,
     NotJson,
@@ -59,6 +60,7 @@ FAILURES = [
     (UnknownSession("no"), 404, "unknown_session"),
     (SessionExists("no"), 409, "session_exists"),
     (PositionConflict("no", 7), 409, "position_conflict"),
+    (IdempotencyKeyReused("no", 7), 409, "idempotency_key_reused"),
     (EarlierStepFailed("s"), 409, "earlier_step_failed"),
     (TokenizerChanged("s", "m", "2"), 409, "tokenizer_changed"),
     (LoadFailed("m", "no"), 422, "load_failed"),
@@ -89,7 +91,7 @@ async def test_what_the_engine_raises_has_one_shape(
     assert "secret" not in str(document)
 
 
-@pytest.mark.parametrize("failure", [FAILURES[10], FAILURES[14]], ids=lambda case: case[2])
+@pytest.mark.parametrize("failure", [FAILURES[11], FAILURES[15]], ids=lambda case: case[2])
 @pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
 async def test_what_the_catalog_raises_has_one_shape(
     client: httpx.AsyncClient, catalog: FakeCatalog, route: tuple[str, str, object], failure: tuple[Exception, int, str]

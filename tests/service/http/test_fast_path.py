@@ -356,6 +356,23 @@ async def test_a_step_that_is_refused_is_answered_as_the_application_would(
         assert stage.counted(status) == 2
 
 
+async def test_a_key_that_comes_again_with_another_step_is_refused_whichever_way_the_step_goes(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        keyed = step({"tokens": [6], "expected_position": 1}, "idempotency-key: k")
+        assert (await client.ask(keyed))[0] == 200
+        for body in ({"tokens": [7], "expected_position": 1}, {"tokens": [6], "expected_position": 2}):
+            again = step(body, "idempotency-key: k")
+            before = len(stage.asked)
+            answered, fast = await client.ask(again)
+            assert (answered, fast["code"], fast["position"]) == (409, "idempotency_key_reused", 2)
+            assert len(stage.asked) == before
+            answered, slow = await client.ask(*in_two(again))
+            assert (answered, shown(slow)) == (409, shown(fast))
+        status, replay = await client.ask(keyed)
+        assert (status, replay["replayed"], replay["position"]) == (200, True, 2)
+
+
 async def test_requests_in_one_packet_are_answered_in_their_order(serve: Serve) -> None:
     async with serve() as stage:
         client = await Client.of(stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from math import exp
 from typing import Any
 
 import httpx
@@ -82,6 +83,32 @@ async def test_a_score_whose_reader_leaves_is_given_up(server: SocketServer, eng
 )
 def test_a_score_that_cannot_be_is_refused_by_name(http: httpx.Client, body: object, field: str) -> None:
     assert assert_problem(http.post("/v1/score", json=body), 422, "invalid_request")["field"] == field
+
+
+@pytest.mark.parametrize("method", ["sequential", "parallel"])
+def test_a_truncated_score_has_a_bound_for_each_token_streamed_or_whole(http: httpx.Client, method: str) -> None:
+    body = {"model": "rnn-stable", "tokens": [5, 6, 7] * 300, "method": method, "truncated": True}
+    whole = http.post("/v1/score", json=body).json()
+    curve = http.get("/v1/models/rnn-stable").json()["certificate"]["error_bound"]
+    assert (whole["logprobs"][0], whole["error_bounds"][0]) == (None, None)
+    assert len(whole["logprobs"]) == len(whole["error_bounds"]) == 900
+    assert whole["error_bound"] == max(whole["error_bounds"][1:]) >= curve[0]
+    assert all(curve[min(known, 256) - 1] <= found for known, found in enumerate(whole["error_bounds"][1:], 1))
+    mean = sum(whole["logprobs"][1:]) / 899
+    assert whole["perplexity"] == pytest.approx(exp(-mean))
+    *before, (_, finish) = events(http.post("/v1/score", json={**body, "stream": True}).text)
+    tokens = [document for name, document in before if name == "tokens"]
+    assert [one for document in tokens for one in document["error_bounds"]] == whole["error_bounds"]
+    assert next(one for document in tokens for one in document["logprobs"]) is None
+    assert [document["done"] for name, document in before if name == "progress"][-1] == 900
+    assert finish["error_bound"] == whole["error_bound"]
+
+
+def test_one_truncated_token_is_scored_null(http: httpx.Client) -> None:
+    score = http.post("/v1/score", json={"tokens": [5], "truncated": True}).json()
+    found = (score["logprobs"], score["error_bounds"], score["perplexity"], score["error_bound"])
+    assert found == ([None], [None], None, None)
+    assert "error_bounds" not in http.post("/v1/score", json={"tokens": [5]}).json()
 
 
 @pytest.mark.parametrize("tolerance", [None, 0, 0.01])

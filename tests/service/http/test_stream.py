@@ -327,6 +327,22 @@ def test_another_client_on_the_same_session_is_noticed(live: LiveServer, http: h
         assert socket.close_code == 4409
 
 
+@pytest.mark.parametrize("again", [{"tokens": [7]}, {"tokens": [5], "expected_position": 1}], ids=str)
+def test_a_key_that_comes_again_with_another_step_is_refused(
+    live: LiveServer, http: httpx.Client, session: str, again: dict[str, Any]
+) -> None:
+    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
+        for replayed in (False, True):
+            socket.send('{"tokens": [5], "idempotency_key": "k"}')
+            assert json.loads(socket.recv())["replayed"] is replayed
+        socket.send(json.dumps({**again, "idempotency_key": "k"}))
+        error = json.loads(socket.recv())["error"]
+        assert (error["status"], error["code"], error["position"]) == (409, "idempotency_key_reused", 1)
+        with pytest.raises(ConnectionClosed):
+            socket.recv()
+        assert socket.close_code == 4409
+
+
 def test_a_server_that_stops_closes_its_streams() -> None:
     with live_server() as server:
         session = httpx.post(f"{server.url}/v1/sessions", json={}).json()["session"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from service.errors import PositionConflict, Unavailable
 from service.metrics import Metrics
@@ -15,6 +16,7 @@ from service.stores.degrading import DegradingStore
 from service.stores.redis import REPLACE, RedisStore
 from service.stores.redis_trips import Argument, Script
 from service.stores.store import Record, follows
+from service.stores.tail import Tail
 from tests.service.engine.fakes import Clock
 from tests.service.stores.conftest import MakeStore, settings_of
 from tests.service.stores.proxy import proxy
@@ -278,6 +280,27 @@ async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisSe
         assert found is not None
         assert found.tail.ids().tolist() == [0, 5]
         assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
+            await redis.delete(store.shared._keys("s")[0])  # the session has ended, and its state has not
+        assert await store.get("s") is None
+        server.kill()
+        with suppress(Unavailable):
+            await store.get("s")
+        assert await store.create(record(position=9, tail=Tail.start(0, 300).ending((7, 8), 9, 4)))
+        assert (await step(store, 10)).durable is False
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.tail.ids().tolist(), found.cut) == (10, [7, 8, 10], 7)
+        assert found.snapshot is None
 
 
 async def test_a_session_whose_rewind_was_not_answered_goes_on(

@@ -74,6 +74,39 @@ async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: M
     assert (found.cut, found.earliest) == (2, 3)
 
 
+async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServer, make_store: MakeStore) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    empty = Tail.start(0, 300)
+    for name, tokens, position in (("whole", (5, 6), 2), ("truncated", (5, 6), 3), ("long", (4, 5, 6, 7, 8), 9)):
+        begun = record(name, position=position, tail=empty.ending(tokens, position, 4))
+        assert await one.create(begun)
+        found = await other.get(name)
+        assert found is not None
+        assert (found.position, found.tail, found.cut) == (position, begun.tail, begun.cut)
+        grown = begun.tail
+        for index in range(4):
+            position += 1
+            grown = grown.append((20 + index,), position, 4)
+            found = await other.append(name, found.revision, (20 + index,), STEP) or found
+            here = await one.get(name)
+            assert here is not None
+            assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
+
+
+async def test_a_new_session_does_not_take_over_a_state_that_outlived_an_earlier_one(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+    await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT)
+    async with Redis.from_url(common.url) as redis:
+        await redis.delete(store._keys("s")[0])
+    assert await store.create(record(position=9, tail=Tail.start(0, 300).ending((7, 8), 9, 4)))
+    found = await store.get("s")
+    assert found is not None
+    assert (found.position, found.snapshot) == (9, None)
+
+
 async def test_an_id_is_taken_until_it_is_deleted(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     await begin(store)

@@ -48,6 +48,20 @@ def test_sessions_come_back_as_they_were_the_longest_idle_first(tmp_path: Path) 
     assert names(tmp_path) == ["sessions"]
 
 
+async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    begun = Record("s", "m", "1", Mode.AUTO, 9, Tail.start(0, 300).ending((5, 6), 9, 4), vocabulary="v")
+    store, _ = make_store(path)
+    await store.open()
+    assert await store.create(begun)
+    await store.close()
+    store, _ = make_store(path)
+    await store.open()
+    found = store.look("s")
+    assert found is not None
+    assert (found.position, found.tail.ids().tolist(), found.cut, found.earliest) == (9, [5, 6], 7, 8)
+
+
 def test_no_sessions_are_a_file_too(tmp_path: Path) -> None:
     saved.save(tmp_path / "sessions", [])
     assert saved.load(tmp_path / "sessions", 9) == []
