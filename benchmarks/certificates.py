@@ -9,6 +9,9 @@ Models of every cell, plain and residual, one to three layers, with weights scal
   that climb the gradient anywhere within reach, where any such state is covered. At every k the distance must stay
   within e_k plus the a priori rounding of two runs in that dtype. Models over a front have no such rounding term and
   are held, in float64 only, to e_k + 1e-9.
+- What is served for rounding: of every contractive model the `step` graph is exported and its rounding measured, as for
+  a bundle; pairs of float32 runs over thousands of steps (held tokens, cycles, what the adversary found, random ones)
+  must stay within e_k and that term, and each within its half of exact arithmetic.
 - The window: after all these pasts, and more that climb toward this one window, no run may end further from its end
   than its radius, no lead may move by more than by direction, no first token that is proved may lose, and no
   distribution may be further than the total variation by direction (float64).
@@ -43,7 +46,8 @@ KINDS = {"random": ("tab:blue", 0.95), "adversarial": ("tab:red", 1.0), "state":
 def violations(found: dict[str, object]) -> int:
     """Of all bounds of one model."""
     of_windows: dict[str, int] = found["request"]  # type: ignore[assignment]
-    return int(str(found["violations"])) + sum(of_windows[key] for key in OF_WINDOWS)
+    served = int(str(found.get("served_above", 0)))
+    return int(str(found["violations"])) + served + sum(of_windows[key] for key in OF_WINDOWS)
 
 
 def report(console: Console, results: list[dict[str, object]]) -> None:
@@ -78,6 +82,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
         key = f"{name}_passed_without_rounding"
         passed = sum(int(str(each.get(key, 0))) for each in results)
         console.print(f"{name}: {passed:,} distances were above e_k alone, without its rounding term")
+    report_served(console, results)
     report_windows(console, results)
     table = Table(title="Observed / bound of contractive models, float64: median (max)")
     table.add_column("cell, histories")
@@ -86,6 +91,25 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
     for (cell, kind), shares in tightness(results).items():
         cells = [f"{np.median(each):.2g} ({max(each):.3g})" if each else "-" for each in shares]
         table.add_row(f"{cell}, {kind}", *cells)
+    console.print(table)
+
+
+def report_served(console: Console, results: list[dict[str, object]]) -> None:
+    """The served term for rounding against float32 runs of the exported step graph."""
+    table = Table(title="Served rounding, float32 graphs, thousands of steps; observed / served: median (max)")
+    for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
+        table.add_column(heading, justify="right")
+    for cell in (*CELLS, "all"):
+        for sequences in ("all", "probed") if cell != "all" else ("all", "probed", None):
+            rows = [each for each in results if cell in (each["cell"], "all") and "served_pairs" in each]
+            rows = [each for each in rows if sequences in (each["served_sequences"], None)]
+            shares = []
+            for key in ("served_of_one", "served_of_two"):
+                values = [float(str(each[key])) for each in rows if each[key] is not None]
+                shares.append(f"{np.median(values):.2g} ({max(values):.3g})" if values else "-")
+            pairs, above = (sum(int(str(each[f"served_{key}"])) for each in rows) for key in ("pairs", "above"))
+            along = {"all": "all sequences", "probed": "probed sequences", None: ""}[sequences]
+            table.add_row(cell, along, f"{len(rows):,}", f"{pairs:,}", f"{above:,}", *shares)
     console.print(table)
 
 

@@ -193,9 +193,8 @@ class _Examined:
                 random.integers(size, size=(REPEATED, LONG)),
             ]
         )
-        pasts = np.concatenate(
-            [np.repeat(past[:, None], KEPT, axis=1), random.integers(size, size=(3 * REPEATED, KEPT))]
-        )
+        others = random.integers(size, size=(3 * REPEATED, KEPT))
+        pasts = np.concatenate([np.repeat(past[:, None], KEPT, axis=1), others])
         data = encode_weights(self.weights)
         step = build_graph("step", self.architecture, WEIGHTS, tensor_extents(data))
         diameter = head_diameter(self.exact.head)
@@ -211,9 +210,7 @@ class _Examined:
         found["served_sequences"] = rounding.sequences
         # once the past itself is forgotten, what is left is rounding
         left = limits <= 1.5 * rounding.between_runs
-        found["served_of_two"] = (
-            float((apart[:, left].max(initial=0.0)) / rounding.between_runs) if left.any() else None
-        )
+        found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
         found["served_of_one"] = float(off.max() / rounding.carried)
 
     def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
