@@ -118,6 +118,9 @@ def _check_alike(where: str, claimed: object, computed: object) -> None:
     if isinstance(claimed, Frozen) and isinstance(computed, Frozen):
         for name in type(computed).model_fields:
             _check_alike(f"{where}.{name}", getattr(claimed, name), getattr(computed, name))
+    elif isinstance(claimed, dict) and isinstance(computed, dict) and claimed.keys() == computed.keys():
+        for name in computed:
+            _check_alike(f"{where}.{name}", claimed[name], computed[name])
     elif isinstance(claimed, tuple) and isinstance(computed, tuple):
         if len(claimed) != len(computed):
             raise CertificateError(f"{where}: {len(claimed)} claimed, the weights give {len(computed)}")

@@ -15,7 +15,7 @@ To first order in u: slopes and reach are those of exact states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,11 +38,14 @@ FUNCTION = 8
 ROUNDS = (16, 48, 96, 192, 384, 768)
 """Steps after which twice the errors reached are tried as a bound of all that follow."""
 
-ROOM = (1.02, 1.2, 2.0)
-"""The errors reached are tried times each of these as a bound of all that follow, the smallest first."""
+ROOM = 2.0
+"""The errors reached are tried times this as a bound of all that follow."""
 
 PATIENCE = 4096
-"""Steps over which errors are followed at most."""
+"""Steps over which errors are followed at most, until a bound is found."""
+
+SETTLING, SETTLED = 1 << 15, 1e-11
+"""Steps by which a bound is made smaller at most, and the relative change at which that ends."""
 
 
 def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, StateError], float]:
@@ -83,14 +86,25 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread
         errors = step(errors)
         if count & (count - 1):
             continue
-        for room in ROOM:
-            bound = [each.times(room) for each in errors]
-            after = step(bound)
-            if all(np.all(new.flat() <= old.flat()) for new, old in zip(after, bound, strict=True)):
-                for _ in range(0 if room == ROOM[0] else count):  # F(X) + delta is such a bound too, and smaller
-                    after = step(after)
-                return [each.spreads for each in after], min(stack.hidden_apart(after), stack.furthest())
+        bound = [each.times(ROOM) for each in errors]
+        after = step(bound)
+        if all(np.all(new.flat() <= old.flat()) for new, old in zip(after, bound, strict=True)):
+            after = _settled(step, after)
+            return [each.spreads for each in after], min(stack.hidden_apart(after), stack.furthest())
     return [tuple(Spread.within(2 * each) for each in layer.bound.reach) for layer in stack.layers], stack.furthest()
+
+
+def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
+    """A smaller bound of the same: with F(X) + delta <= X, F(X) + delta is one too. It hardly depends on where the
+    bound came from, so another machine finds the same."""
+    before = np.concatenate([each.flat() for each in bound])
+    for _ in range(SETTLING):
+        bound = step(bound)
+        now = np.concatenate([each.flat() for each in bound])
+        if np.all(before - now <= SETTLED * now):
+            break
+        before = now
+    return bound
 
 
 def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:
