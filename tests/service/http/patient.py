@@ -108,6 +108,31 @@ def deaf(server: Patient) -> socket.socket:
     return connection
 
 
+def statuses(said: bytes) -> list[int]:
+    """The status of every response in what a server said, in order; fails where the bytes are anything else than one
+    whole response behind the other."""
+    found = []
+    while said:
+        head, end, rest = said.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
+        assert end and first.startswith(b"HTTP/1.1 "), said
+        headers = dict(line.lower().split(b": ", 1) for line in lines)
+        if headers.get(b"transfer-encoding") == b"chunked":
+            size = None
+            while size != 0:
+                line, end, rest = rest.partition(b"\r\n")
+                size = int(line, 16)
+                assert end and rest[size : size + 2] == b"\r\n", rest
+                rest = rest[size + 2 :]
+        else:
+            size = int(headers[b"content-length"])
+            assert len(rest) >= size, rest
+            rest = rest[size:]
+        found.append(int(first.split(b" ")[1]))
+        said = rest
+    return found
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
