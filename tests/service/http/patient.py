@@ -30,6 +30,16 @@ HANDSHAKE = (
     b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
     b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
+MALFORMED = {
+    "request line": b"POST /v1/predict HT\r\n\r\n",
+    "version": b"GET / HTTP/9.9\r\n\r\n",
+    "method": b"\x00\x01\r\n\r\n",
+    "URL": b"GET http:// HTTP/1.1\r\n\r\n",
+    "header": b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    "chunk": CHUNKED % b"POST /v1/sessions" + b"zz\r\n",
+    "second chunk": CHUNKED % b"POST /v1/sessions" + b"2\r\n{}\r\nzz\r\n",
+}
 WAIT_S = 20.0
 
 

@@ -14,6 +14,7 @@ from tests.service.http.patient import (
     CHUNKED,
     GET,
     HANDSHAKE,
+    MALFORMED,
     SOON_S,
     Patient,
     dialogue,
@@ -34,18 +35,9 @@ def post(path: bytes, body: object) -> bytes:
 
 
 PREDICT = post(b"/v1/predict", {"tokens": [1]})
+OLD = PREDICT.replace(b"HTTP/1.1", b"HTTP/1.0")
 STREAM = post(b"/v1/generate", {"tokens": [1], "max_tokens": 3, "stream": True})
 LONG = b"GET / HTTP/1.1\r\nx: " + b"y" * 3000
-MALFORMED = {
-    "request line": b"POST /v1/predict HT\r\n\r\n",
-    "version": b"GET / HTTP/9.9\r\n\r\n",
-    "method": b"\x00\x01\r\n\r\n",
-    "URL": b"GET http:// HTTP/1.1\r\n\r\n",
-    "header": b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-    "chunk": CHUNKED % b"POST /v1/sessions" + b"zz\r\n",
-    "second chunk": CHUNKED % b"POST /v1/sessions" + b"2\r\n{}\r\nzz\r\n",
-}
 
 
 def engine_of(server: Patient) -> FakeEngine:
@@ -136,7 +128,9 @@ async def test_what_is_malformed_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [PREDICT.replace(b"host", CLOSE), PREDICT.replace(b"HTTP/1.1", b"HTTP/1.0")], ids=["close", "HTTP/1.0"]
+    "first",
+    [PREDICT.replace(b"host", CLOSE), OLD, OLD.replace(b"host", b"connection: keep-alive\r\nhost")],
+    ids=["close", "HTTP/1.0", "HTTP/1.0 kept alive"],
 )
 @pytest.mark.parametrize(
     "more",
@@ -250,3 +244,20 @@ async def test_white_space_around_the_headers_of_a_handshake_is_no_part_of_them(
         writer.write(handshake)
         await speak(reader, writer)
         writer.close()
+
+
+@pytest.mark.parametrize("session", [b".", b"..", b"%2e", b"%2E%2e"])
+async def test_a_session_that_a_path_cannot_name_is_refused_wherever_its_id_is_taken(session: bytes) -> None:
+    path = b"/v1/sessions/" + session
+    requests = [post(path + b"/tokens", {"tokens": [1]}), post(path + b"/rewind", {"position": 0})]
+    requests += [b"%s %s HTTP/1.1\r\nhost: wane\r\n\r\n" % (method, path) for method in (b"GET", b"DELETE")]
+    async with serving() as server:
+        for request in requests:
+            said = await dialogue(server, request.replace(b"host", CLOSE))
+            assert statuses(said) == [422] and b'but not \\".\\" or \\"..\\"' in said
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(HANDSHAKE.replace(b"/s/", b"/%s/" % session))
+        said = await reader.readuntil(b'"status":422')
+        assert b"101 Switching" in said
+        writer.close()
+        assert engine_of(server).asked == []
