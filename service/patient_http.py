@@ -243,13 +243,13 @@ class PatientHttp(Patient, CorkedProtocol):
         self.deaf = True
         running, waits = self.running, not self.is_answered()
         if self.in_body() and self.cycle is running:
-            has_answer, waits = running.response_started, False
+            is_silent, waits = running.response_started, False
         else:
-            has_answer = waits and running is not None and not running.keep_alive
+            is_silent = waits and running is not None and not running.keep_alive
             if self.in_body():
                 self.pipeline.popleft()  # nobody has begun it
-        self.tell(reason, None if has_answer else status)
-        last = partial(self.say_last, b"" if has_answer else bare_answer(status, text))
+        self.tell(reason, None if is_silent else status)
+        last = partial(self.say_last, b"" if is_silent else bare_answer(status, text))
         if waits:
             self.at_last = last
         else:
