@@ -3,7 +3,8 @@
 A key comes as `Authorization: Bearer KEY`. What cannot set a header, which is a browser, sends it otherwise: a
 WebSocket as a subprotocol, `bearer.KEY` beside `wane`; a page that its user reads as the password of
 `Authorization: Basic`, which is taken for reading only, because a browser sends it along with what other sites make it
-ask.
+ask. A subprotocol is a token (RFC 9110, 5.6.2), which `/` and `=` are not part of. A key that has them is sent as
+base64url without padding behind a prefix of its own, as Kubernetes has it; every other key may be.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ REPOSITORY = "/v2/repository/models/"  # beneath it models are loaded and unload
 READING = frozenset({"GET", "HEAD"})
 SUBPROTOCOL = "wane"
 SUBPROTOCOL_KEY = "bearer."
+ENCODED_KEY = "base64url.bearer.authorization.k8s.io."  # Kubernetes' convention for keys that are no tokens
 HOW = "send a key as `Authorization: Bearer KEY`"
 
 
@@ -83,9 +85,17 @@ def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def of_subprotocols(offered: Sequence[str]) -> bytes | None:
-    """The key among the subprotocols of a WebSocket."""
-    key = next((one for one in offered if one.startswith(SUBPROTOCOL_KEY)), None)
-    return None if key is None else key.removeprefix(SUBPROTOCOL_KEY).encode()
+    """The key among the subprotocols of a WebSocket, as it is or encoded."""
+    for one in offered:
+        if one.startswith(SUBPROTOCOL_KEY):
+            return one.removeprefix(SUBPROTOCOL_KEY).encode()
+        if one.startswith(ENCODED_KEY):
+            encoded = one.removeprefix(ENCODED_KEY)
+            try:
+                return b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
+            except ValueError:  # of letters that are none of its alphabet, too
+                return b""
+    return None
 
 
 def may_read(scope: Scope) -> bool:

@@ -9,6 +9,8 @@ themselves, in bytes.
 from __future__ import annotations
 
 import asyncio
+import math
+import socket
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +20,7 @@ from service.refusals import Reason, Refusals
 from service.settings import Settings
 
 COME_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+MOST_MILLISECONDS = 2**31 - 1  # that a socket's option holds
 DEAF_S = 2.0  # for a client to read its answer, after which what it still sends is no longer taken
 
 
@@ -45,8 +48,8 @@ class Patience:
 
 
 class Patient(asyncio.Protocol):
-    """What every connection has, whatever is spoken on it: to be put before one of uvicorn's protocols. Whoever reads
-    nothing of what there is to read, for so long, is cut off."""
+    """The part that every connection has, whatever protocol it speaks: a mixin for one of uvicorn's protocols. It
+    counts and logs a connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -58,7 +61,6 @@ class Patient(asyncio.Protocol):
         self.refusals = refusals
         self.share = Share(intake)
         self.timer: asyncio.TimerHandle | None = None  # runs while something comes in that is not whole
-        self.unread: asyncio.TimerHandle | None = None  # runs while there is more to read than the network takes
 
     def tell(self, reason: Reason, status: HTTPStatus | None = None) -> None:
         """Why the connection is ended, and what its client is told."""
@@ -66,7 +68,8 @@ class Patient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.at_ease()
-        self.all_is_read()
+        if isinstance(exc, TimeoutError):
+            self.tell(Reason.UNREAD)
         super().connection_lost(exc)
 
     def at_ease(self) -> None:
@@ -75,30 +78,25 @@ class Patient(asyncio.Protocol):
             self.timer.cancel()
             self.timer = None
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.unread is None:
-            self.unread = self.loop.call_later(self.patience.send_s, self.cut_off)
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.all_is_read()
+def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
+    """Has the kernel abort the connection once the client has accepted no byte of what was sent to it for `seconds`.
 
-    def all_is_read(self) -> None:
-        """Or nobody is there any more who would read it."""
-        if self.unread is not None:
-            self.unread.cancel()
-            self.unread = None
-
-    def cut_off(self) -> None:
-        """The time is up for what there is to read."""
-        self.unread = None
-        self.tell(Reason.UNREAD)
-        self.transport.abort()
+    Only the kernel can tell. A write of ours succeeds as long as the kernel has room for it, which is megabytes, so the
+    transport never notices that nobody reads a stream of small events, or the end of an answer. The kernel counts from
+    the last byte that the client accepted, and what we write meanwhile gives the client no more time. The transport
+    then reports TimeoutError. Systems without TCP_USER_TIMEOUT, which is Linux's, abort nothing.
+    """
+    connection = transport.get_extra_info("socket")
+    if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+        milliseconds = min(math.ceil(seconds * 1000), MOST_MILLISECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
-def bare_answer(status: HTTPStatus) -> bytes:
-    """The last answer on a connection, which says its status, whether to come again, and nothing else."""
-    again = b"retry-after: 1\r\n" if status in COME_AGAIN else b""
-    phrase = status.phrase.encode()
-    return b"HTTP/1.1 %d %s\r\n%sconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, phrase, again)
+def bare_answer(status: HTTPStatus, text: bytes = b"") -> bytes:
+    """The last answer on a connection: its status, whether to come again, and a `text`, if there is one."""
+    more = b"retry-after: 1\r\n" if status in COME_AGAIN else b""
+    if text:
+        more += b"content-type: text/plain; charset=utf-8\r\n"
+    head = b"HTTP/1.1 %d %s\r\n%sconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, status.phrase.encode(), more, len(text)) + text

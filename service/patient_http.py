@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.corked import Corked, CorkedProtocol
 from service.intake import SMALL_BYTES
-from service.patience import DEAF_S, Patient, bare_answer
+from service.patience import DEAF_S, Patient, abort_unread, bare_answer
 from service.refusals import Reason
 
 Headers = list[tuple[bytes, bytes]]
@@ -40,7 +44,11 @@ class PatientHttp(Patient, CorkedProtocol):
         self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
         self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
         self.graced = False  # the timer has run out once
-        self.deaf = False  # the last answer is given, and what still comes is thrown away
+        self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
+        self.deaf = False  # no request is taken any more
+        self.lingers = False  # the last answer is given, and the connection is closed a little later
+        self.at_last: Callable[[], None] | None = None  # what is done once the requests that were taken are answered
+        self.upgrades = False  # a WebSocket's handshake waits for them
         self.unanswered_bytes = 0  # that came with requests, but for what came at once and is small
         self.is_unread = False  # something that came, and it is the last
         self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
@@ -52,15 +60,19 @@ class PatientHttp(Patient, CorkedProtocol):
         if is_full:
             self.refuse(Reason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
+            abort_unread(transport, self.patience.send_s)
             self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         cast(Corked, self.transport).let_go()
         self.share.is_now(0)
+        self.drop_requests()
+        self._unset_keepalive_if_required()  # uvicorn leaves it where the connection failed, and it holds this
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.deaf:
+            self.came_late()
             return
         most = self.patience.header_bytes
         if self.scope is not self.last_whole and self.in_body():
@@ -72,7 +84,7 @@ class PatientHttp(Patient, CorkedProtocol):
             self.refuse_unread()
             return
         else:
-            super().data_received(data)
+            self.feed(data)
         if self.scope is self.last_whole:
             if self.completed:
                 self.completed, self.head_bytes, self.head_end = False, 0, b""
@@ -80,6 +92,8 @@ class PatientHttp(Patient, CorkedProtocol):
                     self.at_ease()
             elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
                 self.begin_timer()  # an empty line may stand before a request, and begins none
+            return
+        if self.deaf:
             return
         is_behind, self.completed = self.completed, False
         if self.timer is None:
@@ -98,6 +112,35 @@ class PatientHttp(Patient, CorkedProtocol):
             self.cycle.keep_alive = False
             self.withheld = self.cycle
 
+    def feed(self, data: bytes) -> None:
+        """Parses what came in. In place of uvicorn's `data_received`, which answers a malformed request at once, and
+        forgets what came behind a request to upgrade."""
+        self._unset_keepalive_if_required()
+        rest: bytes | memoryview = data
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except HttpParserError as error:
+                self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, f"malformed HTTP request: {error}".encode())
+                return
+            except HttpParserUpgrade as upgrade:
+                rest = memoryview(rest)[upgrade.args[0] :]
+                if self._should_upgrade():
+                    self.handle_websocket_upgrade()
+                    if rest and self.upgrades:
+                        self.came_late()
+                    return
+                # The request asks for a protocol that is not spoken here, and is answered in this one.
+
+    def came_late(self) -> None:
+        """Throws away what comes when no request is taken any more. A WebSocket whose handshake waits is refused,
+        because its client must wait too (RFC 6455, 4.1)."""
+        self.is_unread = True
+        if self.upgrades:
+            self.deaf = self.upgrades = False
+            self.refuse(Reason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered")
+
     def is_long_head(self, data: bytes) -> bool:
         """Whether the head that `data` begins, or goes on with, is longer than it may be."""
         before = self.head_end  # what ends it may come in two
@@ -115,7 +158,7 @@ class PatientHttp(Patient, CorkedProtocol):
         if not cycle.response_complete and not self.takes(len(data)):
             self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
             return
-        super().data_received(data)
+        self.feed(data)
         is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
         self.bare_bytes = self.bare_bytes + len(data) if is_bare else 0
 
@@ -142,6 +185,21 @@ class PatientHttp(Patient, CorkedProtocol):
             self.unanswered_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
             self.share.is_now(self.unanswered_bytes)
         super().on_response_complete()
+        if self.at_last is not None and self.is_answered() and not self.transport.is_closing():
+            at_last, self.at_last = self.at_last, None
+            at_last()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """In place of uvicorn's. White space around a value is no part of it (RFC 9110, 5.5)."""
+        name = name.lower()
+        value = value.strip(b" \t")
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self.running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_chunk_header(self) -> None:
         """The length of a chunk has come: from here on, fields are trailers."""
@@ -176,16 +234,31 @@ class PatientHttp(Patient, CorkedProtocol):
             reason = Reason.SLOW_BODY if self.in_body() else Reason.SLOW_HEAD
             self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
 
-    def refuse(self, reason: Reason, status: HTTPStatus) -> None:
-        """Ends the connection, once; with an answer, unless there was one, or one to an earlier request is on its
-        way."""
+    def refuse(self, reason: Reason, status: HTTPStatus, text: bytes = b"") -> None:
+        """Ends the connection, once: with an answer, behind the answers to the requests before. There is none where the
+        request that is refused is being answered already, or where the request before is the last by its own wish."""
         if self.deaf or self.transport.is_closing():
             return
         self.at_ease()
-        is_free = self.is_free_to_answer()
-        self.tell(reason, status if is_free else None)
-        if is_free:
-            self.transport.write(bare_answer(status))
+        self.deaf = True
+        running, waits = self.running, not self.is_answered()
+        if self.in_body() and self.cycle is running:
+            is_silent, waits = running.response_started, False
+        else:
+            is_silent = waits and running is not None and not running.keep_alive
+            if self.in_body():
+                self.pipeline.popleft()  # nobody has begun it
+        self.tell(reason, None if is_silent else status)
+        last = partial(self.say_last, b"" if is_silent else bare_answer(status, text))
+        if waits:
+            self.at_last = last
+        else:
+            last()
+
+    def say_last(self, answer: bytes) -> None:
+        """Gives the last answer, if there is one, and closes the connection."""
+        if answer:
+            self.transport.write(answer)
         self.transport.close()
 
     def refuse_unread(self) -> None:
@@ -193,12 +266,13 @@ class PatientHttp(Patient, CorkedProtocol):
         self.is_unread = True
         self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
 
-    def send_400_response(self, msg: str) -> None:
-        self.tell(Reason.MALFORMED, HTTPStatus.BAD_REQUEST)
-        super().send_400_response(msg)
-
     def handle_websocket_upgrade(self) -> None:
-        self.all_is_read()  # as far as this protocol can know: it is told no more
+        """Gives the connection to a WebSocket; once the requests before it are answered, as answers go in order."""
+        if not self.is_answered():
+            self.deaf = self.upgrades = True
+            self.at_last = self.handle_websocket_upgrade
+            return
+        self._unset_keepalive_if_required()
         super().handle_websocket_upgrade()
         cast(Corked, self.transport).let_go()
         self.parser = None  # type: ignore[assignment]  # it holds this, and both would wait for the garbage collector
@@ -207,26 +281,24 @@ class PatientHttp(Patient, CorkedProtocol):
     def delays_closing(self) -> bool:
         """Whether the connection is closed a little later: while a request still comes in. A connection with something
         unread in it is not closed but reset, and whoever sent too much would not be told so."""
-        if (self.scope is self.last_whole and not self.is_unread) or self.deaf or self.transport.is_closing():
+        if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
-        self.deaf = True
+        self.deaf = self.lingers = True
         self.at_ease()
-        if not self.cycle_is_answered():
-            self.cycle.disconnected = True  # so that nothing more is written
-            self.cycle.message_event.set()
+        self.drop_requests()
         self.flow.resume_reading()
         self.transport.write_eof()
         self.timer = self.loop.call_later(DEAF_S, self.transport.close)
         return True
 
-    def cycle_is_answered(self) -> bool:
-        """Whether there is no request, or nothing more to say to the last one."""
-        return self.cycle is None or self.cycle.response_complete
+    def drop_requests(self) -> None:
+        """Nothing is answered any more: what runs is told so, and what waits is not begun."""
+        self.pipeline.clear()
+        self.at_last = None
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True  # so that nothing more is written
+            self.running.message_event.set()
 
-    def is_free_to_answer(self) -> bool:
-        """Whether what is written now is taken for the answer to the request that comes in."""
-        if self.pipeline:
-            return False
-        if self.in_body():
-            return not self.cycle.response_started
-        return self.cycle_is_answered()
+    def is_answered(self) -> bool:
+        """Whether every request that was begun is answered. If so, none waits either."""
+        return self.running is None or self.running.response_complete

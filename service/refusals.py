@@ -20,8 +20,8 @@ class Reason(StrEnum):
     # or a WebSocket's message: 1008
     FULL = "full"  # of bodies and messages that are not answered: 429; 1013
     MALFORMED = "malformed"  # no HTTP: 400; no frame: 1002; no text: 1007
-    HANDSHAKE = "handshake"  # of a WebSocket, which is none: 400, 405, 414, 426, 431
-    UNREAD = "unread"  # what was sent: cut off
+    HANDSHAKE = "handshake"  # of a WebSocket, which is none, or is not waited for: 400, 405, 414, 426, 431
+    UNREAD = "unread"  # what was sent: aborted by the kernel
     FRAMES = "frames"  # of a WebSocket, too many that end no message: 1008
 
 

@@ -174,7 +174,10 @@ class Settings(BaseModel):
         default=20, gt=0, allow_inf_nan=False, description="time that the body of a request has to come in"
     )
     send_timeout_s: float = Field(
-        default=30, gt=0, allow_inf_nan=False, description="time after which a client that reads nothing is cut off"
+        default=30,
+        gt=0,
+        allow_inf_nan=False,
+        description="time after which a client that reads nothing is cut off, on Linux",
     )
     stream_idle_s: float = Field(
         default=600, gt=0, allow_inf_nan=False, description="time without a message after which a WebSocket is closed"

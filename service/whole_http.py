@@ -68,6 +68,7 @@ class WholeHttp(PatientHttp):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if self.reads and self.fast_path is not None and self.fast_path.leads_to(cast(dict[str, Any], cycle.scope)):
             self.held = cycle, app
+            self.running = cycle
         else:
             super()._start_asgi_task(cycle, app)
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from service.engine.mode import Mode
 from service.errors import InvalidRequest
 
-SESSION_ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
+SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and proxies take `.` and `..` out of a path
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -210,9 +210,10 @@ class CompareRequest:
 
 
 def check_session_id(session: str) -> None:
-    """Raises InvalidRequest unless `session` is 1 to 128 letters, digits and `.` `_` `~` `:` `-`."""
+    """Raises InvalidRequest unless `session` is 1 to 128 letters, digits and `.` `_` `~` `:` `-`, and not just `.` or
+    `..`."""
     if SESSION_ID.fullmatch(session) is None:
-        raise InvalidRequest("session must be 1 to 128 letters, digits and . _ ~ : -", "session")
+        raise InvalidRequest('session must be 1 to 128 letters, digits and . _ ~ : -, but not "." or ".."', "session")
 
 
 def _at_least(field: str, value: int, least: int) -> None:

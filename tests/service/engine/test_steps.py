@@ -791,10 +791,15 @@ async def test_an_owners_id_is_kept_and_cannot_be_taken_twice(bench: Bench) -> N
         await bench.engine.create_session("mine:1")
 
 
-@pytest.mark.parametrize("session", ["", "a b", "x" * 129, "a/b", "ü"])
+@pytest.mark.parametrize("session", ["", "a b", "x" * 129, "a/b", "ü", ".", "..", ".\n"])
 async def test_a_bad_session_id_is_refused(bench: Bench, session: str) -> None:
     with pytest.raises(InvalidRequest, match="1 to 128"):
         await bench.engine.create_session(session)
+
+
+@pytest.mark.parametrize("session", ["...", "a.", ".a", "..a", "x" * 128])
+async def test_an_id_may_have_dots_beside_something_else(bench: Bench, session: str) -> None:
+    assert (await bench.engine.create_session(session)).session == session
 
 
 async def test_more_sessions_than_the_store_keeps_are_refused(make_bench: MakeBench) -> None:

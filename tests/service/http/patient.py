@@ -30,6 +30,16 @@ HANDSHAKE = (
     b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
     b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
+MALFORMED = {
+    "request line": b"POST /v1/predict HT\r\n\r\n",
+    "version": b"GET / HTTP/9.9\r\n\r\n",
+    "method": b"\x00\x01\r\n\r\n",
+    "URL": b"GET http:// HTTP/1.1\r\n\r\n",
+    "header": b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    "chunk": CHUNKED % b"POST /v1/sessions" + b"zz\r\n",
+    "second chunk": CHUNKED % b"POST /v1/sessions" + b"2\r\n{}\r\nzz\r\n",
+}
 WAIT_S = 20.0
 
 
@@ -106,6 +116,31 @@ def deaf(server: Patient) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)
     return connection
+
+
+def statuses(said: bytes) -> list[int]:
+    """The status of every response in what a server said, in order; fails where the bytes are anything else than one
+    whole response behind the other."""
+    found = []
+    while said:
+        head, end, rest = said.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
+        assert end and first.startswith(b"HTTP/1.1 "), said
+        headers = dict(line.lower().split(b": ", 1) for line in lines)
+        if headers.get(b"transfer-encoding") == b"chunked":
+            size = None
+            while size != 0:
+                line, end, rest = rest.partition(b"\r\n")
+                size = int(line, 16)
+                assert end and rest[size : size + 2] == b"\r\n", rest
+                rest = rest[size + 2 :]
+        else:
+            size = int(headers[b"content-length"])
+            assert len(rest) >= size, rest
+            rest = rest[size:]
+        found.append(int(first.split(b" ")[1]))
+        said = rest
+    return found
 
 
 async def until(condition: Callable[[], bool]) -> None:

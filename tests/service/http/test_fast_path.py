@@ -28,7 +28,7 @@ from tests.service.engine.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.service.engine.fakes import Bench
 from tests.service.http.conftest import SocketServer, never
 from tests.service.http.fake import FakeCatalog
-from tests.service.http.patient import until
+from tests.service.http.patient import HANDSHAKE, MALFORMED, frame, statuses, until
 
 PREDICT = "/v1/predict"
 PATH = "/v1/sessions/a/tokens"
@@ -291,6 +291,7 @@ async def test_headers_that_a_step_may_have_are_taken(serve: Serve, headers: lis
         ([step({"tokens": [6]}, path="/v1/sessions/a/tokens/")], 404, "not_found"),
         ([step({"tokens": [6]}, path="/v1/sessions/a%0a/tokens")], 404, "not_found"),
         ([step({"tokens": [6]}, path="/v1/sessions/a b/tokens".replace(" ", "%20"))], 422, "invalid_request"),
+        ([step({"tokens": [6]}, path="/v1/sessions/../tokens")], 422, "invalid_request"),
     ],
     ids=[
         "two tokens",
@@ -307,6 +308,7 @@ async def test_headers_that_a_step_may_have_are_taken(serve: Serve, headers: lis
         "other path",
         "control character",
         "no id",
+        "dots",
     ],
 )
 async def test_what_is_not_one_plain_step_is_left_to_the_application(
@@ -379,6 +381,51 @@ async def test_requests_in_one_packet_are_answered_in_their_order(serve: Serve) 
         await client.say(step({"tokens": [6]}) + step({"tokens": [7]}) + b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n")
         positions = [(await client.hear())[2]["position"] for _ in range(2)]
         assert (positions, (await client.hear())[0]) == ([2, 3], 200)
+
+
+@pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("goods", [1, 3])
+async def test_a_malformed_request_is_answered_behind_the_steps_that_came_with_it(
+    serve: Serve, bad: bytes, goods: int
+) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        await client.say(b"".join(step({"tokens": [6 + one]}) for one in range(goods)) + bad)
+        assert statuses(await client.reader.read()) == [200] * goods + [400]
+        assert (await position(stage, "a"), stage.counted(200)) == (1 + goods, goods)
+
+
+async def test_a_websocket_begins_behind_the_answer_to_a_step(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        hold(stage)
+        await client.say(step({"tokens": [6]}) + HANDSHAKE.replace(b"/s/", b"/a/"))
+        await stage.bench.runner.until_busy()
+        stage.bench.runner.gate.set()
+        status, _, document = await client.hear()
+        assert (status, document["position"], stage.asked) == (200, 2, [])
+        assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        client.writer.write(frame(0x81, b'{"tokens": [7]}'))
+        assert b'"position":3' in await client.reader.readuntil(b'"replayed":false}')
+
+
+@pytest.mark.parametrize("first", [step({"tokens": [6]}, "connection: close"), step({"tokens": [6]}, version="1.0")])
+async def test_a_step_behind_the_last_of_its_connection_is_not_applied(serve: Serve, first: bytes) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        await client.say(first + step({"tokens": [7]}))
+        assert statuses(await client.reader.read()) == [200]
+        assert await position(stage, "a") == 2
+
+
+async def test_white_space_around_a_header_is_no_part_of_it(serve: Serve) -> None:
+    async with serve() as stage:
+        client = await Client.of(stage)
+        padded = step({"tokens": [6]}, "x-wane-position:\t 1\t ", "idempotency-key: k ")
+        assert (await client.ask(padded))[1]["replayed"] is False
+        again = step({"tokens": [6]}, "x-wane-position: 1", "idempotency-key: k")
+        assert (await client.ask(again))[1]["replayed"] is True
+        assert (await client.ask(step({"tokens": [6]}, "idempotency-key:k\t")))[1]["replayed"] is True
 
 
 async def test_a_request_that_comes_while_one_is_answered_waits_for_it(serve: Serve) -> None:
@@ -625,7 +672,7 @@ async def test_a_prediction_that_the_server_cancels_is_answered(serve: Serve, mo
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_an_answer_behind_the_end_of_its_connection_is_counted_and_nothing_else(
+async def test_a_malformed_request_is_answered_behind_the_step_that_runs(
     serve: Serve, caplog: pytest.LogCaptureFixture, whole: bool
 ) -> None:
     first = step({"tokens": [6]})
@@ -635,9 +682,10 @@ async def test_an_answer_behind_the_end_of_its_connection_is_counted_and_nothing
         await client.say(*([first] if whole else in_two(first)))
         await stage.bench.runner.until_busy()
         await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\nPOST /v1/predict HT\r\n")
-        assert (await client.reader.read()).startswith(b"HTTP/1.1 400 ")  # and no more
+        await until(lambda: all(connection.deaf for connection in stage.server_state.connections))
         stage.bench.runner.gate.set()
-        await until(lambda: stage.counted(200) == 1)
+        said = await client.reader.read()
+        assert statuses(said) == [200, 200, 400] and stage.counted(200) == 1
         await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
     assert "asyncio" not in {record.name for record in caplog.records}
 

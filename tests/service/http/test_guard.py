@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from base64 import b64encode
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -13,6 +13,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from websockets.asyncio.client import connect
+from websockets.typing import Subprotocol
 
 from service.app import create_app
 from service.engine.catalog import Catalog
@@ -22,6 +24,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.http.conftest import never
 from tests.service.http.fake import FakeCatalog
+from tests.service.http.live import live_server
 from tests.service.http.problems import assert_members
 from tests.service.http.table import every_route, every_socket
 
@@ -166,6 +169,17 @@ def test_a_websocket_may_bring_its_key_in_a_header_or_as_a_browser_does(sockets:
             assert socket.receive_json()["session"] == "s"
 
 
+@pytest.mark.parametrize(
+    "encoded", ["", "!", "QQ==", "Q", "YWxpY2U", b64encode(f"{ALICE}\0".encode()).decode().rstrip("=")]
+)
+def test_an_encoded_key_that_is_none_is_refused(sockets: TestClient, encoded: str) -> None:
+    offered = ["wane", f"base64url.bearer.authorization.k8s.io.{encoded}"]
+    with sockets.websocket_connect(STREAM, offered) as socket:
+        error = socket.receive_json()["error"]
+        assert_members(error, 401, "unauthorized")
+        assert "not good" in error["detail"]
+
+
 async def test_whoever_reads_pages_may_give_the_key_as_a_password_and_change_nothing(client: httpx.AsyncClient) -> None:
     html = {"accept": "text/html,*/*"}
     asked = await client.get("/", headers=html)
@@ -218,7 +232,7 @@ async def test_a_step_behind_one_that_the_engine_refused_names_the_session_as_it
     assert "'demo'" in second["detail"] and "alice/" not in refused.text
 
 
-@pytest.mark.parametrize("id_", ["alice/demo", "/demo", "../alice/demo", "a b", "", "x" * 129])
+@pytest.mark.parametrize("id_", ["alice/demo", "/demo", "../alice/demo", "a b", "", "x" * 129, ".", ".."])
 async def test_an_id_that_would_name_another_s_session_is_none(client: httpx.AsyncClient, id_: str) -> None:
     for path, body in (
         ("/v1/sessions", {"session": id_}),
@@ -382,3 +396,26 @@ async def test_the_log_says_whose_key_it_was_and_not_which(
     lines: list[dict[str, Any]] = [vars(one)["fields"] for one in caplog.records if one.name == "wane.access"]
     assert [(one["key"], one["status"]) for one in lines] == [("alice", 200), ("alice", 403)]
     assert ALICE not in json.dumps(lines)
+
+
+ODD = ["a/b+c~d.e_f-0123456789==", "////////////////////", "++++++++++++++++++++=", "tokens.of-0123456789_~+"]
+
+
+async def test_every_key_that_is_taken_works_as_a_subprotocol() -> None:
+    keys = ",".join(f"odd{number}:{key}" for number, key in enumerate(ODD))
+    with live_server(WANE_API_KEYS=keys) as server:
+        for number, key in enumerate(ODD):
+            session = f"s{number}"
+            async with httpx.AsyncClient(base_url=server.url, headers=bearer(key)) as client:
+                assert (await client.post("/v1/sessions", json={"session": session})).status_code == 201
+            encoded = urlsafe_b64encode(key.encode()).decode().rstrip("=")
+            forms = [f"base64url.bearer.authorization.k8s.io.{encoded}"] + [f"bearer.{key}"] * (
+                not set("/=") & set(key)
+            )
+            for form in forms:
+                url = server.url.replace("http", "ws", 1) + f"/v1/sessions/{session}/stream"
+                async with connect(url, subprotocols=[Subprotocol("wane"), Subprotocol(form)]) as socket:
+                    assert socket.subprotocol == "wane"
+                    await socket.send(json.dumps(STEP))
+                    assert json.loads(await socket.recv())["session"] == session
+        assert not [line for line in server.said for key in ODD if key in line]

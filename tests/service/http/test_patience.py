@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from contextlib import ExitStack
 
+import httpx
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from service.patient_http import HEAD_END
+from tests.service.http.live import live_server
 from tests.service.http.patient import (
     CHUNKED,
     GET,
@@ -198,6 +202,58 @@ async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
             with pytest.raises(OSError):
                 await ask()
         await until(lambda: not server.server_state.connections)
+
+
+async def test_a_stream_of_events_that_nobody_reads_is_closed_with_its_generation() -> None:
+    body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=SOON_S) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+            await loop.sock_sendall(
+                connection, b"POST /v1/generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            await server.app.state.catalog.engine.closed.wait()
+            await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+
+
+async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=1) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+            asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
+            for _ in range(100):  # so much that the server has the rest of the answers for longer than its patience
+                assert await loop.sock_recv(connection, 2048)
+                await asyncio.sleep(0.025)
+            assert len(server.server_state.connections) == 1
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("kind", ["events", "websocket"])
+def test_a_hundred_clients_that_read_nothing_are_cut_off_by_a_server_of_its_own(kind: str) -> None:
+    """Each is sent some tens of KB, which the kernel has room for."""
+    with live_server(WANE_SEND_TIMEOUT_S="1") as server, ExitStack() as stack:
+        url = httpx.URL(server.url)
+        body = json.dumps({"input": "The", "max_tokens": 100, "stream": True}).encode()
+        stream = b"POST /v1/generate HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        for number in range(100):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.settimeout(WAIT_S)
+            connection.connect((url.host, url.port))
+            if kind == "events":
+                connection.sendall(stream)
+            else:
+                httpx.post(f"{server.url}/v1/sessions", json={"session": f"s{number}"}).raise_for_status()
+                connection.sendall(HANDSHAKE.replace(b"/s/", b"/s%d/" % number))
+                assert connection.recv(100).startswith(b"HTTP/1.1 101 ")
+                connection.sendall(frame(0x81, b'{"tokens": [5], "top_k": 50}') * 16)
+        for _ in range(100):
+            server.read_until("refused", reason="unread")
+        if kind == "websocket":
+            assert "wane_websockets 0.0" in httpx.get(f"{server.url}/metrics").text
 
 
 async def test_a_message_of_a_websocket_that_is_too_long_closes_it() -> None:
