@@ -123,7 +123,7 @@ class Subject:
         self.engine = Engine(
             manifest, bundle.vocabulary, Margin(bundle.weights()), runner, store, settings, metrics, pacing=self.pacing
         )
-        self.engine.warm_up(bundle.propagation(runner.run))
+        self.engine.warm_up(bundle.propagation())
         self.slab = Slab(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
         self.batcher = Batcher(runner, self.slab, Metrics(), "state", max_batch=WIDTH, max_queue=settings.max_queue)
         self.parallel = Parallel(manifest, self.batcher, self.slab, self.pacing)

@@ -125,7 +125,7 @@ class FakeRunner:
         reach = np.linalg.norm(np.abs(self._embedding).max(axis=0)) / (1 - 0.9)
         state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
         diameter = head_diameter(self._head.astype(np.float64))
-        error_bound = total_variation(diameter, state_error + ROUNDING.measured)
+        error_bound = total_variation(diameter, state_error + ROUNDING.between_runs)
         return Certificate(
             contractive=True,
             certified=bool(error_bound[-1] <= 1e-3),

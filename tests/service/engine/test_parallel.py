@@ -67,7 +67,7 @@ class Served:
             Metrics(),
             pacing=Told(warm_ups),
         )
-        self.engine.warm_up(bundle.propagation(runner.run))
+        self.engine.warm_up(bundle.propagation())
 
 
 async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
@@ -169,7 +169,7 @@ async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_
     for document in documents:
         in_order, side_by_side = await both(served, tuple(document.tolist()), tolerance)
         bound = side_by_side.summary.error_bound
-        assert bound is not None and bound <= (1e-3 if tolerance is None else tolerance)
+        assert bound is not None and bound <= (2e-3 if tolerance is None else tolerance)
         seen = np.abs(np.exp(side_by_side.logprobs) - np.exp(in_order.logprobs)).max()
         assert seen <= bound or (bound == 0 and seen < 1e-6)  # 0 does not count that other batches round otherwise
     await served.engine.close()
