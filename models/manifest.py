@@ -227,8 +227,8 @@ class Rounding(Frozen):
     - all: the theorem that bounds a window's error carries one step's error through the recurrence, whatever the
       tokens. Both are recomputed from `step` when a bundle is loaded. This is so in plain networks.
     - probed: the theorem for one request's own tokens carries each step's error along each of the measured sequences;
-      the largest result, times `safety`, is kept. This is so in residual networks, where the bound for all tokens says
-      nothing: the Lipschitz constants of their LayerNorms are far above what is ever seen.
+      the largest result, times `safety`, is kept. This is so in residual networks where the bound for all tokens would
+      leave no room for a certificate: the Lipschitz constants of LayerNorms are far above what is ever seen.
 
     `worst_case`: what two runs can be apart by rounding at most, a priori, to first order in the unit roundoff and
     given the accuracy of exp and tanh that `models/certificate/rounding.py` states; null over a front.

@@ -113,15 +113,15 @@ class RequestBound:
         errors: list[Matrix],
         rounding: float = 0.0,
     ) -> WindowBound:
-        """The bound of windows that a gated network's `window` graph ran, from what it puts out.
+        """The bound of windows from what is known at their last token: what a gated network's `window` graph puts out.
 
         stream: (B, H), what the first layer's mixing matrix is added to; lengths: (B), of the windows; states and
-        errors: by layer, (B, units). It ends where exact arithmetic leads from these, not where the graph did.
+        errors: by layer, (B, units), of what each cell puts out. It ends where exact arithmetic leads from these, not
+        where the graph did.
 
         `rounding`: how far, in the 2-norm, the stream and each layer's state may be from those of exact arithmetic, and
         the errors from theirs. Within it the bound holds of exact runs; at 0 the graph's values are taken to be exact.
         """
-        assert self._architecture.cell == "gated", "this is a bug"
         reach = 0 if self._architecture.front is None else self._architecture.front.reach
         x, ball = stream, np.where(lengths > reach, rounding, FAR)
         below, steps = ball, []

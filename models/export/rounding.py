@@ -10,20 +10,25 @@ two and three tokens, random tokens and the caller's; and every token of the voc
 The tokens that are held are those that forget least (whose gates are largest) and that round most, and random ones.
 
 What one step's error comes to in a run of any length is a matter of theorems: for all token sequences at once
-(`models/certificate/rounding.py`), or along the measured sequences (`models/certificate/request.py`).
+(`models/certificate/rounding.py`), or, where that would be too much for a certificate, along the measured sequences
+(`models/certificate/request.py`). Then the states and tokens at which an error grows most on its way to `hidden` are
+sought: at every step the row with the worst bound is kept, and all rows are stepped with many tokens.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from models.certificate.answer import total_variation
+from models.certificate.certify import CERTIFIED
 from models.certificate.deviation import Deviation
 from models.certificate.layer_bound import Layer
-from models.certificate.outward import Matrix
+from models.certificate.outward import Matrix, Vector
 from models.certificate.request import RequestBound
 from models.certificate.rounding import carry
 from models.certificate.stack import Stack
@@ -58,11 +63,17 @@ AT_ONCE = 4096
 WITH_LOGITS = 16
 """Rows of each step whose logits are measured too."""
 
-TURNED = 12
-"""Ends of sequences, those with the largest errors, at which the way from the state to `hidden` is differentiated."""
+TURNED = 24
+"""Steps at which the way from the state to `hidden` is differentiated: those whose errors are bounded worst there."""
+
+TRIED = 24
+"""Tokens that are tried as the next one of every row."""
 
 SMALL = 1e-6
 """The step of a difference quotient in float64."""
+
+FAR = 1 << 30
+"""A window's length, in tokens, that is beyond the reach of every front."""
 
 
 def measure_rounding(
@@ -116,34 +127,52 @@ class _Measuring:
         for step, column in enumerate(tokens.T, start=1):
             errors, after, state, front = self._measure(column, state, front)
             if along is not None:
-                before = along.step(after.stream, after.before, errors, before)
-                if step in (past, past + hold // 2, past + hold):
-                    along.read(after.stream, after.state)
-        return self._added_up(along)
+                before = along.step(after, errors, before)
+                if step in (past, past + hold):
+                    self._try_every_token(along, state, front, before)
+        everywhere = self._carried_everywhere()
+        variation = total_variation(self._diameter, np.array(everywhere.between_runs))
+        return everywhere if along is None or variation <= CERTIFIED / 2 else self._carried_along(along)
 
-    def _added_up(self, along: _Along | None) -> Rounding:
-        """One step's error, carried by the theorem for all sequences, or as it was along those that were run."""
+    def _carried_everywhere(self) -> Rounding:
+        """One step's error, carried by the theorem for all sequences."""
+        rounding = self._rounding("all", SAFETY_OF_STEP)
+        states, carried = carry(Stack(self._architecture, self._weights, self._layers), rounding.step)
+        return rounding.model_copy(update={"states": states, "carried": carried + rounding.output})
+
+    def _carried_along(self, along: _Along) -> Rounding:
+        """Each step's error, carried along the sequences that were run."""
+        rounding = self._rounding("probed", SAFETY_OF_SEQUENCE)
+        states = {
+            name: StateError(box=rounding.safety * box, ball=rounding.safety * ball)
+            for name, (box, ball) in along.largest.items()
+        }
+        carried = rounding.safety * along.at_hidden() + rounding.output
+        return rounding.model_copy(update={"states": states, "carried": carried})
+
+    def _rounding(self, sequences: Literal["all", "probed"], safety: float) -> Rounding:
+        """Of one step, so far."""
         seen = self._seen
-        safety = SAFETY_OF_STEP if along is None else SAFETY_OF_SEQUENCE
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        output = safety * (seen.output + seen.logits / self._diameter)
-        if along is None:
-            stack = Stack(self._architecture, self._weights, self._layers)
-            states, carried = carry(stack, step)
-        else:
-            states = {
-                name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in along.largest.items()
-            }
-            carried = safety * along.hidden
+        of_output = (
+            SAFETY_OF_SEQUENCE if self._residual else safety
+        )  # no theorem says at which state a LayerNorm is worst
+        output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
-            sequences="all" if along is None else "probed",
-            steps=seen.steps,
-            safety=safety,
-            step=step,
-            output=output,
-            states=states,
-            carried=carried + output,
+            sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
         )
+
+    def _try_every_token(
+        self, along: _Along, state: Tensors, front: State, errors: list[tuple[Deviation, ...]]
+    ) -> None:
+        """One more step of every row with tokens of all kinds, for what the errors then come to at `hidden`."""
+        rows = len(next(iter(state.values())))
+        tokens = np.arange(self._architecture.vocabulary_size)
+        if len(tokens) > TRIED:
+            tokens = self._random.choice(tokens, TRIED, replace=False)
+        for token in tokens:
+            _, after, _, _ = self._measure(np.full(rows, token), state, front)
+            along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
         """(rows, past + hold)."""
@@ -246,50 +275,59 @@ class _Along:
         self._names = [
             [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
         ]
-        self._moved: list[Matrix] = []
+        self._worst: list[tuple[float, Vector, list[Vector], list[Vector]]] = []
         self.largest: dict[str, tuple[float, float]] = {}
-        self.hidden = 0.0
 
     def step(
-        self, stream: Matrix, state: State, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
+        self, after: _After, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
     ) -> list[tuple[Deviation, ...]]:
         """The errors of every row's states after a step, by layer and tensor, from those before it (None: no error).
 
-        stream: (B, H); state: what the step began from, of the graph's own run; made: what the step itself added.
+        made: by state tensor, what the step itself added.
         """
-        x, ball, after = stream, np.zeros(len(stream)), []
-        self._moved = []
-        for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
-            states = tuple(state[name] for name in names)
-            errors = before[index] if before else tuple(Deviation.within(np.zeros_like(each)) for each in states)
-            states, errors = layer.step(x, ball, (states, errors))
-            self._moved.append(errors[0].box)
-            if index + 1 < len(self._names):
-                x, ball, _ = layer.above(x, ball, states, errors)
+        errors = []
+        for names, layer in zip(self._names, self.look(after, before), strict=True):
             grown = []
-            for name, error in zip(names, errors, strict=True):
+            for name, error in zip(names, layer, strict=True):
                 error = Deviation.within(error.box + made[name], error.ball + np.linalg.norm(made[name], axis=1))
                 box, length = self.largest.get(name, (0.0, 0.0))
                 self.largest[name] = max(box, float(error.box.max())), max(length, float(error.ball.max()))
                 grown.append(error)
-            after.append(tuple(grown))
-        return after
+            errors.append(tuple(grown))
+        return errors
 
-    def read(self, stream: Matrix, state: State) -> None:
-        """What the errors of the latest step come to at `hidden`, at the rows where they are largest.
-
-        stream and state: of the step in exact arithmetic. To first order: J is the derivative of `hidden` by what the
-        cells put out, and |J e|^2 <= sum_ij E_i |J' J|_ij E_j for all |e_i| <= E_i.
-        """
-        errors = np.concatenate(self._moved, axis=1)
-        outputs = np.concatenate([state[names[0]] for names in self._names], axis=1)
-        units = errors.shape[1]
-        for row in np.argsort(-np.linalg.norm(errors, axis=1))[:TURNED]:
-            moved = np.concatenate([outputs[row] + SMALL * np.eye(units), outputs[row : row + 1]])
-            hidden = self._reference.readout(
-                np.repeat(stream[row : row + 1], units + 1, axis=0), np.split(moved, len(self._names), axis=1)
+    def look(self, after: _After, before: list[tuple[Deviation, ...]] | None) -> list[tuple[Deviation, ...]]:
+        """The errors after a step that adds none. Remembers the rows where they are bounded worst at `hidden`."""
+        x, ball, moved = after.stream, np.zeros(len(after.stream)), []
+        outputs = [after.state[names[0]] for names in self._names]
+        for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
+            states = tuple(after.before[name] for name in names)
+            errors = before[index] if before else tuple(Deviation.within(np.zeros_like(each)) for each in states)
+            states, errors = layer.step(x, ball, (states, errors))
+            moved.append(errors)
+            if index + 1 < len(self._names):
+                x, ball, _ = layer.above(x, ball, states, errors)
+        boxes = [errors[0].box for errors in moved]
+        radius = self._request.resume(after.stream, np.full(len(x), FAR), outputs, boxes).radius
+        for row in np.argsort(-radius)[:2]:
+            self._worst.append(
+                (float(radius[row]), after.stream[row], [y[row] for y in outputs], [e[row] for e in boxes])
             )
-            turned = (
-                (hidden[:-1] - hidden[-1]) / SMALL * errors[row][:, None]
-            )  # (units, H), each unit's error at hidden
-            self.hidden = max(self.hidden, float(np.sqrt(np.abs(turned @ turned.T).sum())))
+        self._worst = sorted(self._worst, key=lambda each: -each[0])[:TURNED]
+        return moved
+
+    def at_hidden(self) -> float:
+        """What the states' errors come to at `hidden`, in the 2-norm, at the rows where they are bounded worst.
+
+        To first order: J is the derivative of `hidden` by what the cells put out, and for all |e_i| <= E_i
+        |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
+        """
+        largest = 0.0
+        for radius, stream, rows, boxes in self._worst:
+            outputs, errors = np.concatenate(rows), np.concatenate(boxes)
+            units = len(outputs)
+            moved = np.concatenate([outputs + SMALL * np.eye(units), outputs[None]])
+            hidden = self._reference.readout(np.tile(stream, (units + 1, 1)), np.split(moved, len(rows), axis=1))
+            turned = (hidden[:-1] - hidden[-1]) / SMALL * errors[:, None]  # (units, H)
+            largest = max(largest, min(radius, float(np.sqrt(np.abs(turned @ turned.T).sum()))))
+        return largest
