@@ -29,7 +29,7 @@ from service.stores.store import Store
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
-PATIENCE_S = 20.0  # after which a test that waits for another thread has failed
+PATIENCE_S = 120.0  # after which a test that waits for another thread has failed
 
 
 ROUNDING = Rounding(measured=1e-6, tokens=1, safety=2)

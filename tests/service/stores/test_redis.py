@@ -19,7 +19,7 @@ from service.stores.store import LastStep, Record, Snapshot, follows
 from service.stores.tail import Tail
 from tests.service.stores.conftest import MakeStore
 from tests.service.stores.proxy import proxy
-from tests.service.stores.redis_server import RedisServer
+from tests.service.stores.redis_server import TIMEOUT_S, RedisServer
 
 pytestmark = pytest.mark.stack
 
@@ -41,7 +41,7 @@ async def begin(store: RedisStore, session: str = "s") -> Record:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits until it holds; a test that waits for ever has failed, and says so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(PROBE_EVERY_S / 10)
 
@@ -211,7 +211,7 @@ async def test_a_session_ends_when_it_was_idle_and_use_keeps_it(common: RedisSer
 
 
 async def until_gone(redis: Redis, key: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while await redis.exists(key):
             pass
 
@@ -305,7 +305,7 @@ async def test_an_append_whose_answer_was_lost_is_not_done_twice(server: RedisSe
             found = await direct.get("s")
             return found is not None and found.position == 2
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             while not await arrived():
                 pass
         between.mend()  # which ends the connection: the append is sent once more, and finds itself done
