@@ -22,7 +22,7 @@ from tests.service.stores.test_degrading import degrading
 from tests.service.stores.test_memory import record as in_memory
 from tests.service.stores.test_redis import STEP, record
 
-TTL_S = 0.5
+TTL_S = 2.0
 
 
 def of_alice(number: int) -> Record:

@@ -320,7 +320,7 @@ async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once
     server: RedisServer, make_store: MakeStore
 ) -> None:
     async with proxy(server.port) as between:
-        store = await make_store(f"redis://127.0.0.1:{between.port}/0", timeout_s=0.2)
+        store = await make_store(f"redis://127.0.0.1:{between.port}/0", timeout_s=1.0)
         here = await begin(store)
         between.cut()
         with pytest.raises(Unavailable):
@@ -335,7 +335,7 @@ async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once
 
 
 async def test_a_redis_that_stands_still_is_away(server: RedisServer, make_store: MakeStore) -> None:
-    store = await make_store(server.url, timeout_s=0.2)
+    store = await make_store(server.url, timeout_s=1.0)
     here = await begin(store)
     server.pause()
     with pytest.raises(Unavailable):
