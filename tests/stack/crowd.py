@@ -71,10 +71,10 @@ async def stepped(players: Sequence[Player], steps: int = 1) -> None:
     """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
     been under way before."""
     wanted = [len(player.history) + steps for player in players]
-    await until(lambda: all(len(player.history) >= enough for player, enough in zip(players, wanted, strict=True)))
+    await until_true(lambda: all(len(player.history) >= enough for player, enough in zip(players, wanted, strict=True)))
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until_true(condition: Callable[[], bool]) -> None:
     """Waits until it holds. The time-out only ends a test that hangs."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110

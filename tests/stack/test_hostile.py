@@ -20,7 +20,7 @@ from deploy.stack.stack import Stack
 from service.keys import Key, make_key
 from tests.stack.conftest import MODEL, Figures, MakeStack
 from tests.stack.connection import Broken, Connection
-from tests.stack.crowd import WAIT_S, until
+from tests.stack.crowd import WAIT_S, until_true
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -318,7 +318,7 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
             for replica in stack.replicas:
                 os.kill(replica.pid, signal.SIGHUP)
             await until_all(answers(soon, 200))
-            await until(lambda: len(steps) == 7 and min(steps.values()) > 20)
+            await until_true(lambda: len(steps) == 7 and min(steps.values()) > 20)
             over.set()
         assert failed == []
     assert secrets_in(stack, keys.made) == []

@@ -11,8 +11,7 @@ import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
-from tests.stack.crowd import until as until_true
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
 from tests.stack.history import Outcome
 from tests.stack.player import Player
 from tests.stack.states import until
