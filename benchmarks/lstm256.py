@@ -34,7 +34,7 @@ ARCHITECTURE = Architecture(cell="lstm", vocabulary_size=SIZE, embedding=SIZE, h
 
 
 def export(folder: Path) -> Manifest:
-    """Writes the bundle `folder`/lstm256. Raises ExportError where it cannot be."""
+    """Writes the bundle `folder`/lstm256, and replaces one that is there. Raises ExportError where it cannot be."""
     torch.manual_seed(SEED)
     network = Network(ARCHITECTURE).eval().requires_grad_(False)
     project(network, [CONTRACTION])
@@ -66,6 +66,7 @@ def export(folder: Path) -> Manifest:
         ),
         sample_tokens=np.random.default_rng(SEED).integers(SIZE, size=SAMPLE_TOKENS).tolist(),
         torch_network=network,
+        replace=True,
     )
 
 

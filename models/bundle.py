@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from models.bundle_checks import (
     MANIFEST,
     BundleError,
+    BundleExistsError,
     CertificateError,
     check_certificate,
     check_hash,
@@ -35,13 +36,21 @@ from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
 from models.certificate.propagation import Propagation
 from models.certificate.request import RequestBound
-from models.manifest import Certificate, Manifest, Role
+from models.manifest import Certificate, Manifest, Quality, Role
 from models.parity import ParityError, RoundingError, Run, check_graphs
 from models.reference import Reference
 from models.vocabulary import Vocabulary
 from models.weights import WeightsError, check_weights, decode_weights
 
-__all__ = ["Bundle", "BundleError", "CertificateError", "verify_graphs", "write_bundle"]
+__all__ = [
+    "Bundle",
+    "BundleError",
+    "BundleExistsError",
+    "CertificateError",
+    "check_place",
+    "verify_graphs",
+    "write_bundle",
+]
 
 PROBE_LENGTHS = (24, 1, 17)
 """Rows and their lengths in `verify_graphs`: more than one row, unequal, one of a single token."""
@@ -150,14 +159,55 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
         raise BundleError(f"{bundle.path}: {error}") from error
 
 
-def write_bundle(
-    path: Path, manifest: Manifest, files: Mapping[str, bytes], check: Callable[[Bundle], None]
-) -> Manifest:
-    """Writes a bundle so that it is there whole and checked, or not at all; one that was there is replaced by it.
+def check_place(path: Path, version: str, quality: Quality | None, replace: bool) -> None:
+    """Raises BundleExistsError where a bundle of this version and quality may not be written to `path`.
 
-    Where writing fails, the one that was there stays. Where `path` is a symbolic link, what it points to is replaced.
-    `files` are the manifest's by name; their hashes go into the manifest, which is returned as written. `check` sees
-    the bundle, read back, before it is moved into its place; what it raises goes to the caller.
+    A bundle of a lower version may be replaced. Any other bundle may be replaced where `replace` is true. A file or a
+    folder that is not a bundle may never be replaced.
+    """
+    path = path.resolve()
+    if not path.exists():
+        return
+    if not (path / MANIFEST).exists():
+        raise BundleExistsError(f"what is there is not a bundle: it has no {MANIFEST}", replaceable=False)
+    if replace:
+        return
+    try:
+        existing = read_manifest(path)
+    except BundleError as error:
+        raise BundleExistsError(f"the bundle that is there cannot be read: {error}") from error
+    if int(existing.version) < int(version):
+        return
+    raise BundleExistsError(
+        f"a bundle is there already: version {existing.version}, {_describe(existing.quality)}; "
+        f"the new bundle: version {version}, {_describe(quality)}"
+    )
+
+
+def _describe(quality: Quality | None) -> str:
+    """The recurrent perplexity per token: of the validation split, or of the only text where there is no such split."""
+    if quality is None or not quality.recurrent:
+        return "not evaluated"
+    if (valid := quality.recurrent.get("valid")) is not None:
+        return f"validation perplexity {valid.per_token:.3f}"
+    split, perplexity = next(iter(quality.recurrent.items()))
+    return f"perplexity {perplexity.per_token:.3f} ({split})"
+
+
+def write_bundle(
+    path: Path,
+    manifest: Manifest,
+    files: Mapping[str, bytes],
+    check: Callable[[Bundle], None],
+    *,
+    replace: bool = False,
+) -> Manifest:
+    """Writes a bundle. Either the whole bundle is written and checked, or nothing is changed.
+
+    `check_place` says which bundle at `path` is replaced, and otherwise raises BundleExistsError. If writing fails,
+    the bundle at `path` stays as it was. If `path` is a symbolic link, the bundle that it points to is replaced.
+    `files` holds the manifest's files by name; their hashes go into the manifest, which is returned as written. `check`
+    sees the bundle, read back, before it is moved to its place; its exceptions go to the caller.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     manifest = manifest.model_copy(update={"files": hashes})
@@ -171,17 +221,18 @@ def write_bundle(
         text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
         (building / MANIFEST).write_text(text + "\n", encoding="utf-8")
         check(Bundle.read(building))
+        check_place(path, manifest.version, manifest.quality, replace)
         _replace(path, building, Path(temporary) / "replaced")
     return manifest
 
 
 def _replace(path: Path, building: Path, replaced: Path) -> None:
-    """Moves `building` to `path`, and what is there to `replaced`; both or neither."""
-    if path.exists():
-        path.rename(replaced)
+    """Moves the bundle at `path` to `replaced`, and `building` to `path`. On any exception it undoes the first move."""
     try:
+        if path.exists():
+            path.rename(replaced)
         building.rename(path)
     except BaseException:
-        if replaced.exists():
+        if replaced.exists() and not path.exists():
             replaced.rename(path)
         raise

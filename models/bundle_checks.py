@@ -33,6 +33,14 @@ class CertificateError(BundleError):
     """A bundle whose certificate does not hold, though all else does: it can be served as uncertified."""
 
 
+class BundleExistsError(BundleError):
+    """The place of a new bundle is taken. `replaceable`: whether the caller may ask to replace what is there."""
+
+    def __init__(self, message: str, replaceable: bool = True) -> None:
+        super().__init__(message)
+        self.replaceable = replaceable
+
+
 def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:

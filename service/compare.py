@@ -95,10 +95,12 @@ class Measurements:
 
 
 def choose(client: Client, name: str | None) -> Document:
-    """The card of the model `name`, or of the server's default. Raises ClientError."""
+    """The card of the model `name`, or of the server's default. Raises ClientError, also for a model of events."""
     cards = client.models()
     for card in cards:
         if name in (None, card["id"]):
+            if card["vocabulary"]["kind"] == "events":
+                raise ClientError(f"compare reads text, and the vocabulary of the model {card['id']} is of events")
             return card
     if not cards:
         raise ClientError("the server has no models")

@@ -36,6 +36,7 @@ TRAIN_FILES = [
         "training/test_group.py",
         "training/test_loop.py",
         "training/test_proof.py",
+        "training/test_run.py",
     )
 ]
 MISSING = [package for package in ("torch", "onnx") if find_spec(package) is None]

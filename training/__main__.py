@@ -24,6 +24,8 @@ from training.group import ALONE, Group
 from training.run import evaluate_run, export_run, train
 from training.run_folder import RunFolder
 
+REPLACE = "replace a bundle of the same name and of the same or a higher version, which is refused otherwise"
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -56,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="float32",
         help="what the graphs multiply in; in int8 the bundle is NAME-int8 and is not certified (default: %(default)s)",
     )
+    command.add_argument("--replace", action="store_true", help=REPLACE)
     _add_audit(commands)
     return parser
 
@@ -91,6 +94,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("--threads", type=_positive, help="of torch; 1 where the machine is busy (default: torch's)")
     command.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (default: audits/NAME)")
     command.add_argument("--export", type=Path, metavar="BUNDLES", help="write the bundle BUNDLES/NAME")
+    command.add_argument("--replace", action="store_true", help=REPLACE)
     command.add_argument("--name", type=_name, help="name of report and bundle (default: the file's)")
     command.add_argument("--version", type=_version, default="1", help="version of the bundle (default: %(default)s)")
     command.add_argument("--attribution", help="whose the weights and their data are; kept in the bundle")
@@ -154,7 +158,9 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
         given = {name: value for name, value in vars(options).items() if name != "command"}
         audit(AuditOptions(command=_audit_as_typed(options), **given), console)
     else:
-        export_run(options.run, options.bundles, options.data, options.version, console, options.precision)
+        export_run(
+            options.run, options.bundles, options.data, options.version, console, options.precision, options.replace
+        )
 
 
 def _print_error(console: Console, error: Exception) -> None:

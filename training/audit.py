@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from models.bundle import check_place
 from models.certificate import certify
-from models.export import ExportError, export_bundle
+from models.export import export_bundle
 from models.manifest import Certificate, Manifest, Provenance
 from models.networks import Network
 from models.vocabulary import UNK
@@ -24,7 +25,7 @@ from training.evaluate import quality, smallest_close_window
 from training.forgetting import Forgetting, Unmeasurable, measure, smallest_window, token_steps, window_grid
 from training.origin import describe_origin
 from training.plots import plot_audit
-from training.run import SAMPLE_TOKENS
+from training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
 """A text that does not even hold positions for this window is too short to say anything."""
@@ -40,6 +41,9 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
             f"{options.file}: --export is for checkpoints; a bundle can be served as it is, and of a run "
             "`python -m training export` makes one"
         )
+    if options.export is not None:
+        with writing(options.export / name):
+            check_place(options.export / name, options.version, None, options.replace)
     subject = find_subject(options)
     network = Network(subject.architecture)
     network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
@@ -155,7 +159,7 @@ def _export(
     """Writes the bundle `target`, whose own k is the recommended one, else the largest. Raises RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
-    try:
+    with writing(target):
         manifest = export_bundle(
             target,
             architecture=subject.architecture,
@@ -171,9 +175,8 @@ def _export(
             provenance=_provenance(options, report),
             sample_tokens=subject.corpus.streams["audit"][:SAMPLE_TOKENS].tolist(),
             torch_network=network,
+            replace=options.replace,
         )
-    except (ExportError, OSError) as error:
-        raise RunError(f"{target} was not written: {error}") from error
     _tell(manifest, target, recommended, report, console)
 
 

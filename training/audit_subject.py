@@ -48,6 +48,7 @@ class AuditOptions:
     threads: int | None = None
     report: Path | None = None
     export: Path | None = None
+    replace: bool = False
     name: str | None = None
     version: str = "1"
     attribution: str | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from models.bundle import BundleExistsError, check_place
 from models.export import ExportError, export_bundle
 from models.manifest import Precision, Provenance, Quality
 from models.networks import Network
@@ -202,19 +205,24 @@ def export_run(
     bundle_version: str,
     console: Console,
     precision: Precision = "float32",
+    replace: bool = False,
 ) -> Path:
     """Writes the run's best weights as `bundles/NAME`, in int8 as `bundles/NAME-int8`; returns that path.
 
-    The latter has no quality: what was evaluated is in float32. Raises RunError.
+    The latter has no quality: what was evaluated is in float32. `replace`: whether a bundle of the same or a higher
+    version may be replaced. Raises RunError.
     """
     run = open_run(path, data)
     experiment, corpus, network = run.experiment, run.corpus, run.network
     name, found = f"{experiment.name}-{precision}", None
     if precision == "float32":
         name, found = experiment.name, run.folder.quality(run.best_step, POSITIONS)
-        found = found or _evaluate(run, POSITIONS, console)
     target = bundles / name
-    try:
+    with writing(target):
+        check_place(target, bundle_version, found, replace)
+    if precision == "float32":
+        found = found or _evaluate(run, POSITIONS, console)
+    with writing(target):
         manifest = export_bundle(
             target,
             architecture=network.architecture,
@@ -231,15 +239,26 @@ def export_run(
             sample_tokens=corpus.streams["valid"][:SAMPLE_TOKENS].tolist(),
             torch_network=network,
             precision=precision,
+            replace=replace,
         )
-    except (ExportError, OSError) as error:
-        raise RunError(f"{target} was not written: {error}") from error
     size = sum(file.stat().st_size for file in target.iterdir())
     contractive = "contractive" if manifest.certificate.contractive else "not contractive by the simple bounds"
     if precision != "float32":
         contractive = f"not certified: {manifest.certificate.reason}"
     console.print(f"{target}: {size:,} bytes, {contractive}")
     return target
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turns every reason why the bundle `target` could not be written into a RunError."""
+    try:
+        yield
+    except BundleExistsError as error:
+        way_out = "; --replace replaces it, and so does a higher --version" if error.replaceable else ""
+        raise RunError(f"{target} was not written: {error}{way_out}") from error
+    except (ExportError, OSError) as error:
+        raise RunError(f"{target} was not written: {error}") from error
 
 
 def _provenance(run: Trained) -> Provenance:

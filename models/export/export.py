@@ -56,13 +56,15 @@ def export_bundle(
     sample_tokens: list[int],
     torch_network: Network | None = None,
     precision: Precision = "float32",
+    replace: bool = False,
 ) -> Manifest:
     """Writes the bundle `directory`, once its graphs, the oracle and `torch_network` agree.
 
     `weights` are float32 by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
     `precision`: what the graphs multiply in; in int8 they are quicker, answer a little differently, and are not
-    certified.
-    Raises ExportError: what is given does not fit together, or who should agree does not; then nothing is written.
+    certified. `replace`: whether a bundle of the same or a higher version may be replaced.
+    Raises BundleExistsError where it may not be, and ExportError where the arguments do not fit together or where the
+    graphs, the oracle and `torch_network` differ. Then nothing is written.
     """
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
     try:
@@ -113,7 +115,7 @@ def export_bundle(
     def check(bundle: Bundle) -> None:
         check_bundle(bundle, sample_tokens, torch_network)
 
-    return write_bundle(directory, manifest, files, check)
+    return write_bundle(directory, manifest, files, check, replace=replace)
 
 
 def _request_bound(

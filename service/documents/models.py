@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from models.manifest import Certificate, Contraction, Quality, Role, Rounding
+from models.manifest import Certificate, Contraction, Quality, Role, Rounding, VocabularyInfo
 from service.engine.costs import Cost
 
 
@@ -27,7 +27,7 @@ class ModelFactsDocument(TypedDict):
     k: int
     max_window: int
     k_epsilon: dict[str, int | None]
-    vocabulary: dict[str, object]
+    vocabulary: VocabularyInfo
     quality: Quality | None
     attribution: str | None
 

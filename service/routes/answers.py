@@ -262,7 +262,7 @@ def _model_facts(engine: Engine) -> ModelFactsDocument:
         "k": manifest.window,
         "max_window": manifest.max_window,
         "k_epsilon": {epsilon: smallest(float(epsilon)) for epsilon in EPSILONS},
-        "vocabulary": manifest.vocabulary.model_dump(),
+        "vocabulary": manifest.vocabulary,
         "quality": manifest.quality,
         "attribution": manifest.provenance.attribution,
     }

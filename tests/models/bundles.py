@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.bundle import write_bundle
 from models.certificate import certify
-from models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, VocabularyInfo
+from models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, Quality, VocabularyInfo
 from models.vocabulary import Vocabulary
 from models.weights import encode_weights
 from tests.models.random_models import random_weights
@@ -46,7 +46,14 @@ def small_architecture(cell: Cell = "lstm", **fields: object) -> Architecture:
     return Architecture.model_validate(sizes | {"cell": cell} | fields)
 
 
-def write_small_bundle(path: Path, architecture: Architecture | None = None) -> Manifest:
+def write_small_bundle(
+    path: Path,
+    architecture: Architecture | None = None,
+    *,
+    version: str = "1",
+    quality: Quality | None = None,
+    replace: bool = False,
+) -> Manifest:
     """A bundle at `path` that `Bundle.read` accepts; its graphs are no graphs."""
     architecture = architecture or small_architecture()
     tokenizer = words_tokenizer()
@@ -57,7 +64,7 @@ def write_small_bundle(path: Path, architecture: Architecture | None = None) -> 
         {
             "schema_version": SCHEMA_VERSION,
             "name": path.name,
-            "version": "1",
+            "version": version,
             "architecture": architecture,
             "vocabulary": VocabularyInfo(
                 kind="words", size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
@@ -71,12 +78,13 @@ def write_small_bundle(path: Path, architecture: Architecture | None = None) -> 
             "tokenizer": "tokenizer.json",
             "files": {},
             "certificate": certify(architecture, weights, 8, None),
+            "quality": quality,
             "provenance": PROVENANCE,
         }
     )
     files = {name: f"no graph: {name}".encode() for name in graphs.values()}
     files |= {"weights.safetensors": encode_weights(weights), "tokenizer.json": tokenizer.encode()}
-    return write_bundle(path, manifest, files, lambda _: None)
+    return write_bundle(path, manifest, files, lambda _: None, replace=replace)
 
 
 def edit_manifest(path: Path, *keys: str | int, value: Any) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bundle import Bundle, BundleError, verify_graphs, write_bundle
-from models.manifest import Role
+from models.bundle import Bundle, BundleError, BundleExistsError, verify_graphs, write_bundle
+from models.manifest import Perplexity, Quality, Role
 from models.parity import Tensors
 from models.weights import decode_weights, encode_weights
 from tests.models.bundles import edit_manifest, small_architecture, write_small_bundle
@@ -168,7 +168,7 @@ def test_a_certificate_with_another_rule_is_refused(path: Path, field: str, valu
 def test_a_certificate_in_a_norm_of_other_weights_is_refused(
     path: Path, change: Callable[[float, float], list[float]]
 ) -> None:
-    write_small_bundle(path, small_architecture("lstm", hidden=48, embedding=48))
+    write_small_bundle(path, small_architecture("lstm", hidden=48, embedding=48), replace=True)
     p, q = Bundle.read(path).manifest.certificate.layers[0].weights
     edit_manifest(path, "certificate", "layers", 0, "weights", value=change(p, q))
     refused(path, "certificate.layers.0.weights")
@@ -212,7 +212,7 @@ def test_every_number_of_a_certificate_is_recomputed(
 
 
 def test_a_curve_that_is_cut_short_is_refused(path: Path) -> None:
-    write_small_bundle(path, small_architecture("rnn_tanh"))
+    write_small_bundle(path, small_architecture("rnn_tanh"), replace=True)
     edit_manifest(path, "certificate", "state_error", value=[])
     refused(path, "certificate.state_error: 0 claimed, the weights give 8")
 
@@ -249,9 +249,89 @@ def test_a_bundle_that_fails_its_check_is_not_left_behind(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["small"]
 
 
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {entry.name: entry.read_bytes() for entry in path.iterdir()}
+
+
+def evaluated(split: str, perplexity: float) -> Quality:
+    """A quality with nothing but the recurrent perplexity of one split."""
+    recurrent = {split: Perplexity(per_token=perplexity)}
+    return Quality(tokens={}, words={}, recurrent=recurrent, window={}, window_within_half_percent=None)
+
+
+def test_a_failed_check_leaves_the_old_bundle(path: Path) -> None:
+    before, bundle = contents(path), Bundle.read(path)
+    files = {name: before[name] for name in FILES}
+
+    def check(written: Bundle) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        write_bundle(path, bundle.manifest, files, check, replace=True)
+    assert contents(path) == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["small"]
+
+
+@pytest.mark.parametrize("version", ["1", "0"], ids=["the same version", "a lower version"])
+def test_a_bundle_is_not_replaced_silently(path: Path, version: str) -> None:
+    write_small_bundle(path, quality=evaluated("valid", 3.25), replace=True)
+    before = contents(path)
+    message = f"version 1, validation perplexity 3.250; the new bundle: version {version}, perplexity 9.000 (audit)"
+    with pytest.raises(BundleExistsError, match=re.escape(message)):
+        write_small_bundle(path, small_architecture("gru"), version=version, quality=evaluated("audit", 9.0))
+    with pytest.raises(BundleExistsError, match=f"the new bundle: version {version}, not evaluated"):
+        write_small_bundle(path, small_architecture("gru"), version=version)
+    assert contents(path) == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["small"]
+
+
+def test_a_higher_version_replaces_a_lower_one(path: Path) -> None:
+    write_small_bundle(path, version="9", replace=True)
+    write_small_bundle(path, version="10")
+    assert Bundle.read(path).manifest.version == "10"
+
+
+def test_a_bundle_that_cannot_be_read_is_replaced_only_on_request(path: Path) -> None:
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(BundleExistsError, match=r"manifest\.json: cannot be read as JSON"):
+        write_small_bundle(path, version="2")
+    assert (path / "manifest.json").read_text() == "{"
+    write_small_bundle(path, version="2", replace=True)
+    assert Bundle.read(path).manifest.version == "2"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_not_a_bundle_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "small"
+    kept = place / "kept" if kind == "folder" else place
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("a user's own")
+    with pytest.raises(BundleExistsError, match="is not a bundle"):
+        write_small_bundle(place, replace=True)
+    assert kept.read_text() == "a user's own"
+
+
+def test_an_interrupt_between_the_two_moves_restores_the_old_bundle(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, rename = contents(path), Path.rename
+
+    def interrupted(source: Path, target: Path) -> Path:
+        moved = rename(source, target)
+        if target.name == "replaced":
+            raise KeyboardInterrupt
+        return moved
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_small_bundle(path, small_architecture("gru"), replace=True)
+    assert contents(path) == before
+
+
 def test_a_bundle_is_replaced_whole(path: Path) -> None:
     (path / "left over.txt").write_text("of the bundle before")
-    write_small_bundle(path, small_architecture("gru"))
+    write_small_bundle(path, small_architecture("gru"), replace=True)
     assert Bundle.read(path).manifest.architecture.cell == "gru"
     assert {entry.name for entry in path.iterdir()} == {*FILES, "manifest.json"}
     assert [entry.name for entry in path.parent.iterdir()] == ["small"]
@@ -260,7 +340,7 @@ def test_a_bundle_is_replaced_whole(path: Path) -> None:
 def test_a_bundle_that_cannot_be_moved_into_place_leaves_the_old_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+    before = contents(path)
     rename, moves = Path.rename, []
 
     def fails_at_the_second(source: Path, target: Path) -> Path:
@@ -271,9 +351,9 @@ def test_a_bundle_that_cannot_be_moved_into_place_leaves_the_old_one(
 
     monkeypatch.setattr(Path, "rename", fails_at_the_second)
     with pytest.raises(PermissionError, match="no"):
-        write_small_bundle(path, small_architecture("gru"))
+        write_small_bundle(path, small_architecture("gru"), replace=True)
     assert moves[1] == path
-    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+    assert contents(path) == before
     assert [entry.name for entry in path.parent.iterdir()] == ["small"]
 
 
@@ -281,7 +361,7 @@ def test_a_bundle_behind_a_link_is_replaced_where_it_lies(path: Path) -> None:
     link = path.parent / "elsewhere" / "link"
     link.parent.mkdir()
     link.symlink_to(path)
-    write_small_bundle(link, small_architecture("gru"))
+    write_small_bundle(link, small_architecture("gru"), replace=True)
     assert link.is_symlink()
     assert Bundle.read(path).manifest.architecture.cell == "gru"
     assert [entry.name for entry in link.parent.iterdir()] == ["link"]

@@ -182,7 +182,7 @@ def test_an_int8_graph_of_other_weights_is_refused(export: Export, tmp_path: Pat
     }
     export(model, swapped, precision="int8")
     run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
-    export(model, weights, precision="int8")
+    export(model, weights, precision="int8", replace=True)
     with pytest.raises(BundleError, match=r"differs from the oracle by .*, tolerance 0\.2"):
         verify_graphs(Bundle.read(tmp_path / "model"), run)
 

@@ -7,6 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
+from tokenizers import Tokenizer, models
+
+from models.vocabulary import EOS, UNK
 from tests.models.bundles import edit_manifest
 from tests.service.shipped import FOLDER
 
@@ -29,12 +32,29 @@ def retokenize(path: Path) -> None:
     """Gives the bundle another tokenizer: the same one, as far as text is concerned, of another digest."""
     file = path / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    edit_manifest(path, "files", "tokenizer.json", value=digest)
-    edit_manifest(path, "vocabulary", "sha256", value=digest)
+    _edit_digest(path)
+
+
+def make_eventful(path: Path) -> None:
+    """Gives the bundle as many events as it had tokens. `<eos>` keeps its id, and the id after it is `<unk>`."""
+    file, manifest = path / "tokenizer.json", json.loads((path / "manifest.json").read_text())
+    size, eos_id = manifest["vocabulary"]["size"], manifest["vocabulary"]["eos_id"]
+    names = [f"event {index}" for index in range(size)]
+    names[eos_id], names[(eos_id + 1) % size] = EOS, UNK
+    words = models.WordLevel({name: index for index, name in enumerate(names)}, UNK)
+    file.write_text(str(Tokenizer(words).to_str()), encoding="utf-8")
+    edit_manifest(path, "vocabulary", "kind", value="events")
+    _edit_digest(path)
 
 
 def version_of(path: Path) -> str:
     """What the bundle says that it is."""
     version: str = json.loads((path / "manifest.json").read_text())["version"]
     return version
+
+
+def _edit_digest(path: Path) -> None:
+    """Writes the tokenizer's digest to the manifest."""
+    digest = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    edit_manifest(path, "files", "tokenizer.json", value=digest)
+    edit_manifest(path, "vocabulary", "sha256", value=digest)

@@ -9,7 +9,7 @@ from threading import Thread
 
 from deploy.stack.local import ROOT
 
-WAIT_S = 120
+WAIT_S = 300
 
 
 class Command:

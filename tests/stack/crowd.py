@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-
-import numpy as np
 
 from service.metrics import Metrics
 from service.settings import Settings
@@ -19,7 +16,8 @@ from tests.stack.player import Player
 
 VOCABULARY = 2048
 AT_ONCE = 16
-Span = tuple[float, float]
+WAIT_S = 300.0
+LOOK_EVERY_S = 0.02
 
 
 @asynccontextmanager
@@ -69,6 +67,20 @@ async def playing(players: Iterable[Player], rate: float) -> AsyncIterator[None]
             task.cancel()
 
 
+async def stepped(players: Sequence[Player], steps: int = 1) -> None:
+    """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
+    been under way before."""
+    wanted = [len(player.history) + steps for player in players]
+    await until_true(lambda: all(len(player.history) >= enough for player, enough in zip(players, wanted, strict=True)))
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
+    """Waits until it holds. The time-out only ends a test that hangs."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
 def failures(players: Iterable[Player]) -> list[str]:
     """What clients saw that was no answer."""
     return [failure for player in players for failure in player.failures]
@@ -109,16 +121,3 @@ def longest_gap_s(players: Sequence[Player]) -> float:
     """The longest that a session which wanted an answer went without: from when a step was due until it was answered,
     with every attempt in between."""
     return max(timed.latency_s for player in players for timed in player.timed)
-
-
-def p99_ms(players: Iterable[Player], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
-    """Of the latencies of steps that were due within one of the spans, and were not under way in any of `outside`;
-    without any such step there is nothing to tell, and that is infinite."""
-    latencies = [
-        timed.latency_s * 1e3
-        for player in players
-        for timed in player.timed
-        if any(start <= timed.due_s < end for start, end in spans)
-        and not any(timed.due_s < end and timed.ended_s > start for start, end in outside)
-    ]
-    return float(np.percentile(latencies, 99)) if latencies else math.inf

@@ -12,8 +12,8 @@ from typing import Any
 from tests.stack.connection import Broken, Connection, Reply
 from tests.stack.history import Append, Outcome
 
-PATIENCE_S = 10.0
-"""How long a client that retries goes on with one step."""
+PATIENCE_S = 120.0
+"""How long a client waits for one answer, and goes on with one step if it retries. It only ends a test that hangs."""
 
 AGAIN_S = 0.02
 """Time between two attempts."""

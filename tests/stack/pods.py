@@ -16,7 +16,7 @@ from deploy.stack.local import ROOT, Addresses, Place, command
 from deploy.stack.process import Process
 from tests.deploy.test_kubernetes import PODS
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Pod:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.service.stores.redis_server import REQUIRED, free_port
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 FIELD = re.compile(r" *([A-Z][A-Za-z ]*?) *: (.*)")
 ATTRIBUTE = re.compile(r" *-> (\S+): (\w+)\((.*)\)")

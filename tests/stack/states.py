@@ -6,14 +6,15 @@ import asyncio
 
 import httpx
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 ASK_EVERY_S = 0.05
 
 
 async def until(operations: int, **states: str) -> None:
     """Waits until HAProxy, whose own page is at that port, has these servers in these states: `wane_1="UP"`."""
     wanted = {name.replace("_", "-"): state for name, state in states.items()}
-    async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=f"http://127.0.0.1:{operations}") as client:
+    url = f"http://127.0.0.1:{operations}"
+    async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
         while True:
             rows = [line.split(",") for line in (await client.get("/;csv")).text.splitlines()]
             found = {row[1]: row[17] for row in rows if row[0] == "replicas"}

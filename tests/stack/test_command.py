@@ -38,7 +38,7 @@ def test_one_command_starts_everything_and_one_signal_stops_it(tmp_path: Path) -
         pids = {match[1]: int(match[2]) for line in command.until_said("ready at") if (match := LINE.fullmatch(line))}
         assert set(pids) == {"redis", "wane-1", "wane-2", "wane-3", "haproxy", "prometheus"}
         key = (tmp_path / "secrets" / "client_key").read_text().strip()
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as client:
             assert client.post("/v1/sessions", json={}).status_code == 401
             client.headers["authorization"] = f"Bearer {key}"
             assert client.get("/readyz").json()["store"]["kind"] == "redis"

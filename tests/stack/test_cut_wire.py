@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
 from tests.stack.states import until
 from tests.stack.wire import wire
 
@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 SESSIONS = 60
 RATE = 1.0
-CALM_S, CUT_S = 2.0, 5.0
 
 
 async def test_a_replica_without_the_store_is_passed_over_until_it_has_it_again(
@@ -27,12 +26,13 @@ async def test_a_replica_without_the_store_is_passed_over_until_it_has_it_again(
         await asyncio.to_thread(stack.start)
         async with crowd(stack.port, [40] * SESSIONS) as players:
             async with playing(players, RATE):
-                await asyncio.sleep(CALM_S)
+                await stepped(players)
                 carrying.cut()
-                await asyncio.sleep(CUT_S)
+                await until(stack.operations, wane_2="DOWN")
+                await stepped(players, 2)
                 carrying.mend()
                 await until(stack.operations, wane_2="UP")
-                await asyncio.sleep(CALM_S)
+                await stepped(players, 2)
             figures(
                 steps=sum(len(player.timed) for player in players),
                 repeated_by_clients=sum(player.repeated for player in players),

@@ -196,7 +196,7 @@ async def test_the_log_of_a_replica_has_the_client_s_address_and_neither_haproxy
         port = int(server.url.rpartition(":")[2])
         async with (
             haproxy([Replica(number, port=port) for number in range(3)]) as balanced,
-            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(local_address="127.0.0.2")) as client,
+            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(local_address="127.0.0.2"), timeout=WAIT_S) as client,
         ):
             headers = {"x-forwarded-for": "6.6.6.6", "x-request-id": "through"}
             answer = await client.get(f"http://127.0.0.1:{balanced.port}/v1/models", headers=headers)
@@ -206,7 +206,7 @@ async def test_the_log_of_a_replica_has_the_client_s_address_and_neither_haproxy
 
 
 async def test_haproxy_has_metrics(balanced: Balanced) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{balanced.operations}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{balanced.operations}", timeout=WAIT_S) as client:
         assert (
             'haproxy_server_status{proxy="replicas",server="wane-1",state="UP"} 1'
             in (await client.get("/metrics")).text

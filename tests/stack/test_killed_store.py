@@ -11,7 +11,7 @@ import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
 from tests.stack.history import Outcome
 from tests.stack.player import Player
 from tests.stack.states import until
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 SESSIONS = 60
 RATE = 1.0
-CALM_S, AWAY_S = 3.0, 4.0
 UP, DOWN = {f"wane_{number}": "UP" for number in (1, 2, 3)}, {f"wane_{number}": "DOWN" for number in (1, 2, 3)}
 
 
@@ -32,7 +31,7 @@ async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_i
     redis = stack.processes["redis"]
     async with crowd(stack.port, [40] * SESSIONS) as players:
         async with playing(players, RATE):
-            await asyncio.sleep(CALM_S)
+            await stepped(players)
             await asyncio.to_thread(redis.kill)
             await until(stack.operations, **DOWN)
             asking = Connection(stack.port)
@@ -41,7 +40,7 @@ async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_i
             asking.close()
             redis.start()
             await until(stack.operations, **UP)
-            await asyncio.sleep(CALM_S)
+            await stepped(players, 2)
 
         assert (refused.status, refused.document["code"]) == (503, "unavailable")
         assert int(refused.headers["retry-after"]) >= 1
@@ -64,19 +63,19 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
     redis, victim = stack.processes["redis"], stack.replicas[0]
     async with crowd(stack.port, [40] * SESSIONS, yields=True) as players:
         async with playing(players, RATE):
-            await asyncio.sleep(CALM_S)
+            await stepped(players)
             await asyncio.to_thread(redis.kill)
-            await asyncio.sleep(AWAY_S)
-            assert Outcome.NOT_DURABLE in outcomes(players)
+            await until_true(lambda: all(map(has_undurable, players)))
             # What it alone has is lost with it: histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
-            await asyncio.sleep(CALM_S)
+            before = [(len(player.history), player.repeated) for player in players]
+            await until_true(lambda: all(map(went_on, players, before)))
             redis.start()
             await asyncio.to_thread(redis.wait_ready)
             await asyncio.to_thread(victim.wait_ready)
             await until(stack.operations, **UP)
-            await asyncio.sleep(CALM_S)
+            await stepped(players, 2)
         for player in players:  # every session ends with a durable step, or would be looked at too early
             await player.step((Random(player.session).randrange(1, player.vocabulary),))
             if player.history[-1].outcome is Outcome.UNKNOWN:
@@ -93,6 +92,16 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
         assert all(player.history[-1].outcome is Outcome.ACKNOWLEDGED for player in players)
         assert sum(player.conflicts for player in players) > 0
         assert await histories(players, stack.store, TAIL_TOKENS) == []
+
+
+def has_undurable(player: Player) -> bool:
+    """Whether a step was answered that is not durable."""
+    return any(append.outcome is Outcome.NOT_DURABLE for append in player.history)
+
+
+def went_on(player: Player, before: tuple[int, int]) -> bool:
+    """Whether a step has ended, or had to be sent again, since the numbers of both were `before`."""
+    return len(player.history) > before[0] or player.repeated > before[1]
 
 
 def outcomes(players: list[Player]) -> set[Outcome]:

@@ -15,7 +15,7 @@ from deploy.stack.local import ROOT
 from tests.deploy.test_kubernetes import PODS, get
 from tests.service.stores.redis_server import free_port, program
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
 from tests.stack.names import Names, names
 from tests.stack.pods import Pod
 from tests.stack.states import until
@@ -90,6 +90,7 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))
                 dns.ports.remove(first[1].port)
+                await stepped(players, 2)
             figures(steps=sum(len(player.timed) for player in players), longest_gap_s=longest_gap_s(players))
             assert codes == [0, 0]
             assert failures(players) == []

@@ -58,7 +58,7 @@ async def a_step_each(players: list[Player]) -> None:
 
 async def asks_for_a_key(player: Player) -> None:
     """Without one, or with another's, whoever asks is told so, and nothing becomes of the player's session."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{player.port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{player.port}", timeout=WAIT_S) as client:
         path = f"/v1/sessions/{player.session}"
         for keys, status in (({}, 401), ({"authorization": "Bearer none"}, 401), (OTHERS, 404), (OWN, 200)):
             answer = await client.get(path, headers=keys | SPOOFED)

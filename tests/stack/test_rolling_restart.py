@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
 from tests.stack.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -30,6 +30,7 @@ async def test_no_request_fails_while_all_replicas_are_restarted_and_no_client_a
                 replica.start()
                 await asyncio.to_thread(replica.wait_ready)
                 await until(stack.operations, **{replica.name.replace("-", "_"): "UP"})
+                await stepped(players)
         figures(steps=sum(len(player.timed) for player in players), longest_gap_s=longest_gap_s(players))
         assert codes == [0, 0, 0]
         assert failures(players) == []

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures, MakeStack
-from tests.stack.crowd import crowd, failures, histories, playing
+from tests.stack.crowd import crowd, failures, histories, playing, stepped
 from tests.stack.twin import Twin
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 SESSIONS = 60
 LONG = 10
 RATE = 1.0
-LOAD_S = 8.0
+STEPS = 4
 
 
 async def test_sessions_whose_every_step_goes_to_another_replica_are_right(
@@ -26,7 +26,7 @@ async def test_sessions_whose_every_step_goes_to_another_replica_are_right(
     first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with crowd(stack.port, first) as players:
         async with playing(players, RATE):
-            await asyncio.sleep(LOAD_S)
+            await stepped(players, STEPS)
         assert failures(players) == []
         assert await histories(players, stack.store, TAIL_TOKENS) == []
     compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(player.tokens, player.answers) for player in players])

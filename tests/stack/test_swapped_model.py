@@ -12,7 +12,7 @@ import pytest
 from tests.models.bundles import edit_manifest
 from tests.stack.conftest import BUNDLE, MODEL, TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
 from tests.stack.twin import Twin
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 SESSIONS = 60
 LONG = 6
 RATE = 1.0
-CALM_S = 3.0
 OTHER = BUNDLE.with_name("gated-stable-truncated")
 """Other weights of the same architecture and vocabulary."""
 
@@ -43,7 +42,7 @@ async def test_no_request_fails_while_each_replica_takes_a_new_version(
     first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with crowd(stack.port, first, retries=False) as players:
         async with playing(players, RATE):
-            await asyncio.sleep(CALM_S)
+            await stepped(players)
             old = served.rename(tmp_path / "old")
             coming.rename(served)
             for replica in stack.replicas:
@@ -51,7 +50,7 @@ async def test_no_request_fails_while_each_replica_takes_a_new_version(
                 reply = await asking.ask("POST", f"/v2/repository/models/{MODEL}/load")
                 asking.close()
                 assert reply.status == 200 and reply.document["version"] == "2", reply
-            await asyncio.sleep(CALM_S)
+            await stepped(players, 2)
         assert failures(players) == []
         assert await histories(players, stack.store, TAIL_TOKENS) == []
 

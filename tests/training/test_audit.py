@@ -287,6 +287,27 @@ def test_a_folder_is_not_exported_and_one_that_is_nothing_is_named(
     assert "--export is for checkpoints" in capsys.readouterr().out
 
 
+def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    audited(folder, "--export", "bundles")
+    before = (folder / "bundles" / "model" / "weights.safetensors").read_bytes()
+    (folder / "audits" / "model" / "audit.json").unlink()
+    capsys.readouterr()
+    with torch.no_grad():
+        module = Plain()
+        module.get_submodule("fc").get_parameter("bias").add_(1)
+    saved(folder / "model.pt", module.state_dict())
+    command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "16"]
+    assert main([*command, "--export", "bundles"]) == 2
+    told = capsys.readouterr().out
+    assert "bundles/model was not written: a bundle is there already: version 1, perplexity " in told
+    assert "the new bundle: version 1, not evaluated; --replace replaces it" in told
+    assert not (folder / "audits" / "model" / "audit.json").exists()  # refused before anything was measured
+    assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() == before
+    audited(folder, "--export", "bundles", "--replace")
+    assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() != before
+
+
 def test_a_bundle_that_cannot_be_written_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     (folder / "file").write_text("")

@@ -92,7 +92,7 @@ def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command
         port = probe.getsockname()[1]
     server = start("service", "--bundles", bundles, "--port", port)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
             wait_until(lambda: is_ready(client), server)
             asked = {"mode": "recurrent", "top_k": 5}
             answers = [

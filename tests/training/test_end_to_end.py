@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,10 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from training.run_folder import RunFolder
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 EXPERIMENT = ROOT / "training" / "experiments" / "licence.toml"
+ENDLESS = "steps = 1_000_000\n"
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -30,6 +34,13 @@ def run(*arguments: object) -> str:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     return output
+
+
+def endless(experiment: str) -> str:
+    """The experiment with a million steps, and with a schedule that does not depend on their number."""
+    (steps,) = re.findall(r"^steps = \d+\n", experiment, re.MULTILINE)
+    assert "schedule" not in experiment
+    return experiment.replace(steps, f'{ENDLESS}schedule = "constant"\n')
 
 
 def logged(folder: Path) -> dict[int, float]:
@@ -50,18 +61,21 @@ def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run("training", "train", EXPERIMENT, "--run", whole)
-
-    killed = start("training", "train", EXPERIMENT, "--run", cut)
-    wait_until(lambda: max(logged(cut), default=0) >= 200, killed)
+    whole, cut, experiment = tmp_path / "whole", tmp_path / "cut", tmp_path / "licence.toml"
+    # It goes on until it is killed, so that the kill cannot come too late.
+    experiment.write_text(endless(EXPERIMENT.read_text()))
+    killed = start("training", "train", experiment, "--run", cut)
+    wait_until(lambda: (cut / "checkpoint.pt").exists() and max(logged(cut), default=0) >= 200, killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=TIMEOUT_S)
     assert killed.returncode == -signal.SIGKILL
-    assert max(logged(cut)) < 400
-    assert "from step" in run("training", "train", EXPERIMENT, "--run", cut)
+    at = RunFolder(cut).load("checkpoint.pt")["step"]
+    steps = at + 100
+    experiment.write_text(experiment.read_text().replace(ENDLESS, f"steps = {steps}\n"))
+    assert f"from step {at}" in run("training", "train", experiment, "--run", cut)
+    run("training", "train", experiment, "--run", whole)
     assert logged(cut) == logged(whole)
-    assert logged(cut)[400] < logged(cut)[50]
+    assert logged(cut)[steps] < logged(cut)[50]
 
     bundles = tmp_path / "bundles"
     exported = run("training", "export", cut, "--bundles", bundles)
@@ -73,7 +87,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     assert (cut / "evaluation.png").stat().st_size > 0
     manifest = json.loads((bundles / "licence" / "manifest.json").read_text())
     assert manifest["certificate"]["contractive"] is True
-    assert manifest["provenance"]["steps"] == 400
+    assert manifest["provenance"]["steps"] == steps
     assert manifest["provenance"]["command"] == "python -m training train licence.toml --run cut"
     assert "path" not in manifest["provenance"]["config"]["data"]
 
@@ -82,7 +96,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
         port = probe.getsockname()[1]
     server = start("service", "--bundles", bundles, "--port", port)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
             wait_until(lambda: is_ready(client), server)
             answer = client.post("/v1/predict", json={"input": "You may reproduce and", "mode": "both"}).json()
         assert answer["model"] == "licence"

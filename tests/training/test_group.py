@@ -27,7 +27,7 @@ from training.loop import Trainer
 from training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 LOSS, WEIGHT = 2e-5, 2e-4
 """How far sums in another order may take a run of thirty steps."""
 

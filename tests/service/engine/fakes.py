@@ -30,7 +30,7 @@ from tests.models.rounding import rounding
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
-PATIENCE_S = 20.0  # after which a test that waits for another thread has failed
+PATIENCE_S = 120.0  # after which a test that waits for another thread has failed
 
 
 ROUNDING = rounding(1e-6)

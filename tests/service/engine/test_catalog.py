@@ -25,6 +25,7 @@ from service.runners.runner import Array
 from service.settings import Settings
 from tests.models.bundles import edit_manifest
 from tests.models.rounding import rounding
+from tests.service.engine.fakes import PATIENCE_S
 from tests.service.shipped import FOLDER, PATHS, each_bundle
 
 STABLE = FOLDER / "rnn-stable"
@@ -164,7 +165,7 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
     await asyncio.to_thread(opening.wait)
     closing = asyncio.create_task(catalog.close())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await closed.wait()
         assert not closing.done()
     finally:

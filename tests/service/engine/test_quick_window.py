@@ -13,7 +13,7 @@ from service.engine.mode import Mode
 from service.engine.quick_window import QuickWindow
 from service.engine.requests import PredictRequest
 from service.errors import InvalidRequest, Unavailable, WaneError
-from tests.service.engine.fakes import Bench
+from tests.service.engine.fakes import PATIENCE_S, Bench
 from tests.service.engine.test_direction import VOCABULARY, model
 
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
@@ -168,7 +168,7 @@ def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begu
     engine, go = small.engine, threading.Event()
 
     async def ask() -> asyncio.Future[Answer]:
-        engine._prover.submit(go.wait, 20)  # as a document that is scored has it
+        engine._prover.submit(go.wait, PATIENCE_S)  # as a document that is scored has it
         while True:
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
             window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
@@ -176,7 +176,7 @@ def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begu
                 await asyncio.sleep(0)
             if not window.answer.done():
                 await engine.close()
-                await asyncio.wait([window.answer], timeout=10)
+                await asyncio.wait([window.answer], timeout=PATIENCE_S)
                 go.set()
                 return window.answer
 

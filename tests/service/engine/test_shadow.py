@@ -426,4 +426,4 @@ async def test_time_on_another_process_counts_too(make_bench: MakeBench, monkeyp
     await session_of(bench, 2)
     await session_of(bench, 3)
     await settled(shadow_of(bench))
-    assert 4.0 < (await report(bench))[1]["cpu_s"] < 5.0
+    assert 4.0 < (await report(bench))[1]["cpu_s"] < 6.0  # two runs

@@ -237,8 +237,8 @@ async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder
     old = catalog.get()
     retokenize(put(folder, "2"))
     await catalog.load_model(MODEL)
-    (watching,) = catalog._retirement._lingering.values()
-    await asyncio.wait([watching])
+    for watching in list(catalog._retirement._lingering.values()):
+        await asyncio.wait([watching])
     await catalog.settled()
     assert old.retired
     assert await catalog.index() == [Entry(MODEL, "2", "READY")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import cast
 
 import httpx
@@ -17,8 +18,9 @@ from service.engine.catalog import Catalog
 from service.metrics import Metrics
 from service.server import WEBSOCKETS, Server
 from service.settings import Settings
+from service.whole_http import WholeHttp
 from tests.service.http.fake import FakeCatalog, FakeEngine
-from tests.service.http.live import LiveServer, live_server
+from tests.service.http.live import TIMEOUT_S, LiveServer, live_server
 
 LIMIT = 64 * 1024
 
@@ -70,6 +72,26 @@ class SocketServer(Server):
         super().__init__(config, cast(Catalog, catalog))
         self.app = app
         self.listening = asyncio.Event()
+        self.read_bytes = 0  # over all connections, where `counting` has made the protocol
+
+    def counting(self, http: partial[WholeHttp]) -> partial[WholeHttp]:
+        """The same protocol, which adds what it reads to `read_bytes`."""
+        server = self
+
+        class Counting(WholeHttp):
+            def data_received(self, data: bytes) -> None:
+                server.read_bytes += len(data)
+                super().data_received(data)
+
+        return partial(Counting, *http.args, **http.keywords)
+
+    async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
+        """Writes each part once the one before it has been read."""
+        for part in parts:
+            enough = self.read_bytes + len(part)
+            writer.write(part)
+            while self.read_bytes < enough:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     async def draining_is_over(self) -> None:
         assert self.draining is not None
@@ -103,5 +125,5 @@ def live() -> Iterator[LiveServer]:
 @pytest.fixture(scope="session")
 def http(live: LiveServer) -> Iterator[httpx.Client]:
     """A client of the real server."""
-    with httpx.Client(base_url=live.url, timeout=60) as client:
+    with httpx.Client(base_url=live.url, timeout=TIMEOUT_S) as client:
         yield client

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 BUNDLES = "WANE_BUNDLES"  # may be given from outside, to run these tests on other bundles than the shipped ones
 
 

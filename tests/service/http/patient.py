@@ -20,8 +20,8 @@ from service.settings import Settings
 from tests.service.http.conftest import SocketServer, never
 from tests.service.http.fake import FakeCatalog
 
-SOON_S, LATE_S = 0.2, 60.0
-"""What is to run out, and what is not to."""
+SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
+"""What is to run out; what is to run out once something has been done in time; and what is not to."""
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
@@ -40,7 +40,7 @@ MALFORMED = {
     "chunk": CHUNKED % b"POST /v1/sessions" + b"zz\r\n",
     "second chunk": CHUNKED % b"POST /v1/sessions" + b"2\r\n{}\r\nzz\r\n",
 }
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Patient(SocketServer):
@@ -51,6 +51,7 @@ class Patient(SocketServer):
         self.metrics = metrics
         named = WEBSOCKETS | protocols(settings, metrics)
         self.intake: Intake = named["http"].keywords["intake"]
+        named["http"] = self.counting(named["http"])
         self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
 
 
@@ -58,7 +59,7 @@ class Patient(SocketServer):
 async def serving(**changes: float) -> AsyncIterator[Patient]:
     """A server that has time for everything but for what `changes` say."""
     late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
-    settings = Settings.model_validate({"request_timeout_ms": 100_000, **late, **changes})
+    settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
     catalog, metrics = FakeCatalog(), Metrics()
     app = create_app(settings, cast(Catalog, catalog), metrics, on_load_failure=never)
     server = Patient(app, catalog, settings, metrics)

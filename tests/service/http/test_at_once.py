@@ -21,7 +21,7 @@ from service.routes.decode import parse
 from service.routes.stream import Stream
 from service.schemas import StreamBody
 from tests.service.engine.conftest import make_bench  # noqa: F401  (a fixture)
-from tests.service.http.patient import until
+from tests.service.http.patient import WAIT_S, until
 from tests.service.http.test_fast_path import MakeBench, Serve, Stage, hold, position, serve  # noqa: F401  (a fixture)
 
 KEY = "alice-0123456789abcdefgh"
@@ -150,7 +150,7 @@ async def test_a_message_over_the_rate_of_its_key_is_told_so(
 
 
 async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace_and_the_socket_open(serve: Serve) -> None:  # noqa: F811
-    async with serve(request_timeout_ms=50) as stage, opened(stage) as first, opened(stage, "b") as second:
+    async with serve(request_timeout_ms=1500) as stage, opened(stage) as first, opened(stage, "b") as second:
         hold(stage)
         await first.send(step())
         await stage.bench.runner.until_busy()
@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_takes_back_what_has_not_begun(serve: Serve) 
         stage.bench.runner.gate.set()
         assert json.loads(await first.recv())["position"] == 2
         assert await position(stage, "b") == 1
-        await asyncio.wait_for(stage.catalog_.presence.depart(), 20)
+        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
 
 
 async def test_a_step_whose_client_leaves_while_it_runs_is_appended(serve: Serve) -> None:  # noqa: F811
@@ -187,7 +187,7 @@ async def test_a_step_whose_client_leaves_while_it_runs_is_appended(serve: Serve
         await until(lambda: stage.metrics.registry.get_sample_value("wane_websockets") == 0)
         async with opened(stage) as socket:
             assert (await ask(socket, step()))["position"] == 3
-        await asyncio.wait_for(stage.catalog_.presence.depart(), 20)
+        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
 
 
 async def test_a_run_that_fails_is_told_and_closes(serve: Serve) -> None:  # noqa: F811
@@ -233,16 +233,16 @@ async def test_a_stream_is_idle_from_its_last_message_on(
     streams: list[Stream] = []
     run = Stream.run
     monkeypatch.setattr(Stream, "run", lambda stream: (streams.append(stream), run(stream))[1])
-    async with serve(stream_idle_s=1) as stage, opened(stage) as socket:
+    async with serve(stream_idle_s=3) as stage, opened(stage) as socket:
         assert "predictions" in await ask(socket, step())
         (stream,) = streams
-        stream.heard_s -= 1
+        stream.heard_s -= 3
         assert stream.is_idle()
         assert "predictions" in await ask(socket, step())
         assert not stream.is_idle()
         with pytest.raises(ConnectionClosed):
             await socket.recv()
-        assert (socket.close_code, socket.close_reason) == (1000, "idle for 1 s")
+        assert (socket.close_code, socket.close_reason) == (1000, "idle for 3 s")
 
 
 @pytest.mark.parametrize(

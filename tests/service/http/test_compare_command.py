@@ -16,7 +16,8 @@ import pytest
 from service.__main__ import SAMPLE, main
 from service.client import Client, ClientError
 from service.compare import COMPARED_POSITIONS, PHASES, AgreementSummary, Quantiles, choose, measure, requests_needed
-from tests.service.http.live import LiveServer
+from tests.service.http.live import LiveServer, live_server
+from tests.service.versions import make_eventful, put
 
 PNG = b"\x89PNG\r\n\x1a\n"
 STEPS = 24
@@ -109,6 +110,22 @@ def test_a_comparison_that_cannot_be_made_says_why(
     assert main(["compare", live.url, "--tokens", "4", *arguments]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: ") and named in message
+
+
+def test_a_model_of_events_is_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    make_eventful(put(folder, "1", name="clicks"))
+    sessions = tmp_path / "sessions.jsonl"
+    sessions.write_text('["event 5", "event 6"]\n["event 7"]\n', encoding="utf-8")
+    figures = tmp_path / "compared.json"
+    with live_server("--bundles", str(folder)) as server:
+        assert main(["compare", server.url, "--file", str(sessions), "--json", str(figures)]) == 2
+        assert main(["compare", server.url, "--model", "clicks"]) == 2
+    message = "error: compare reads text, and the vocabulary of the model clicks is of events"
+    printed = capsys.readouterr()
+    assert printed.err.strip().splitlines() == [message, message]
+    assert not printed.out and not figures.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe"], ids=["empty", "not UTF-8"])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from tests.service.http.live import ROOT, live_server
+from tests.service.http.live import ROOT, TIMEOUT_S, live_server
 from tests.service.stores.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack]
@@ -82,7 +82,7 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
     with (
         redis_server(tmp_path, OPTIONS) as redis,
         live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url, WANE_STORE_AWAY=mode) as server,
-        httpx.Client(base_url=server.url, timeout=30) as http,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
         sessions = Sessions(http)
         limit(redis, ROOM_BYTES)
@@ -129,7 +129,7 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
     with (
         redis_server(tmp_path, OPTIONS, redis.port),
         live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url) as another,
-        httpx.Client(base_url=another.url, timeout=30) as http,
+        httpx.Client(base_url=another.url, timeout=TIMEOUT_S) as http,
     ):
         told, sessions.http = dict(sessions.at), http
         assert sessions.found() == told

@@ -11,7 +11,7 @@ import pytest
 
 from tests.service.http.conftest import SocketServer
 from tests.service.http.fake import FakeEngine
-from tests.service.http.live import LiveServer
+from tests.service.http.live import TIMEOUT_S, LiveServer
 
 
 def request_bytes(path: str, body: object, method: str = "POST") -> bytes:
@@ -84,7 +84,7 @@ async def test_the_access_log_says_499_for_a_client_that_hung_up(
 
 async def test_a_client_that_stays_gets_its_answer(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait = asyncio.Event()
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         asking = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
         await engine.waiting.wait()
         engine.wait.set()
@@ -95,7 +95,7 @@ async def test_a_client_that_stays_gets_its_answer(server: SocketServer, engine:
 async def test_a_stream_whose_reader_leaves_closes_the_generation(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait_after_first_token = asyncio.Event()
     async with (
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client,
         client.stream("POST", "/v1/generate", json={"tokens": [1], "stream": True}) as response,
     ):
         first = await anext(response.aiter_lines())

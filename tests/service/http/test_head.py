@@ -8,6 +8,7 @@ import httpx
 from fastapi import FastAPI
 
 from tests.service.http.conftest import SocketServer
+from tests.service.http.live import TIMEOUT_S
 from tests.service.http.table import every_route
 
 SAME_OF_NO_TWO = {"date", "x-request-id"}
@@ -17,7 +18,9 @@ async def test_every_get_has_its_head_without_a_body(app: FastAPI, server: Socke
     paths = [path for method, path in every_route(app) if method == "GET"]
     assert {"/v1/models", "/v1/models/fake", "/v1/report", "/v1/sessions/s", "/metrics"} <= set(paths)
     paths += ["/v1/sessions/unknown", "/v1/models/unknown", "/nowhere"]
-    async with httpx.AsyncClient(base_url=server.url, headers={"accept-encoding": "identity"}) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, headers={"accept-encoding": "identity"}, timeout=TIMEOUT_S
+    ) as client:
         for path in paths:
             read, head = await client.get(path), await client.head(path)
             assert (head.status_code, head.content) == (read.status_code, b""), path

@@ -14,8 +14,10 @@ from service.middleware import HUNG_UP
 from service.refusals import Reason
 from tests.service.http.patient import (
     CHUNKED,
+    ENOUGH_S,
     GET,
     HANDSHAKE,
+    LATE_S,
     POST,
     SOON_S,
     Patient,
@@ -92,7 +94,9 @@ async def test_what_is_refused_is_told_to_its_client_counted_and_logged(
     reason: str, first: bytes, status: int, lines: list[Fields]
 ) -> None:
     is_long = reason == "long_trailers"
-    async with serving(header_timeout_s=SOON_S, max_header_bytes=16 * 1024) as server:
+    async with serving(
+        header_timeout_s=ENOUGH_S if reason == "slow_head" else LATE_S, max_header_bytes=16384
+    ) as server:
         said = await (flood(server, first, b"y" * 10_000, 2**26) if is_long else dialogue(server, first))
         assert status_of(said) == status and said.count(b"HTTP/1.1 ") == 1
         assert counted(server) == {reason: 1}
@@ -179,7 +183,7 @@ async def test_pings_give_a_message_no_more_time() -> None:
 
 async def test_good_requests_and_connections_on_which_nothing_comes_are_no_refusals(lines: list[Fields]) -> None:
     body = json.dumps({"tokens": [1]}).encode()
-    async with serving(header_timeout_s=SOON_S) as server:
+    async with serving(header_timeout_s=ENOUGH_S) as server:
         post = b"POST /v1/predict HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         assert status_of(await dialogue(server, post + body)) == 200
         assert await dialogue(server, b"") == b""

@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 from service.errors import LoadFailed, Unavailable
 from tests.service.http.fake import FakeCatalog
-from tests.service.http.live import live_server
+from tests.service.http.live import TIMEOUT_S, live_server
 from tests.service.versions import MODEL, put, retokenize
 
 ROUTES = ("/v2/repository/index", "/v2/repository/models/fake/load", "/v2/repository/models/fake/unload")
@@ -92,7 +92,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
     folder.mkdir()
     put(folder, "1")
     before = os.environ.get("WANE_BUNDLES")
-    with live_server(WANE_BUNDLES=str(folder)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        live_server(WANE_BUNDLES=str(folder)) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client,
+    ):
         yield client, server.url, folder
     assert os.environ.get("WANE_BUNDLES") == before
 

@@ -13,6 +13,7 @@ import pytest
 from service.errors import Unavailable
 from tests.service.http.conftest import SocketServer
 from tests.service.http.fake import FakeCatalog, FakeEngine
+from tests.service.http.live import TIMEOUT_S
 from tests.service.http.problems import assert_problem
 
 
@@ -58,7 +59,7 @@ async def test_before_the_first_byte_of_a_score_a_failure_is_a_problem(
 async def test_a_score_whose_reader_leaves_is_given_up(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait_after_first_token = asyncio.Event()
     async with (
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client,
         client.stream("POST", "/v1/score", json={"tokens": [1, 2], "stream": True}) as response,
     ):
         assert await anext(response.aiter_lines()) == "event: tokens"

@@ -11,7 +11,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from service.keys import make_key
-from tests.service.http.live import ROOT, environment, live_server, run
+from tests.service.http.live import ROOT, TIMEOUT_S, environment, live_server, run
 from tests.service.stores.redis_server import free_port
 
 BUNDLE = str(ROOT / "models" / "bundles" / "gated-stable")
@@ -32,7 +32,7 @@ def test_no_key_and_no_password_is_logged(tmp_path: Path) -> None:
         "WANE_BUNDLES": BUNDLE,
     }
     with live_server("--log-level", "debug", **settings) as server:
-        with httpx.Client(base_url=server.url) as client:
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
             for key in (KEY, made, f"{KEY}x"):
                 bearer = {"authorization": f"Bearer {key}"}
                 for _ in range(3):

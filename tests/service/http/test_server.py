@@ -17,7 +17,7 @@ from service.__main__ import main
 from service.settings import Settings
 from tests.service.http.conftest import SocketServer
 from tests.service.http.fake import FakeCatalog, FakeEngine
-from tests.service.http.live import LiveServer, environment, live_server, run
+from tests.service.http.live import TIMEOUT_S, LiveServer, environment, live_server, run
 from tests.service.http.problems import assert_problem
 
 
@@ -33,7 +33,7 @@ async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
     server: SocketServer, engine: FakeEngine, catalog: FakeCatalog
 ) -> None:
     engine.wait = asyncio.Event()
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         accepted = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
         await engine.waiting.wait()
         server.handle_exit(signal.SIGTERM, None)
@@ -57,7 +57,7 @@ async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_reque
     server.notice_s = 3600
     server.handle_exit(signal.SIGTERM, None)
     await catalog.leaving.wait()
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.post("/v1/predict", json={"tokens": [1]})).status_code == 200
     assert not catalog.draining.is_set()
@@ -84,7 +84,7 @@ async def test_a_request_that_outlasts_the_server_is_answered_503_and_logged_as_
     caplog.set_level("INFO")
     server.config.timeout_graceful_shutdown = 0
     engine.wait = asyncio.Event()
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         asking = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
         await engine.waiting.wait()
         server.should_exit = True

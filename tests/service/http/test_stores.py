@@ -10,7 +10,7 @@ import pytest
 
 from service.engine.standing import Standing
 from tests.service.http.fake import FakeCatalog
-from tests.service.http.live import environment, live_server, run
+from tests.service.http.live import TIMEOUT_S, environment, live_server, run
 from tests.service.stores.redis_server import redis_server
 
 MEMORY = {"kind": "memory", "reachable": True, "not_durable": 0}
@@ -43,12 +43,12 @@ async def test_before_models_are_loaded_there_is_no_store(loading: httpx.AsyncCl
 def test_sessions_in_memory_go_on_in_the_next_process(tmp_path: Path) -> None:
     file = str(tmp_path / "sessions")
     with live_server(WANE_SESSION_FILE=file) as server:
-        with httpx.Client(base_url=server.url) as http:
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
             http.post("/v1/sessions", json={"session": "s"})
             http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6]})
         assert server.stop() == 0
     assert Path(file).is_file()
-    with live_server(WANE_SESSION_FILE=file) as server, httpx.Client(base_url=server.url) as http:
+    with live_server(WANE_SESSION_FILE=file) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         again = http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6], "expected_position": 0}).json()
         assert (again["replayed"], again["position"], again["state"]) == (True, 2, "rebuilt")
         assert http.post("/v1/sessions/s/tokens", json={"tokens": [7]}).json()["error_bound"] == 0.0
@@ -72,7 +72,7 @@ def test_a_server_without_its_redis_refuses_sessions_and_nothing_else(tmp_path: 
     with (
         redis_server(tmp_path) as redis,
         live_server(WANE_STORE=redis.url) as server,
-        httpx.Client(base_url=server.url, timeout=30) as http,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
         made = http.post("/v1/sessions", json={"session": "s"})
         assert (made.status_code, made.json()["durable"]) == (201, True)

@@ -35,7 +35,7 @@ from service.server import WEBSOCKETS, protocols
 from service.settings import Settings
 from tests.service.http.conftest import LIMIT, SocketServer
 from tests.service.http.fake import FakeCatalog, FakeEngine
-from tests.service.http.live import LiveServer, live_server
+from tests.service.http.live import TIMEOUT_S, LiveServer, live_server
 from tests.service.http.problems import assert_members
 
 PATH = "/v1/sessions/s/stream"
@@ -78,7 +78,7 @@ async def closed(socket: ClientConnection) -> tuple[int | None, str | None]:
 
 
 async def test_each_message_is_a_step_and_is_answered_as_one(server: SocketServer, engine: FakeEngine) -> None:
-    async with opened(server) as socket, httpx.AsyncClient(base_url=server.url) as client:
+    async with opened(server) as socket, httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         answer = await ask(socket, {"tokens": [1, 2]})
         assert answer == (await client.post("/v1/sessions/s/tokens", json={"tokens": [1, 2]})).json()
         assert (await ask(socket, {"input": "abc"}))["position"] == 3
@@ -256,7 +256,7 @@ async def test_streams_and_their_messages_are_counted_and_a_stream_is_one_line_i
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         before = await counted(client)
         async with opened(server, additional_headers={"x-request-id": "mine"}) as socket:
             await ask(socket, {"tokens": [1]})

@@ -10,7 +10,7 @@ from service.runners.aside import AsideRunner, RunnerLost
 from tests.service.shipped import PATHS, opened
 
 PATH = PATHS[0]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

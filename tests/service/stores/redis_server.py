@@ -18,7 +18,8 @@ import pytest
 
 REQUIRED = "WANE_REQUIRE_STACK"
 READY = "Ready to accept connections"
-TIMEOUT_S = 30
+TIMEOUT_S = 120
+"""After which a test that waits has failed."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 """Every command is on the disk before it is answered."""
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from service.metrics import Metrics
 from tests.service.stores.conftest import MakeStore
-from tests.service.stores.redis_server import DURABLE, RedisServer, free_port, redis_server
+from tests.service.stores.redis_server import DURABLE, TIMEOUT_S, RedisServer, free_port, redis_server
 from tests.service.stores.test_redis import SNAPSHOT, STEP, begin
 
 pytestmark = pytest.mark.stack
@@ -35,7 +35,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[list[RedisServer]]:
         for client, (first, last) in zip(clients, HALVES, strict=True):
             await client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
         await clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", servers[1].port, buses[1])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             for client in clients:
                 while (await client.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)

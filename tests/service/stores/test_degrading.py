@@ -31,7 +31,7 @@ class Degrading(DegradingStore):
 
     def __init__(self, url: str) -> None:
         self.metrics = Metrics()
-        self.shared = RedisStore(url, **settings_of(timeout_s=0.2, metrics=self.metrics))
+        self.shared = RedisStore(url, **settings_of(timeout_s=1.0, metrics=self.metrics))
         self.clock = Clock()
         super().__init__(self.shared, 100.0, self.metrics, self.clock)
 

@@ -17,12 +17,12 @@ from service.stores.store import Record
 from tests.service.engine.fakes import Clock
 from tests.service.stores.conftest import MakeStore
 from tests.service.stores.proxy import proxy
-from tests.service.stores.redis_server import RedisServer
+from tests.service.stores.redis_server import TIMEOUT_S, RedisServer
 from tests.service.stores.test_degrading import degrading
 from tests.service.stores.test_memory import record as in_memory
 from tests.service.stores.test_redis import STEP, record
 
-TTL_S = 0.5
+TTL_S = 2.0
 
 
 def of_alice(number: int) -> Record:
@@ -248,7 +248,7 @@ async def test_an_attempt_to_make_a_session_that_is_there_does_not_keep_its_plac
     short, long = await make_store(common.url, ttl_s=TTL_S), await make_store(common.url)
     assert await short.create(record("alice/0"), 1)
     assert not await long.create(record("alice/0"), 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while await long.get("alice/0") is not None:
             pass
     assert await long.create(record("alice/1"), 1)
@@ -271,6 +271,6 @@ async def test_whatever_is_made_and_deleted_at_a_time_every_session_counts(
 
     await asyncio.gather(*(quarrel(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores))
     alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
-    async with asyncio.timeout(20):  # what nobody waits for may be under way
+    async with asyncio.timeout(TIMEOUT_S):  # what nobody waits for may be under way
         while not alive <= await counted(stores[0], "alice"):
             pass

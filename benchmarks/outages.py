@@ -1,0 +1,118 @@
+"""How long clients wait while replicas are killed.
+
+    python -m benchmarks.outages [--kills N]
+
+The whole stack as local processes: three replicas behind HAProxy, with their sessions in Redis. 200 sessions take 1.25
+steps a second each. After 15 seconds a replica is killed with SIGKILL every ten seconds, and started again at once. An
+outage lasts from a kill until that replica is ready again. A step's latency counts from when it was due until it was
+answered, with every repetition. It prints the longest latency, and the p99 before the kills, outside the outages and
+in them. The first two p99s are medians over slices of five and ten seconds. The latencies outside the outages include
+sessions that move back to their replica. On a machine of few cores, loading a model takes processor time from the
+other replicas. tests/stack/test_killed_replicas.py tests that nothing is lost meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from deploy.stack.stack import Stack, replicas
+from models.bundle import Bundle
+from service.settings import Settings
+from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.player import Player
+
+BUNDLE = Path("models/bundles/gated-stable")
+SESSIONS = 200
+FIRST_TOKENS = 40
+RATE = 1.25
+SETTLING_S = 5.0
+UNDISTURBED_S = 15.0
+SLICE_S = 5.0
+KILL_EVERY_S = 10.0
+
+Span = tuple[float, float]
+
+
+def slices(start_s: float, count: int, each_s: float) -> list[Span]:
+    """`count` spans of `each_s` seconds, one after another."""
+    return [(start_s + number * each_s, start_s + (number + 1) * each_s) for number in range(count)]
+
+
+def p99_ms(players: Iterable[Player], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
+    """The p99 of the steps that were due in `spans`, except those that were under way in any of `outside`.
+
+    It is NaN if there is no such step.
+    """
+    latencies = [
+        timed.latency_s * 1e3
+        for player in players
+        for timed in player.timed
+        if any(start <= timed.due_s < end for start, end in spans)
+        and not any(timed.due_s < end and timed.ended_s > start for start, end in outside)
+    ]
+    return float(np.percentile(latencies, 99)) if latencies else math.nan
+
+
+async def measure(stack: Stack, kills: int) -> dict[str, float]:
+    """The figures by name. Ends the program if a step failed or was lost."""
+    clock = asyncio.get_running_loop().time
+    outages: list[Span] = []
+    async with crowd(stack.port, [FIRST_TOKENS] * SESSIONS) as players:
+        async with playing(players, RATE):
+            start_s = clock() + SETTLING_S
+            calm = slices(start_s, int(UNDISTURBED_S / SLICE_S), SLICE_S)
+            storm = slices(start_s + UNDISTURBED_S, kills, KILL_EVERY_S)
+            for number, (kill_s, _) in enumerate(storm):
+                await asyncio.sleep(kill_s - clock())
+                victim, killed_s = stack.replicas[number % len(stack.replicas)], clock()
+                await asyncio.to_thread(victim.kill)
+                victim.start()
+                await asyncio.to_thread(victim.wait_ready)
+                outages.append((killed_s, clock()))
+            await asyncio.sleep(storm[-1][1] - clock())
+        tail_tokens = max(Settings().tail_tokens, Bundle.open(BUNDLE).manifest.max_window)
+        if wrong := [*failures(players), *await histories(players, stack.store, tail_tokens)]:
+            raise SystemExit("\n".join(wrong))
+    before = statistics.median(p99_ms(players, [span]) for span in calm)
+    beside = statistics.median(p99_ms(players, [span], outages) for span in storm)
+    return {
+        "steps": sum(len(player.timed) for player in players),
+        "steps sent again by clients": sum(player.repeated for player in players),
+        "longest latency, s": longest_gap_s(players),
+        "longest outage, s": max(end - begun for begun, end in outages),
+        "p99 before the kills, ms": before,
+        "p99 outside the outages, ms": beside,
+        "p99 in the outages, ms": p99_ms(players, outages),
+        "p99 outside / before": beside / before,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--kills", type=int, default=6, help="how many times a replica is killed (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    if options.kills < 1:
+        parser.error(f"--kills is {options.kills}, but must be at least 1")
+    variables = {name: {"WANE_BUNDLES": str(BUNDLE.absolute())} for name in replicas()}
+    with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
+        figures = asyncio.run(measure(stack, options.kills))
+    table = Table(title=f"{SESSIONS} sessions, {options.kills} kills", show_header=False)
+    for name, figure in figures.items():
+        table.add_row(name, f"{figure:,.2f}" if isinstance(figure, float) else f"{figure:,}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
