@@ -29,6 +29,7 @@ from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
 from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
+from service.routes.decode import Decoder
 from service.routes.errors import NOWHERE, envelope
 from service.settings import Settings
 from service.tracing import Tracing
@@ -117,6 +118,7 @@ def create_app(
         loading.cancel()
         with suppress(asyncio.CancelledError):
             await loading
+        decoder.close()
         if catalog.status != "draining":  # else the server has begun to close it, and waits no longer than it may
             await catalog.close()
 
@@ -144,6 +146,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.catalog = catalog
+    app.state.decoder = decoder = Decoder(settings)
     app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings

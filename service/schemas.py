@@ -9,12 +9,14 @@ Every list fails at its first wrong item: one failure is told, and a body may ho
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from service.engine.mode import Mode
-from service.engine.requests import ScoreMethod
+from service.engine.requests import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_STOPS, ScoreMethod
+from service.settings import Settings
 
 HISTORY = "The history of the"
 
@@ -34,6 +36,18 @@ WireScoreMethod = Annotated[
     Field(strict=False, description="in order; or parallel: in chunks side by side, if that is expected to be quicker"),
     WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """How many values a list may hold, or how large an integer may be: a number, or what the setting of a name says."""
+
+    limit: int | str
+
+    def of(self, settings: Settings) -> int | None:
+        """The number; None where there is no limit."""
+        most: int | None = getattr(settings, self.limit) if isinstance(self.limit, str) else self.limit
+        return most
 
 
 def exactly_one(body: BaseModel, *fields: str) -> None:
@@ -81,7 +95,7 @@ class PredictBody(SequenceBody):
     )
 
     model: Model = None
-    inputs: list[Text | Tokens] | None = Field(
+    inputs: Annotated[list[Text | Tokens] | None, AtMost("max_inputs")] = Field(
         default=None,
         min_length=1,
         fail_fast=True,
@@ -105,10 +119,12 @@ class CompareBody(SequenceBody):
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
 
     model: Model = None
-    models: list[Name] | None = Field(
-        default=None, min_length=1, max_length=8, fail_fast=True, description="instead of `model`"
+    models: Annotated[list[Name] | None, AtMost(MAX_COMPARED_MODELS)] = Field(
+        default=None, min_length=1, fail_fast=True, description="instead of `model`"
     )
-    windows: list[Window] = Field(default=[8, 16, 32, 64], fail_fast=True, description="every k to compare")
+    windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
+        default=[8, 16, 32, 64], fail_fast=True, description="every k to compare"
+    )
     repeat: Integer = Field(default=20, description="runs of each, for the latency's percentiles")
 
     @model_validator(mode="after")
@@ -158,7 +174,7 @@ class GenerateBody(SequenceBody):
     top_k: Integer | None = Field(default=None, description="sample among the k most probable only")
     top_p: float | None = Field(default=None, description="sample among the most probable that make up this share")
     seed: Integer | None = Field(default=None, description="the same seed gives the same text")
-    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(
+    stop: Annotated[str | Annotated[list[str], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
         default=[], description="the text ends before the first of these"
     )
     mode: WireMode = Mode.AUTO
@@ -206,6 +222,7 @@ class StepsBody(Body):
     steps: Annotated[
         list[Annotated[SessionStepBody, WithJsonSchema(SessionStepBody.model_json_schema())]],
         Field(min_length=1, fail_fast=True),
+        AtMost("max_inputs"),
     ]
 
 

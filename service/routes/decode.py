@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -10,12 +12,56 @@ from starlette.requests import Request
 
 from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson
+from service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson, TooLarge
 from service.middleware import context
-from service.routes.findings import invalid_request, unknown_field
+from service.routes.findings import invalid_request, too_long_list, unknown_field
+from service.routes.survey import Most, excess
 from service.schemas import Body
+from service.settings import Settings
 
 B = TypeVar("B", bound=Body)
+
+LARGE_BYTES = 1 << 15
+"""A longer body is decoded on the decoder's thread. To decode a shorter one takes some milliseconds at most."""
+
+MOST_FIELDS = 16
+"""Fields of one body, or of one of its objects, and fewer values in those fields that are no token ids."""
+
+
+class Decoder:
+    """Decodes bodies, and messages of WebSockets: large ones on a thread of its own, one after the other.
+
+    Decoding is a call that holds the interpreter, on whatever thread it is made. So a large body is not decoded beyond
+    what a request may hold, and while one is decoded no other is.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        fields = MOST_FIELDS * (settings.max_inputs + 4)
+        tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
+        self._most = Most(values=tokens + fields, fields=fields, containers=fields)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+
+    async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
+        """JSON as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded."""
+        if len(raw) <= LARGE_BYTES:
+            return parse(raw, model, self._settings)
+        with until(deadline):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
+
+    def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
+        data = raw if isinstance(raw, bytes) else raw.encode()
+        over = excess(data, self._most)
+        if over is None:
+            return valid(_document(data, large=True), model, self._settings)
+        place, most = over
+        # What is wrong with the part before that place is what the body is refused for.
+        valid(_document(data[:place], large=True, partial=True), model, self._settings)
+        raise TooLarge(f"the body holds more than {most}, the most that are taken")
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
@@ -34,7 +80,8 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
         if deadline == here.deadline:
             raise
         raise BodyTimeout(f"the body was not there after {here.body_timeout_s:g} s") from None
-    return parse(raw or empty, model)
+    decoder: Decoder = request.app.state.decoder
+    return await decoder.decode(raw or empty, model, deadline=here.deadline)
 
 
 async def _body(request: Request) -> bytes:
@@ -50,14 +97,26 @@ async def _body(request: Request) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def parse(raw: bytes | str, model: type[B]) -> B:
-    """JSON as `model`. Raises NotJson, InvalidRequest."""
+def parse(raw: bytes | str, model: type[B], settings: Settings | None = None) -> B:
+    """JSON as `model`; with `settings`, no list in it is longer than they say. Raises NotJson, InvalidRequest."""
+    return valid(_document(raw), model, settings)
+
+
+def _document(raw: bytes | str, *, large: bool = False, partial: bool = False) -> Any:
+    """What JSON says; of a `partial` one, as far as it goes. Raises NotJson."""
     try:
-        document = from_json(raw)
+        return from_json(raw, allow_partial=partial, cache_strings="keys" if large else "all")
     except ValueError as error:
         raise NotJson(f"the body is not JSON: {error}") from error
-    if isinstance(document, dict) and (unknown := unknown_field(document, model)) is not None:
-        raise InvalidRequest(f"{unknown}: there is no such field", unknown)
+
+
+def valid(document: Any, model: type[B], settings: Settings | None = None) -> B:
+    """A document as `model`. Raises InvalidRequest."""
+    if isinstance(document, dict):
+        if settings is not None:
+            too_long_list(document, model, settings)
+        if (unknown := unknown_field(document, model)) is not None:
+            raise InvalidRequest(f"{unknown}: there is no such field", unknown)
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import ValidationError
 
 from service.errors import SHOWN_CHARACTERS, InvalidRequest, shown
-from service.schemas import Body
+from service.schemas import AtMost, Body
+from service.settings import Settings
 
 # By pydantic's names of errors. Where none of a union's branches would do, what each would take is told.
 KINDS = {
@@ -37,11 +38,12 @@ OTHERS = {
 
 
 class Shape(NamedTuple):
-    """The names of a body's fields, and which of them are bodies, or lists of bodies."""
+    """The names of a body's fields, which of them are bodies, or lists of bodies, and how long lists may be."""
 
     names: frozenset[str]
     bodies: Mapping[str, type[Body]]
     lists: Mapping[str, type[Body]]
+    longest: Mapping[str, AtMost]
 
 
 @cache
@@ -54,7 +56,10 @@ def shape(model: type[Body]) -> Shape:
             bodies[name] = inner
         elif get_origin(field.annotation) is list and (inner := _body(*get_args(field.annotation))) is not None:
             lists[name] = inner
-    return Shape(frozenset(model.model_fields), bodies, lists)
+    longest = {
+        name: one for name, field in model.model_fields.items() for one in field.metadata if isinstance(one, AtMost)
+    }
+    return Shape(frozenset(model.model_fields), bodies, lists, longest)
 
 
 def _body(annotation: Any) -> type[Body] | None:
@@ -63,13 +68,22 @@ def _body(annotation: Any) -> type[Body] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None
 
 
+def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings) -> None:
+    """Raises InvalidRequest for the first list in `document` that is longer than it may be. Not left to the model, which
+    would look at its items first: there may be a million of them."""
+    for name, at_most in shape(model).longest.items():
+        found, most = document.get(name), at_most.of(settings)
+        if isinstance(found, list) and most is not None and len(found) > most:
+            raise InvalidRequest(f"{name} {OTHERS['too_long'].format(max_length=most)}", name)
+
+
 def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
     """The place of the first field of `document`, or of an object in it, that `model` has not.
 
     Not left to the model: it would build an error for each of them, and tell first of a field that is missing where it
     is one misspelt.
     """
-    names, bodies, lists = shape(model)
+    names, bodies, lists, _ = shape(model)
     if not document.keys() <= names:
         return _spelt(next(name for name in document if name not in names))
     for name, inner in bodies.items():
