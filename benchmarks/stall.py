@@ -2,9 +2,10 @@
 
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
-One server with its default settings and one model. A process of its own sends, in turn, one-token steps of a session and
-requests for /healthz, which needs nothing but the event loop, and times each. Meanwhile every body is sent several times,
-one after the other, and before each kind of body nothing is sent for a while: that is the quiet baseline of the same run.
+One server with its default settings and one model. A process of its own sends, in turn, one-token steps of a session
+and requests for /healthz, which needs nothing but the event loop, and times each. Meanwhile every body is sent several
+times, one after the other, and before each kind of body nothing is sent for a while: that is the quiet baseline of the
+same run.
 """
 
 from __future__ import annotations

@@ -118,7 +118,6 @@ def create_app(
         loading.cancel()
         with suppress(asyncio.CancelledError):
             await loading
-        decoder.close()
         if catalog.status != "draining":  # else the server has begun to close it, and waits no longer than it may
             await catalog.close()
 
@@ -146,7 +145,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.catalog = catalog
-    app.state.decoder = decoder = Decoder(settings)
+    app.state.decoder = Decoder(settings)
     app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings

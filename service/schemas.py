@@ -40,11 +40,13 @@ WireScoreMethod = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """How many values a list may hold, or how large an integer may be: a number, or what the setting of a name says."""
+    """How many values a list may hold, or how large an integer may be: a number, or what the setting of a name says.
+    `of_tokens`: the list is an input's token ids."""
 
     limit: int | str
+    of_tokens: bool = False
 
-    def of(self, settings: Settings) -> int | None:
+    def value(self, settings: Settings) -> int | None:
         """The number; None where there is no limit."""
         most: int | None = getattr(settings, self.limit) if isinstance(self.limit, str) else self.limit
         return most
@@ -70,7 +72,7 @@ class SequenceBody(Body):
     """A body with one sequence in it, as text or as token ids."""
 
     input: Text | None = None
-    tokens: Tokens | None = None
+    tokens: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = None
 
     @property
     def sequence(self) -> str | list[int]:
@@ -143,6 +145,7 @@ class ScoreBody(SequenceBody):
         {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
     )
 
+    tokens: Annotated[Tokens | None, AtMost("max_scored_tokens", of_tokens=True)] = None
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
     tolerance: Tolerance | None = None

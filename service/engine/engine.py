@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 
 from models.certificate.propagation import Propagation
 from models.manifest import Manifest, Role
-from models.vocabulary import Vocabulary
+from models.vocabulary import TooManyTokens, Vocabulary
 from service.engine import comparison
 from service.engine.abreast import abreast
 from service.engine.admission import Admission
@@ -256,8 +256,11 @@ class Engine:
                 if len(text) <= ENCODED_AT_ONCE:
                     tokens = self.vocabulary.encode(text)
                 else:
-                    loop = asyncio.get_running_loop()
-                    tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text)
+                    loop, most = asyncio.get_running_loop(), self._limits.longest(document=document)
+                    tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text, most)
+        except TooManyTokens as over:
+            self._limits.length(over.count, "at least ", document=document)
+            raise
         except ValueError as error:
             raise InvalidRequest(f"the input is no text: {error}", "input") from error
         self._limits.length(len(tokens), document=document)

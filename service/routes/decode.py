@@ -32,7 +32,7 @@ class Decoder:
     """Decodes bodies, and messages of WebSockets: large ones on a thread of its own, one after the other.
 
     Decoding is a call that holds the interpreter, on whatever thread it is made. So a large body is not decoded beyond
-    what a request may hold, and while one is decoded no other is.
+    what a request may hold, and while one is decoded no other is. The thread ends with the decoder.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -56,12 +56,8 @@ class Decoder:
             return valid(_document(data, large=True), model, self._settings)
         place, most = over
         # What is wrong with the part before that place is what the body is refused for.
-        valid(_document(data[:place], large=True, partial=True), model, self._settings)
+        valid(_document(data[:place], large=True, partial=True), model, self._settings, partial=True)
         raise TooLarge(f"the body holds more than {most}, the most that are taken")
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
@@ -98,7 +94,8 @@ async def _body(request: Request) -> bytes:
 
 
 def parse(raw: bytes | str, model: type[B], settings: Settings | None = None) -> B:
-    """JSON as `model`; with `settings`, no list in it is longer than they say. Raises NotJson, InvalidRequest."""
+    """JSON as `model`; with `settings`, no list in it is longer than they say. Raises NotJson, InvalidRequest,
+    TooLarge."""
     return valid(_document(raw), model, settings)
 
 
@@ -110,11 +107,11 @@ def _document(raw: bytes | str, *, large: bool = False, partial: bool = False) -
         raise NotJson(f"the body is not JSON: {error}") from error
 
 
-def valid(document: Any, model: type[B], settings: Settings | None = None) -> B:
-    """A document as `model`. Raises InvalidRequest."""
+def valid(document: Any, model: type[B], settings: Settings | None = None, *, partial: bool = False) -> B:
+    """A document, or the beginning of one, as `model`. Raises InvalidRequest, TooLarge."""
     if isinstance(document, dict):
         if settings is not None:
-            too_long_list(document, model, settings)
+            too_long_list(document, model, settings, partial=partial)
         if (unknown := unknown_field(document, model)) is not None:
             raise InvalidRequest(f"{unknown}: there is no such field", unknown)
     try:

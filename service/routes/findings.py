@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import ValidationError
 
-from service.errors import SHOWN_CHARACTERS, InvalidRequest, shown
+from service.errors import SHOWN_CHARACTERS, InvalidRequest, TooLarge, shown
 from service.schemas import AtMost, Body
 from service.settings import Settings
 
@@ -32,7 +32,6 @@ KINDS = {
 OTHERS = {
     "missing": "is missing",
     "string_too_long": "has more than {max_length} characters",
-    "too_long": "holds more than {max_length} values",
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
 
@@ -68,13 +67,17 @@ def _body(annotation: Any) -> type[Body] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None
 
 
-def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings) -> None:
-    """Raises InvalidRequest for the first list in `document` that is longer than it may be. Not left to the model, which
-    would look at its items first: there may be a million of them."""
+def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings, *, partial: bool = False) -> None:
+    """Raises TooLarge or InvalidRequest for the first list in `document` that is longer than it may be. Not left to the
+    model, which would look at its items first: there may be a million of them. `partial`: there may be more of it."""
     for name, at_most in shape(model).longest.items():
-        found, most = document.get(name), at_most.of(settings)
-        if isinstance(found, list) and most is not None and len(found) > most:
-            raise InvalidRequest(f"{name} {OTHERS['too_long'].format(max_length=most)}", name)
+        found, most = document.get(name), at_most.value(settings)
+        if not isinstance(found, list) or most is None or len(found) <= most:
+            continue
+        count = f"at least {len(found)}" if partial else str(len(found))
+        if at_most.of_tokens:
+            raise TooLarge(f"the input has {count} tokens, but at most {most} are taken")
+        raise InvalidRequest(f"{name} holds {count} values, but must hold at most {most}", name)
 
 
 def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:

@@ -38,7 +38,12 @@ async def append_many(request: Request) -> Response:
     charge(request, len(body.steps))
     with until_hangup(request):
         outcomes = await _step_many(request, body.steps)
-    document: StepsDocument = {"results": [_document(request, outcome) for outcome in outcomes]}
+    results: list[AnswerDocument | FailureDocument] = []
+    for index, outcome in enumerate(outcomes, 1):
+        results.append(_document(request, outcome))
+        if index % answers.MADE_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    document: StepsDocument = {"results": results}
     return answers.reply(document)
 
 
