@@ -114,7 +114,7 @@ class Backlog:
         """Raises Overloaded if the new one would be too late, or would make another too late."""
         now = self._clock()
         own_s, finish_s, left_s = self._pace * new.left_s, self._finish_s(new, new), new.deadline - now
-        if MARGIN * finish_s > left_s:
+        if 0 < left_s < MARGIN * finish_s:
             self._refuse(
                 f"the request is expected to take {own_s:.1f} s, and {finish_s:.1f} s beside those that were let in "
                 f"before it; its deadline is in {left_s:.1f} s",

@@ -165,7 +165,7 @@ class Batcher:
         """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
         wait_s = waiting * self._sequence_s
         left_s = deadline - asyncio.get_running_loop().time()
-        if wait_s > left_s:
+        if 0 < left_s < wait_s:
             self._refused.inc()
             raise Overloaded(
                 f"{waiting} requests are waiting, for {wait_s:.1f} s; the request's deadline is in {left_s:.1f} s",
