@@ -2,40 +2,57 @@
 
 Strict means that nothing is converted: "5" and 5.0 are no integers, true is no number, and NaN and Infinity,
 which are not JSON but which some encoders write all the same, are refused by name. Whether a value is in range is
-not judged here: `service.engine.requests` and the engine do that, for every protocol alike.
+not judged here: `service.engine.requests` and the engine do that, for every protocol alike. The OpenAPI description
+says it all the same, by their constants.
 
 Every list fails at its first wrong item: one failure is told, and a body may hold a million wrong ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic_core import CoreSchema
 
 from service.engine.mode import Mode
-from service.engine.requests import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_STOPS, ScoreMethod
+from service.engine.requests import (
+    GENERATED_MODES,
+    GENERATED_WINDOW_MODES,
+    MAX_COMPARED_MODELS,
+    MAX_COMPARED_WINDOWS,
+    MAX_KEY_CHARACTERS,
+    MAX_REPEAT,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SESSION_ID,
+    TOLERANCE_MODES,
+    WINDOW_MODES,
+    ScoreMethod,
+)
 from service.settings import Settings
 
 HISTORY = "The history of the"
 
-Name = Annotated[str, Field(max_length=64)]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # of a number without end, the message would have none either
-Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first there")]
-Text = Annotated[str, Field(description="text, tokenised as the model's vocabulary does it")]
-Tokens = Annotated[list[int], Field(fail_fast=True, description="token ids")]
-TopK = Annotated[Integer, Field(description="how many predictions to answer, most probable first")]
-Tolerance = Annotated[float, Field(description="the largest error bound wanted: total variation, 0 to 1")]
-Window = Annotated[Integer, Field(description="k, the tokens that window mode runs; default: the model's own")]
-WireMode = Annotated[
-    Mode, Field(strict=False), WithJsonSchema({"type": "string", "enum": [mode.value for mode in Mode]})
-]
-WireScoreMethod = Annotated[
-    ScoreMethod,
-    Field(strict=False, description="in order; or parallel: in chunks side by side, if that is expected to be quicker"),
-    WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
-]
+AT_MOST = "x-at-most"
+"""Where a schema has the limit of an `AtMost`."""
+
+
+def anchored(pattern: str) -> str:
+    """A regular expression of the whole of a text, for a schema, where one is searched for."""
+    return f"^(?:{pattern})$"
+
+
+def says(**keywords: object) -> Any:
+    """Keywords of JSON Schema for what is checked elsewhere."""
+    return Field(json_schema_extra=keywords)  # type: ignore[arg-type]
+
+
+def modes(of: Iterable[Mode]) -> WithJsonSchema:
+    """The schema of one of some modes."""
+    return WithJsonSchema({"type": "string", "enum": [mode.value for mode in of]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,43 @@ class AtMost:
         most: int | None = getattr(settings, self.limit) if isinstance(self.limit, str) else self.limit
         return most
 
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """For `service/openapi.py`, which knows the settings."""
+        return {**handler(schema), AT_MOST: self.limit}
+
+
+Name = Annotated[str, Field(max_length=64)]
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # of a number without end, the message would have none either
+Natural = Annotated[Integer, says(minimum=0)]
+Positive = Annotated[Integer, says(minimum=1)]
+Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first there")]
+Text = Annotated[str, Field(description="text, tokenised as the model's vocabulary does it"), says(minLength=1)]
+Tokens = Annotated[
+    list[int],
+    Field(fail_fast=True, description="token ids"),
+    says(minItems=1, items={"type": "integer", "minimum": 0}),
+]
+TopK = Annotated[
+    Positive, AtMost("top_k_limit"), Field(description="how many predictions to answer, most probable first")
+]
+Tolerance = Annotated[
+    float, Field(description="the largest error bound wanted: total variation, 0 to 1"), says(minimum=0, maximum=1)
+]
+Window = Annotated[
+    Positive,
+    AtMost("max_window"),
+    Field(description="k, the tokens that window mode runs; default: the model's own"),
+]
+SessionId = Annotated[str, says(pattern=anchored(SESSION_ID.pattern))]
+IdempotencyKey = Annotated[str, says(minLength=1, maxLength=MAX_KEY_CHARACTERS)]
+Stop = Annotated[str, says(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
+WireMode = Annotated[Mode, Field(strict=False), modes(Mode)]
+WireScoreMethod = Annotated[
+    ScoreMethod,
+    Field(strict=False, description="in order; or parallel: in chunks side by side, if that is expected to be quicker"),
+    WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
+]
+
 
 def exactly_one(body: BaseModel, *fields: str) -> None:
     """Raises ValueError unless one of `fields`, and only one, was given."""
@@ -62,14 +116,56 @@ def exactly_one(body: BaseModel, *fields: str) -> None:
 
 
 class Body(BaseModel):
-    """A request body. `examples` are the OpenAPI page's, and a test posts every one of them."""
+    """A request body. `examples` are the OpenAPI page's, and a test posts every one of them.
+
+    one_of: fields of which exactly one is to be given; null is as good as absent. not_both: two of which one may be.
+    only_with: fields that may be given only with some modes.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     examples: ClassVar[tuple[dict[str, object], ...]] = ()
+    one_of: ClassVar[tuple[str, ...]] = ()
+    not_both: ClassVar[tuple[str, ...]] = ()
+    only_with: ClassVar[Mapping[str, tuple[Mode, ...]]] = {}
+
+    @model_validator(mode="after")
+    def _as_many_as_may_be(self) -> Self:
+        if self.one_of:
+            exactly_one(self, *self.one_of)
+        if self.not_both and all(getattr(self, name) is not None for name in self.not_both):
+            names = " or ".join(f"`{name}`" for name in self.not_both)
+            raise ValueError(f"give {names}, not both")
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """With what the fields have to do with each other."""
+        found: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
+        if cls.one_of:
+            found["oneOf"] = [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in cls.one_of
+            ]
+        rules: list[dict[str, Any]] = []
+        if cls.not_both:
+            rules.append({"anyOf": [_absent(name) for name in cls.not_both]})
+        for name, of in cls.only_with.items():
+            asked: dict[str, Any] = {"properties": {"mode": {"enum": [mode.value for mode in of]}}}
+            if cls.model_fields["mode"].default not in of:
+                asked["required"] = ["mode"]
+            rules.append({"anyOf": [_absent(name), asked]})
+        if rules:
+            found["allOf"] = rules
+        return found
+
+
+def _absent(name: str) -> dict[str, Any]:
+    return {"properties": {name: {"type": "null"}}}
 
 
 class SequenceBody(Body):
     """A body with one sequence in it, as text or as token ids."""
+
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens")
 
     input: Text | None = None
     tokens: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = None
@@ -78,11 +174,6 @@ class SequenceBody(Body):
     def sequence(self) -> str | list[int]:
         """Whichever of the two was given; no ids where neither was."""
         return self.input if self.input is not None else self.tokens or []
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, "input", "tokens")
-        return self
 
 
 class PredictBody(SequenceBody):
@@ -95,6 +186,8 @@ class PredictBody(SequenceBody):
         {"input": HISTORY, "tolerance": 0.001},
         {"inputs": [HISTORY, [5, 6, 7]]},
     )
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "inputs", "session")
+    only_with: ClassVar = {"window": WINDOW_MODES, "tolerance": TOLERANCE_MODES}
 
     model: Model = None
     inputs: Annotated[list[Text | Tokens] | None, AtMost("max_inputs")] = Field(
@@ -103,37 +196,29 @@ class PredictBody(SequenceBody):
         fail_fast=True,
         description="a batch: each text or token ids, each answered on its own",
     )
-    session: str | None = Field(default=None, description="predict from this session, appending nothing")
+    session: SessionId | None = Field(default=None, description="predict from this session, appending nothing")
     mode: WireMode = Mode.AUTO
     window: Window | None = None
     tolerance: Tolerance | None = None
     top_k: TopK = 5
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, "input", "tokens", "inputs", "session")
-        return self
 
 
 class CompareBody(SequenceBody):
     """Recurrent against windows of several sizes: how far apart, and how long each takes."""
 
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
+    not_both: ClassVar[tuple[str, ...]] = ("model", "models")
 
     model: Model = None
     models: Annotated[list[Name] | None, AtMost(MAX_COMPARED_MODELS)] = Field(
         default=None, min_length=1, fail_fast=True, description="instead of `model`"
     )
     windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
-        default=[8, 16, 32, 64], fail_fast=True, description="every k to compare"
+        default=[8, 16, 32, 64], fail_fast=True, description="every k to compare", json_schema_extra={"minItems": 1}
     )
-    repeat: Integer = Field(default=20, description="runs of each, for the latency's percentiles")
-
-    @model_validator(mode="after")
-    def _model_or_models(self) -> Self:
-        if self.model is not None and self.models is not None:
-            raise ValueError("give `model` or `models`, not both")
-        return self
+    repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
+        default=20, description="runs of each, for the latency's percentiles"
+    )
 
 
 class ScoreBody(SequenceBody):
@@ -171,16 +256,22 @@ class GenerateBody(SequenceBody):
         {"input": HISTORY, "max_tokens": 4, "mode": "window", "stream": True},
     )
 
+    only_with: ClassVar = {"window": GENERATED_WINDOW_MODES}
+
     model: Model = None
-    max_tokens: Integer = Field(default=16, description="most tokens to generate")
-    temperature: float = Field(default=1.0, description="0 takes the most probable token")
-    top_k: Integer | None = Field(default=None, description="sample among the k most probable only")
-    top_p: float | None = Field(default=None, description="sample among the most probable that make up this share")
-    seed: Integer | None = Field(default=None, description="the same seed gives the same text")
-    stop: Annotated[str | Annotated[list[str], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
+    max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
+        default=16, description="most tokens to generate"
+    )
+    temperature: Annotated[float, says(minimum=0)] = Field(default=1.0, description="0 takes the most probable token")
+    top_k: Positive | None = Field(default=None, description="sample among the k most probable only")
+    top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
+        default=None, description="sample among the most probable that make up this share"
+    )
+    seed: Natural | None = Field(default=None, description="the same seed gives the same text")
+    stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
         default=[], description="the text ends before the first of these"
     )
-    mode: WireMode = Mode.AUTO
+    mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None
     stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
 
@@ -191,7 +282,7 @@ class SessionBody(Body):
     examples = ({"session": "demo"}, {"mode": "recurrent"}, {})
 
     model: Model = None
-    session: str | None = Field(default=None, description="an id of your own; default: a new one")
+    session: SessionId | None = Field(default=None, description="an id of your own; default: a new one")
     mode: WireMode | None = Field(default=None, description="how its steps are answered unless they say")
 
 
@@ -200,7 +291,7 @@ class StepBody(SequenceBody):
 
     examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
 
-    expected_position: Integer | None = Field(
+    expected_position: Natural | None = Field(
         default=None, description="where the step must start, or 409; also as the header x-wane-position"
     )
     top_k: TopK = 5
@@ -210,8 +301,8 @@ class StepBody(SequenceBody):
 class SessionStepBody(StepBody):
     """One of many steps."""
 
-    session: str = Field(description="the session's id")
-    idempotency_key: str | None = Field(
+    session: SessionId = Field(description="the session's id")
+    idempotency_key: IdempotencyKey | None = Field(
         default=None, description="a step sent again with the last one's key is not appended"
     )
 
@@ -237,15 +328,15 @@ class StreamBody(StepBody):
         {"tokens": [5], "expected_position": 3},
         {"rewind": 1},
     )
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "rewind")
 
-    rewind: Integer | None = Field(default=None, description="forget the tokens behind this position")
-    idempotency_key: str | None = Field(
+    rewind: Natural | None = Field(default=None, description="forget the tokens behind this position")
+    idempotency_key: IdempotencyKey | None = Field(
         default=None, description="a step sent again with the last one's key is not appended"
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, "input", "tokens", "rewind")
+    def _rewind_alone(self) -> Self:
         beside = self.model_fields_set - {"rewind"}
         if self.rewind is not None and beside:
             raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")
@@ -257,7 +348,7 @@ class RewindBody(Body):
 
     examples = ({"position": 1},)
 
-    position: Integer = Field(description="how many tokens to keep; those after it must still be in the tail")
+    position: Natural = Field(description="how many tokens to keep; those after it must still be in the tail")
 
 
 class IndexBody(Body):

@@ -24,6 +24,13 @@ MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
 MAX_KEY_CHARACTERS = 255
 
+WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+"""Of predictions, those that a window may be given for."""
+
+TOLERANCE_MODES = (Mode.AUTO,)
+GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
+GENERATED_WINDOW_MODES = (Mode.WINDOW,)
+
 
 class ScoreMethod(StrEnum):
     """How a text may be scored."""
@@ -56,10 +63,10 @@ class PredictRequest:
             raise InvalidRequest(
                 "predicting from a session appends nothing: give session or tokens, not both", "session"
             )
-        _window(self.window, self.mode, Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+        _window(self.window, self.mode, *WINDOW_MODES)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
-            if self.mode is not Mode.AUTO:
+            if self.mode not in TOLERANCE_MODES:
                 raise InvalidRequest(
                     f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
                 )
@@ -148,9 +155,9 @@ class GenerateRequest:
                     f"stop[{index}] has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}",
                     f"stop[{index}]",
                 )
-        if self.mode is Mode.BOTH:
+        if self.mode not in GENERATED_MODES:
             raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")
-        _window(self.window, self.mode, Mode.WINDOW)
+        _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
 
 
 @dataclass(frozen=True, slots=True)
