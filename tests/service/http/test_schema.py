@@ -74,20 +74,22 @@ def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
                 for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
                 if key in schema
             }
-            edges = [limit + by for limit in limits for by in (-1, 0, 1)] + [1, 2, 5]
+            edges = [limit + by for limit in limits for by in (-1, 0, 1)] + [0, 1, 5, 10**7]
             return st.sampled_from(edges if kind == "integer" else [*edges, 0.5, 1e-9])
         case "string":
             if "pattern" in schema:
                 return st.sampled_from(PATTERNS["session"])
             sizes = [size + by for key in ("minLength", "maxLength") if (size := schema.get(key)) for by in (-1, 0, 1)]
-            return st.sampled_from(["x" * size for size in sizes] + ["The history", "é\n"])
+            return st.sampled_from(["x" * size for size in sizes] + ["", "The history", "é\n", "x" * 300])
         case "array":
             item = near(schema["items"], name)
             sizes = [
                 size + by for key in ("minItems", "maxItems") if (size := schema.get(key, 0)) < 300 for by in (-1, 0, 1)
             ]
-            small = st.lists(item, max_size=3)
-            return st.one_of(small, *(item.map(lambda one, size=size: [one] * size) for size in sizes if size > 0))
+            small = st.lists(item, max_size=2)
+            return st.one_of(
+                small, *(item.map(lambda one, size=size: [one] * size) for size in (*sizes, 40) if size > 0)
+            )
         case "object":
             return objects(schema)
     raise AssertionError(f"a schema of a kind that is not known here: {schema}")
