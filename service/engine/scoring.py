@@ -78,6 +78,7 @@ class Scorer:
     async def score(self, request: ScoreRequest, ticket: Ticket, share: Share) -> AsyncGenerator[Item, None]:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
+        await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
         fed = sequence(self._eos_id, request.tokens)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
