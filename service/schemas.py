@@ -128,15 +128,6 @@ class Body(BaseModel):
     not_both: ClassVar[tuple[str, ...]] = ()
     only_with: ClassVar[Mapping[str, tuple[Mode, ...]]] = {}
 
-    @model_validator(mode="after")
-    def _as_many_as_may_be(self) -> Self:
-        if self.one_of:
-            exactly_one(self, *self.one_of)
-        if self.not_both and all(getattr(self, name) is not None for name in self.not_both):
-            names = " or ".join(f"`{name}`" for name in self.not_both)
-            raise ValueError(f"give {names}, not both")
-        return self
-
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """With what the fields have to do with each other."""
@@ -174,6 +165,11 @@ class SequenceBody(Body):
     def sequence(self) -> str | list[int]:
         """Whichever of the two was given; no ids where neither was."""
         return self.input if self.input is not None else self.tokens or []
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        exactly_one(self, *self.one_of)
+        return self
 
 
 class PredictBody(SequenceBody):
@@ -219,6 +215,12 @@ class CompareBody(SequenceBody):
     repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
         default=20, description="runs of each, for the latency's percentiles"
     )
+
+    @model_validator(mode="after")
+    def _model_or_models(self) -> Self:
+        if all(getattr(self, name) is not None for name in self.not_both):
+            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
+        return self
 
 
 class ScoreBody(SequenceBody):
@@ -336,7 +338,8 @@ class StreamBody(StepBody):
     )
 
     @model_validator(mode="after")
-    def _rewind_alone(self) -> Self:
+    def _one_source(self) -> Self:
+        exactly_one(self, *self.one_of)
         beside = self.model_fields_set - {"rewind"}
         if self.rewind is not None and beside:
             raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")

@@ -44,9 +44,10 @@ class Decoder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
-        """JSON as `model`. Raises NotJson, InvalidRequest, TooLarge, DeadlineExceeded."""
+        """JSON as `model`, no list in it longer than it may be. Raises NotJson, InvalidRequest, TooLarge,
+        DeadlineExceeded."""
         if len(raw) <= LARGE_BYTES:
-            return parse(raw, model, self._settings)
+            return self._decode(raw, model)
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
@@ -54,11 +55,21 @@ class Decoder:
         data = raw if isinstance(raw, bytes) else raw.encode()
         over = excess(data, self._most)
         if over is None:
-            return valid(_document(data, large=True), model, self._settings)
+            return self._decode(data, model)
         place, most = over
         # What is wrong with the part before that place is what the body is refused for.
-        valid(_document(data[:place], large=True, partial=True), model, self._settings, partial=True)
+        self._decode(data[:place], model, partial=True)
         raise TooLarge(f"the body holds more than {most}, the most that are taken")
+
+    def _decode(self, raw: bytes | str, model: type[B], *, partial: bool = False) -> B:
+        """`partial`: the body goes on, and is taken as far as it is given."""
+        try:
+            document = from_json(raw, allow_partial=partial, cache_strings="keys")
+        except ValueError as error:
+            raise not_json(error) from error
+        if isinstance(document, dict):
+            too_long_list(document, model, self._settings, partial=partial)
+        return valid(document, model)
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
@@ -94,27 +105,23 @@ async def _body(request: Request) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def parse(raw: bytes | str, model: type[B], settings: Settings | None = None) -> B:
-    """JSON as `model`; with `settings`, no list in it is longer than they say. Raises NotJson, InvalidRequest,
-    TooLarge."""
-    return valid(_document(raw), model, settings)
-
-
-def _document(raw: bytes | str, *, large: bool = False, partial: bool = False) -> Any:
-    """What JSON says; of a `partial` one, as far as it goes. Raises NotJson."""
+def parse(raw: bytes | str, model: type[B]) -> B:
+    """JSON as `model`. Raises NotJson, InvalidRequest."""
     try:
-        return from_json(raw, allow_partial=partial, cache_strings="keys" if large else "all")
+        document = from_json(raw)
     except ValueError as error:
-        raise NotJson(f"the body is not JSON: {error}") from error
+        raise not_json(error) from error
+    return valid(document, model)
 
 
-def valid(document: Any, model: type[B], settings: Settings | None = None, *, partial: bool = False) -> B:
-    """A document, or the beginning of one, as `model`. Raises InvalidRequest, TooLarge."""
-    if isinstance(document, dict):
-        if settings is not None:
-            too_long_list(document, model, settings, partial=partial)
-        if (unknown := unknown_field(document, model)) is not None:
-            raise InvalidRequest(f"{unknown}: there is no such field", unknown)
+def not_json(error: ValueError) -> NotJson:
+    return NotJson(f"the body is not JSON: {error}")
+
+
+def valid(document: Any, model: type[B]) -> B:
+    """A document as `model`. Raises InvalidRequest."""
+    if isinstance(document, dict) and (unknown := unknown_field(document, model)) is not None:
+        raise InvalidRequest(f"{unknown}: there is no such field", unknown)
     try:
         return model.model_validate(document)
     except ValidationError as error:
