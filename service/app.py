@@ -28,10 +28,10 @@ from service.key_source import KeySource
 from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
-from service.openapi import complete
 from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
 from service.routes.decode import Decoder
 from service.routes.errors import NOWHERE, envelope
+from service.routes.openapi import complete
 from service.settings import Settings
 from service.tracing import Tracing
 

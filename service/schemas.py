@@ -69,7 +69,7 @@ class AtMost:
         return most
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """For `service/openapi.py`, which knows the settings."""
+        """For `service/routes/openapi.py`, which knows the settings."""
         return {**handler(schema), AT_MOST: self.limit}
 
 
