@@ -17,7 +17,7 @@ from service.errors import NotJson
 MOST_DIGITS = 1000
 """Of one number in a large body: what a number takes to decode grows with the square of its digits."""
 
-QUOTE, COMMA, COLON, BRACKET, BRACE, ZERO = b'",:[{0'
+QUOTE, BACKSLASH, COMMA, COLON, BRACKET, BRACE, ZERO = b'"\\,:[{0'
 
 Mask = NDArray[np.bool_]
 
@@ -35,10 +35,8 @@ def excess(raw: bytes, most: Most) -> tuple[int, str] | None:
 
     What is in a string does not count. Raises NotJson for a number that is too long to be read.
     """
-    if b"\\" in raw:
-        raw = raw.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # as long, and no end of a string
     data = np.frombuffer(raw, np.uint8)
-    outside = np.bitwise_xor.accumulate((data == QUOTE).view(np.uint8)) == 0
+    outside = np.bitwise_xor.accumulate(_quotes(data).view(np.uint8)) == 0
     _check_numbers(outside & (data - ZERO <= 9))
     found = [
         (place, f"{count} {name}")
@@ -50,6 +48,17 @@ def excess(raw: bytes, most: Most) -> tuple[int, str] | None:
         if (place := _place_after(mask & outside, count)) is not None
     ]
     return min(found, default=None)
+
+
+def _quotes(data: NDArray[np.uint8]) -> Mask:
+    """Where strings begin and end: at quotes with no backslash before them, or an even number of them."""
+    quotes: Mask = data == QUOTE
+    backslashes: Mask = data == BACKSLASH
+    if backslashes.any():
+        ordinals = np.arange(1, len(data) + 1, dtype=np.int64)
+        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)  # of backslashes, up to each place
+        quotes[1:] &= run[:-1] & 1 == 0
+    return quotes
 
 
 def _place_after(mask: Mask, count: int) -> int | None:
