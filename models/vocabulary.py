@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from models.manifest import VocabularyKind
 
@@ -41,6 +41,14 @@ def _check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"character {error.start} of the text is half of a surrogate pair") from error
+
+
+class TooManyTokens(Exception):
+    """A text is more tokens than were asked for: it is at least `count`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"the text is at least {count} tokens")
+        self.count = count
 
 
 class Vocabulary:
@@ -87,11 +95,12 @@ class Vocabulary:
         except Exception as error:  # tokenizers raises bare Exception on a malformed file
             raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of `text`. A line break is `<eos>` (for events it only separates two names).
 
         The interpreter is left to other threads while lines are encoded. Raises ValueError for half of a surrogate
-        pair, which is no character.
+        pair, which is no character, and TooManyTokens for more than `most` where that is given: to make a list of
+        millions of ids would hold the interpreter.
         """
         _check_characters(text)
         lines = text.split("\n")
@@ -99,8 +108,10 @@ class Vocabulary:
             return self.encode_events([name for line in lines if (name := line.strip())])
         ids: list[int] = []
         for start in range(0, len(lines), LINES_AT_ONCE):
-            for line in self.encode_lines(lines[start : start + LINES_AT_ONCE]):
-                ids += line
+            for line in self._encodings(lines[start : start + LINES_AT_ONCE]):
+                if most is not None and len(ids) + len(line) > most:
+                    raise TooManyTokens(len(ids) + len(line))
+                ids += line.ids
                 ids.append(self.eos_id)
         ids.pop()  # behind the last line is no break
         return ids
@@ -120,8 +131,13 @@ class Vocabulary:
 
         Raises ValueError where a word is not known and the vocabulary has no `<unk>`.
         """
+        return [encoding.ids for encoding in self._encodings(lines)]
+
+    def _encodings(self, lines: list[str]) -> list[Encoding]:
+        """As `encode_lines`, before lists are made of the ids."""
         try:
-            return [e.ids for e in self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)]
+            encodings: list[Encoding] = self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
+            return encodings
         except Exception as error:  # tokenizers raises bare Exception
             raise ValueError(f"the text cannot be encoded: {error}") from error
 

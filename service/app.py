@@ -29,7 +29,9 @@ from service.logs import SERVICE
 from service.metrics import Metrics
 from service.middleware import Door
 from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
+from service.routes.decode import Decoder
 from service.routes.errors import NOWHERE, envelope
+from service.routes.openapi import complete
 from service.settings import Settings
 from service.tracing import Tracing
 
@@ -68,10 +70,17 @@ class Application(FastAPI):
 
     fast_path: FastPath
 
-    def __init__(self, *, door: Middleware, direct: Direct, **described: Any) -> None:
+    def __init__(self, *, door: Middleware, direct: Direct, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[door], **described)
+        self.settings = settings
         self.direct = direct
         self.answer_directly = cast(Door, door.cls(direct, *door.args, **door.kwargs))
+
+    def openapi(self) -> dict[str, Any]:
+        """The description of every route, made once."""
+        if self.openapi_schema is None:
+            self.openapi_schema = complete(super().openapi(), self.settings)
+        return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.direct.takes(scope):
@@ -133,6 +142,7 @@ def create_app(
             guard=None if keys.keyring is None else Guard(keys.keyring),
         ),
         direct=Direct(ROUTES, DIRECT),
+        settings=settings,
         title="Wane",
         version=VERSION,
         description=DESCRIPTION,
@@ -144,6 +154,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.catalog = catalog
+    app.state.decoder = Decoder(settings)
     app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings

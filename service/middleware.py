@@ -41,6 +41,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
+TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
 ADMITTED = "wane.admitted"
 """In the scope of a request whose key was looked at, and which was counted, before it came to the door: its holder."""
 
@@ -233,7 +234,7 @@ class Door:
         asked = here.header(TIMEOUT_HEADER)
         if asked is None:
             return self.request_timeout_ms / 1000
-        if not re.fullmatch(r"[0-9]{1,9}", asked) or int(asked) == 0:
+        if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
                 f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(asked)}", TIMEOUT_HEADER
             )

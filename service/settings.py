@@ -89,7 +89,11 @@ class Settings(BaseModel):
     )
     max_inputs: int = Field(default=256, ge=1, description="inputs that one batched request may hold")
     max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
-    max_scored_tokens: int = Field(default=262_144, ge=1, description="longest input that is only scored")
+    max_scored_tokens: int = Field(
+        default=262_144,
+        ge=1,
+        description="longest input that is only scored; the inputs of one batch may have as many tokens in all",
+    )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
     max_bodies_bytes: int = Field(
         default=256 * 2**20,

@@ -204,8 +204,8 @@ def bombs_of(vocabulary: int) -> Iterator[Bomb]:
     yield Bomb("/v1/compare", {**some, "windows": [64] * 1000, "repeat": 10**6}, "422", "windows holds 1000")
     yield Bomb("/v1/generate", {**some, "max_tokens": 10**9}, "422", "max_tokens is 1000000000")
     yield Bomb("/v1/generate", {**some, "temperature": -1.0, "max_tokens": 5}, "422", "temperature is -1.0")
-    yield Bomb("/v1/score", {"tokens": [5] * 300_000}, "413", "300000")
-    yield Bomb("/v1/sessions/tokens", {"steps": [{"session": "a", "tokens": [5]}] * 3000}, "422", "steps holds 3000")
+    yield Bomb("/v1/score", {"tokens": [5] * 300_000}, "413", "262144")
+    yield Bomb("/v1/sessions/tokens", {"steps": [{"session": "a", "tokens": [5]}] * 3000}, "422", "steps holds")
 
 
 async def bombs(target: Target) -> AsyncIterator[Told]:

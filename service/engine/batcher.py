@@ -35,6 +35,9 @@ logger = logging.getLogger("wane.engine")
 MOST_TAKEN = 2
 """Batches that the runner has at a time: one that runs, and one to go on with."""
 
+NEWEST = 1 / 8
+"""Weight of the latest batch in an average."""
+
 Observe = Callable[[float], None]
 
 
@@ -82,11 +85,13 @@ class Batcher:
         one and back costs the loop more than such a run."""
         self._runner = runner
         self._slab = slab
+        self._max_batch = max_batch
         self._max_queue = max_queue
         self._costs = costs
         self._inline_s = inline_s
         self._times = RunTimes()
         self._queue: Queue[Item] = FairQueue(max_batch, costs)
+        self._sequence_s = 0.0  # of a run, an item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # batches with the runner: one that runs, and one that waits for it
         self._ahead: tuple[list[Item], Future[None]] | None = None  # the one that waits
@@ -143,6 +148,8 @@ class Batcher:
             if waiting >= self._max_queue:
                 self._refused.inc()
                 raise Overloaded(f"{waiting} requests are waiting, the most that may")
+            if waiting >= self._max_batch and work.role not in ONE_TOKEN and ticket.deadline is not None:
+                self._check_turn(waiting, ticket.deadline)
             ticket.admitted = True
         item.queued_s = time.perf_counter()
         self._slab.retain(work.read)
@@ -153,6 +160,17 @@ class Batcher:
             self._take_back(*self._ahead)
         if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
             self._start_soon()
+
+    def _check_turn(self, waiting: int, deadline: float) -> None:
+        """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
+        wait_s = waiting * self._sequence_s
+        left_s = deadline - asyncio.get_running_loop().time()
+        if 0 < left_s < wait_s:
+            self._refused.inc()
+            raise Overloaded(
+                f"{waiting} requests are waiting, for {wait_s:.1f} s; the request's deadline is in {left_s:.1f} s",
+                wait_s - left_s,
+            )
 
     async def close(self) -> None:
         """Refuses new work, fails what is queued and ends the thread once its batch is done."""
@@ -277,6 +295,8 @@ class Batcher:
         if not items:
             return
         self._observe(role, items, started_s, compute_s)
+        if role not in ONE_TOKEN:
+            self._sequence_s += NEWEST * (compute_s / len(items) - self._sequence_s)
         if self._costs is not None:
             tokens = len(items) if role in ONE_TOKEN else sum(item.work.length for item in items)
             self._costs.observe(role, len(items), tokens, compute_s)

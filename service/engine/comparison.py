@@ -9,7 +9,9 @@ import numpy as np
 from models.vocabulary import Vocabulary
 from service.engine.answering import Answering, Course, Part
 from service.engine.answers import Latency
+from service.engine.backlog import Share
 from service.engine.compared import ComparedMode, Comparison, Percentiles
+from service.engine.costs import Costs
 from service.engine.distribution import predictions
 from service.engine.forward import Forward, Outcome, last, sequence
 from service.engine.mode import Mode, Origin
@@ -20,6 +22,12 @@ from service.engine.ticket import Ticket
 PREDICTIONS = 5
 
 
+def seconds(costs: Costs, request: CompareRequest) -> float:
+    """What the runs of a comparison are expected to take."""
+    each_s = costs.run("step", 1) + sum(costs.window(k) for k in request.windows)
+    return costs.full(len(request.tokens)) + request.repeat * each_s
+
+
 async def compare(
     forward: Forward,
     slab: Slab,
@@ -27,8 +35,10 @@ async def compare(
     vocabulary: Vocabulary,
     request: CompareRequest,
     ticket: Ticket,
+    share: Share,
 ) -> Comparison:
-    """Runs everything `repeat` times, in turns, so that a busy moment of the machine falls on all alike."""
+    """Runs everything `repeat` times, in turns, so that a busy moment of the machine falls on all alike. The `share` of
+    the backlog is told how far it is."""
     fed = sequence(vocabulary.eos_id, request.tokens)
     position = len(request.tokens)
     with slab.lease() as before, slab.lease() as after:
@@ -50,6 +60,7 @@ async def compare(
                 measured.append(ticket.latency(since=mark))
                 if repeat == 0:
                     outcomes.append(outcome)
+            share.progress((repeat + 1) / request.repeat)
 
     def part(index: int, course: Course) -> Part:
         return answering.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)

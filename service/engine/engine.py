@@ -7,6 +7,7 @@ steps       takes requests to sessions through: check out, run, commit; quick th
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
 answering   makes answers of what was run; margin and direction prove them
+backlog     lets long requests in that can be over by their deadlines
 shadow      gives some of them once more by the other mode, when there is nothing else to do
 """
 
@@ -24,12 +25,13 @@ from typing import Literal, TypeVar
 
 from models.certificate.propagation import Propagation
 from models.manifest import Manifest, Role
-from models.vocabulary import Vocabulary
+from models.vocabulary import TooManyTokens, Vocabulary
 from service.engine import comparison
 from service.engine.abreast import abreast
 from service.engine.admission import Admission
 from service.engine.answering import Answering
 from service.engine.answers import Answer, SessionView
+from service.engine.backlog import Backlog
 from service.engine.batcher import Batcher
 from service.engine.compared import Comparison
 from service.engine.costs import Cost, Costs
@@ -43,7 +45,7 @@ from service.engine.margin import Margin
 from service.engine.mode import Mode
 from service.engine.ownership import ANYBODY, Owner
 from service.engine.pacing import Pacing
-from service.engine.parallel import Parallel
+from service.engine.parallel import IN_ORDER, Parallel
 from service.engine.prompts import Prompts
 from service.engine.quick import Quick, QuickStep
 from service.engine.quick_window import QuickWindow, QuickWindows
@@ -149,7 +151,7 @@ class Engine:
         self._report = Report(metrics, name)
         self._margin = margin
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
-        self._scorer = Scorer(manifest, parallel, slab, self._prover)
+        self._scorer = Scorer(manifest, parallel, slab, self._costs, self._prover)
         self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report, self._prover)
         self._shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -203,6 +205,7 @@ class Engine:
             on_begin=self._admission.enter,
             on_end=self._admission.leave,
         )
+        self._backlog = Backlog(metrics.refused.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
         self._keeper = Keeper(
@@ -242,6 +245,8 @@ class Engine:
         lengths = (1, self._limits.window, self._limits.max_window)
         self._costs.measure(self._runner, self._slab, self.vocabulary.eos_id, lengths)
         self._pacing.measure(self._runner, self._slab, self.manifest, self._max_batch)
+        if (pace_s := self._pacing.pace("scan").get(1)) is not None:
+            self._costs.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
         if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
             direction = self._answering.direction = Direction(self.manifest, self._margin, self._runner)
             self._prover.submit(direction.rehearse).result()
@@ -259,8 +264,11 @@ class Engine:
                 if len(text) <= ENCODED_AT_ONCE:
                     tokens = self.vocabulary.encode(text)
                 else:
-                    loop = asyncio.get_running_loop()
-                    tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text)
+                    loop, most = asyncio.get_running_loop(), self._limits.longest(document=document)
+                    tokens = await loop.run_in_executor(self._encoder, self.vocabulary.encode, text, most)
+        except TooManyTokens as over:
+            self._limits.length(over.count, "at least ", document=document)
+            raise
         except ValueError as error:
             raise InvalidRequest(f"the input is no text: {error}", "input") from error
         self._limits.length(len(tokens), document=document)
@@ -276,7 +284,12 @@ class Engine:
             answer = await self._outlived(quick.answer, quick, quick.ticket)
         else:
             ticket = Ticket(request.deadline)
-            with self._admission.admitted(), until(request.deadline):
+            expected_s = self._prompts.seconds(request)
+            with (
+                self._admission.admitted(),
+                self._backlog.share(expected_s, request.deadline),
+                until(request.deadline),
+            ):
                 if request.session is None:
                     answer = await self._prompts.predict(request, ticket)
                 else:
@@ -325,7 +338,8 @@ class Engine:
         self._limits.tokens(request.tokens, document=True)
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
-            items = self._scorer.score(request, Ticket(request.deadline))
+            share = stack.enter_context(self._backlog.share(self._scorer.seconds(request), request.deadline))
+            items = self._scorer.score(request, Ticket(request.deadline), share)
             scoring = Scoring(items, stack.pop_all().close)
             await scoring.begin()
         self._report.answered("score", Mode.RECURRENT)
@@ -336,9 +350,14 @@ class Engine:
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
-        with self._admission.admitted(), until(request.deadline):
+        expected_s = comparison.seconds(self._costs, request)
+        with (
+            self._admission.admitted(),
+            self._backlog.share(expected_s, request.deadline) as share,
+            until(request.deadline),
+        ):
             compared = await comparison.compare(
-                self._forward, self._slab, self._answering, self.vocabulary, request, ticket
+                self._forward, self._slab, self._answering, self.vocabulary, request, ticket, share
             )
         self._report.answered("compare", Mode.BOTH)
         return compared
@@ -358,8 +377,10 @@ class Engine:
         ticket = Ticket(request.deadline)
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
+            expected_s = self._prompts.generation_seconds(request)
+            share = stack.enter_context(self._backlog.share(expected_s, request.deadline))
             with until(request.deadline):
-                generation = await self._prompts.generate(request, ticket, stack)
+                generation = await self._prompts.generate(request, ticket, share, stack)
         self._report.answered("generate", generation.mode)
         return generation
 
@@ -474,7 +495,7 @@ class Engine:
         return await abreast(self.begin, self.end, self._count_steps, self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
-        with self._admission.admitted():
+        with self._admission.admitted(), self._backlog.share(self._steps.seconds(request), request.deadline):
             return await self._steps.step(request, ticket, lost=lost)
 
     # Life

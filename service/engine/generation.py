@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from models.manifest import Manifest
 from models.vocabulary import Vocabulary
+from service.engine.backlog import Share
 from service.engine.bounds import bound, largest
 from service.engine.deadline import until
 from service.engine.forward import Forward, Outcome, last
@@ -86,16 +87,18 @@ class Generation:
         ticket: Ticket,
         source: Source,
         prompted: Outcome,
+        share: Share,
         end: Callable[[], None],
     ) -> None:
-        """`prompted` is what the source said to the prompt; `end` gives back what the generation holds, and is
-        called once."""
+        """`prompted` is what the source said to the prompt; `share` is told how far the generation is; `end` gives back
+        what it holds, and is called once."""
         self._request = request
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._ticket = ticket
         self._source = source
         self._prompted = prompted
+        self._share = share
         self._end: Callable[[], None] | None = end
         self._items = self._generate()
 
@@ -141,6 +144,7 @@ class Generation:
                 logprob=logprob,
                 token_bytes=vocabulary.partial_bytes(token),
             )
+            self._share.progress(len(stream.tokens) / request.max_tokens)
             if is_last or stream.stopped:
                 break
             with until(request.deadline):

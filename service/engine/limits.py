@@ -34,9 +34,13 @@ class Limits:
             f"{field}[{index}] is {shown(token)}, but the vocabulary has {size} tokens (0..{size - 1})", field
         )
 
+    def longest(self, *, document: bool = False) -> int:
+        """The tokens that an input may have."""
+        return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
+
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:
         """Raises TooLarge for more tokens than an input may have; `how` sure the count is, the message says too."""
-        most = self._settings.max_scored_tokens if document else self._settings.max_input_tokens
+        most = self.longest(document=document)
         if count > most:
             raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
 

@@ -129,16 +129,16 @@ class Parallel:
         warm_up = max(min(known), self._reach, 1)
         return lay_out(tokens, warm_up, role, self._pacing.pace(role), self._pacing.pace("advance"))
 
-    def seconds(self, tokens: int) -> float | None:
-        """What `advance` is expected to take over so many tokens. None: it runs them in order."""
-        first = self.layout("advance", tokens, EXACT)
+    def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
+        """What `advance`, or `scan`, is expected to take over so many tokens. None: it runs them in order."""
+        first = self.layout(role, tokens, demand)
         if first is None:
             return None
         segments, rest = divmod(tokens, SEGMENT_TOKENS)
         if not segments:
             return first.seconds
-        last = self.layout("advance", rest, EXACT) if rest else None
-        in_order = rest * self._pacing.pace("advance")[1]
+        last = self.layout(role, rest, demand) if rest else None
+        in_order = rest * self._pacing.pace(role)[1]
         return segments * first.seconds + (in_order if last is None else last.seconds)
 
     async def advance(

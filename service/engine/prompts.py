@@ -13,9 +13,10 @@ from models.vocabulary import Vocabulary
 from service.engine import routing
 from service.engine.answering import Answering, Course, Part
 from service.engine.answers import Answer
+from service.engine.backlog import Share
 from service.engine.bounds import Bound, meets
 from service.engine.costs import Costs
-from service.engine.forward import Forward, sequence
+from service.engine.forward import PIECE_TOKENS, Forward, sequence
 from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
 from service.engine.limits import Limits
 from service.engine.mode import Mode
@@ -65,26 +66,46 @@ class Prompts:
         self._costs = costs
         self._beside = beside
 
+    def seconds(self, request: PredictRequest) -> float:
+        """What the runs of a prediction are expected to take; 0 of one that is short."""
+        tokens = 1 + len(request.tokens)
+        if tokens <= PIECE_TOKENS or request.mode is Mode.WINDOW:
+            return 0.0
+        if request.mode is Mode.AUTO and None not in self._ways(request):
+            return 0.0
+        return self._costs.full(tokens)
+
+    def generation_seconds(self, request: GenerateRequest) -> float:
+        """What the runs of a generation are expected to take, if nothing stops it early."""
+        if request.mode is Mode.WINDOW:
+            return request.max_tokens * self._costs.window(request.window or self._limits.window)
+        return self._costs.full(1 + len(request.tokens)) + request.max_tokens * self._costs.run("step", 1)
+
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """What follows the tokens."""
         fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
         if request.mode is not Mode.AUTO:
             k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
             return await self._answer(await self._run(request, request.mode, k, fed, ticket), request, ticket)
-        for k in routing.ways(
+        for k in self._ways(request):
+            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
+            if request.tolerance is not None and meets(run.bound, request.tolerance):
+                break
+        return await self._answer(run, request, ticket)
+
+    def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:
+        """The k that `auto` answers with, one after the other until one will do; None is all tokens."""
+        position = len(request.tokens)
+        return routing.ways(
             self._manifest.certificate,
-            len(request.tokens),
+            position,
             window=request.window,
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
             beside=self._beside,
-            cost=lambda k: self._costs.full(len(fed)) if k is None else self._costs.window(k),
-        ):
-            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
-            if request.tolerance is not None and meets(run.bound, request.tolerance):
-                break
-        return await self._answer(run, request, ticket)
+            cost=lambda k: self._costs.full(1 + position) if k is None else self._costs.window(k),
+        )
 
     async def _run(
         self, request: PredictRequest, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket
@@ -100,8 +121,9 @@ class Prompts:
     async def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
         return await self._answering.answer(run.course, run.fed, run.recurrent, run.window, request.top_k, ticket)
 
-    async def generate(self, request: GenerateRequest, ticket: Ticket, held: ExitStack) -> Generation:
-        """Runs the prompt. What the generation needs while it lasts is taken over from `held`.
+    async def generate(self, request: GenerateRequest, ticket: Ticket, share: Share, held: ExitStack) -> Generation:
+        """Runs the prompt. What the generation needs while it lasts is taken over from `held`; its `share` of the
+        backlog is told how far it is.
 
         `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
         for a token.
@@ -116,4 +138,4 @@ class Prompts:
             source = RecurrentSource(self._forward, fed, slot, ticket)
         prompted = await source.prompt()
         end = held.pop_all().close
-        return Generation(request, self._manifest, self._vocabulary, ticket, source, prompted, end)
+        return Generation(request, self._manifest, self._vocabulary, ticket, source, prompted, share, end)

@@ -19,10 +19,18 @@ SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and p
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
 MAX_KEY_CHARACTERS = 255
 MAX_POSITION = 10**14  # stores count exactly up to 2^53, about 9 * 10^15, in all of their scripts
+
+WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+"""Of predictions, those that a window may be given for."""
+
+TOLERANCE_MODES = (Mode.AUTO,)
+GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
+GENERATED_WINDOW_MODES = (Mode.WINDOW,)
 
 
 class ScoreMethod(StrEnum):
@@ -63,10 +71,10 @@ class PredictRequest:
                 "truncated is for tokens that the request brings, and a session knows how many it lacks",
                 "truncated",
             )
-        _window(self.window, self.mode, Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+        _window(self.window, self.mode, *WINDOW_MODES)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
-            if self.mode is not Mode.AUTO:
+            if self.mode not in TOLERANCE_MODES:
                 raise InvalidRequest(
                     f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
                 )
@@ -183,9 +191,9 @@ class GenerateRequest:
                     f"stop[{index}] has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}",
                     f"stop[{index}]",
                 )
-        if self.mode is Mode.BOTH:
+        if self.mode not in GENERATED_MODES:
             raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")
-        _window(self.window, self.mode, Mode.WINDOW)
+        _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
 
 
 @dataclass(frozen=True, slots=True)

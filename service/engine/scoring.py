@@ -30,9 +30,11 @@ from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
 from models.manifest import Manifest
 from service.engine import bounds
+from service.engine.backlog import Share
+from service.engine.costs import Costs
 from service.engine.deadline import until
 from service.engine.forward import sequence
-from service.engine.parallel import EXACT, Course, Demand, Parallel, Piece
+from service.engine.parallel import EXACT, IN_ORDER, Course, Demand, Parallel, Piece
 from service.engine.requests import ScoreMethod, ScoreRequest
 from service.engine.scores import ScoredTokens, ScoreProgress, ScoreSummary
 from service.engine.slab import ZERO, Slab
@@ -54,6 +56,7 @@ class Scorer:
         manifest: Manifest,
         parallel: Parallel,
         slab: Slab,
+        costs: Costs,
         executor: Executor,
     ) -> None:
         """`executor`: for arithmetic that would hold up the event loop."""
@@ -63,6 +66,7 @@ class Scorer:
         self._least: float | None = None  # what joints of nothing but rounding can come to
         self._parallel = parallel
         self._slab = slab
+        self._costs = costs
         self._eos_id = manifest.vocabulary.eos_id
         self._executor = executor
 
@@ -74,8 +78,20 @@ class Scorer:
         found = [bounds.bound(certificate, known, known + 1) for known in ends]
         return tuple(None if one is None else one.variation for one in found)
 
-    async def score(self, request: ScoreRequest, ticket: Ticket) -> AsyncGenerator[Item, None]:
-        """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed."""
+    def seconds(self, request: ScoreRequest) -> float:
+        """What the runs of a score are expected to take."""
+        tokens = len(request.tokens)
+        if request.method is ScoreMethod.PARALLEL:
+            demand = Demand(RESIDUAL) if request.tolerance is None else EXACT
+            side_by_side = self._parallel.seconds(tokens, "scan", demand)
+            if side_by_side is not None:
+                return side_by_side
+        return tokens / IN_ORDER["scan"] * self._costs.run("scan", IN_ORDER["scan"])
+
+    async def score(self, request: ScoreRequest, ticket: Ticket, share: Share) -> AsyncGenerator[Item, None]:
+        """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
+        `share` of the backlog is told how far it is."""
+        await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
         fed = sequence(self._eos_id, request.tokens, truncated=request.truncated)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
@@ -89,6 +105,7 @@ class Scorer:
             try:
                 while (piece := await self._next(pieces, request.deadline)) is not None:
                     course = piece.course
+                    share.progress(piece.done / len(request.tokens))
                     if piece.logprobs is not None:
                         before = () if settled else unpredicted
                         logprobs = (*before, *piece.logprobs.tolist())

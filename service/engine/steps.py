@@ -15,7 +15,7 @@ from service.engine.answering import Answering, Course, Part
 from service.engine.answers import Answer, SessionView
 from service.engine.bounds import Bound, bound, meets
 from service.engine.costs import Costs
-from service.engine.forward import Forward, last
+from service.engine.forward import PIECE_TOKENS, Forward, last
 from service.engine.limits import Limits
 from service.engine.mode import Mode, Origin
 from service.engine.requests import PredictRequest, StepRequest
@@ -90,6 +90,11 @@ class Steps:
                 if appended is not None:
                     return appended
             raise conflict(await self._sessions.read(request.session), request.expected_position)
+
+    def seconds(self, request: StepRequest) -> float:
+        """What the runs of a step are expected to take; 0 of one that is short."""
+        tokens = len(request.tokens)
+        return self._costs.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
     def view(self, record: Record) -> SessionView:
         """A session as its owner may see it."""

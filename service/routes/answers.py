@@ -38,6 +38,9 @@ from service.routes.reply import Reply
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
 """The total variations that a model's card tells k(epsilon) for."""
 
+MADE_AT_ONCE = 32
+"""Answers of one request whose documents are made in one turn of the event loop."""
+
 
 def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A document as an answer."""

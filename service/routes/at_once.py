@@ -17,7 +17,7 @@ from service.engine.quick import QuickStep
 from service.engine.requests import StepRequest
 from service.errors import Abandoned
 from service.routes import answers
-from service.routes.decode import parse
+from service.routes.decode import LARGE_BYTES, parse
 from service.routes.line import Wire
 from service.routes.reply import encode
 from service.schemas import StreamBody
@@ -52,7 +52,7 @@ class AtOnce:
     def begin(self, message: str) -> bool:
         """Whether the message is taken; else it is the task's."""
         stream = self._stream
-        if stream.engine.retired or not self._wire.may_say():
+        if stream.engine.retired or len(message) > LARGE_BYTES or not self._wire.may_say():
             return False
         started_s = time.perf_counter()
         stream.heard_s = stream.loop.time()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -10,12 +13,63 @@ from starlette.requests import Request
 
 from service.engine.deadline import until
 from service.engine.engine import Engine
-from service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson
+from service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson, TooLarge
 from service.middleware import context
-from service.routes.findings import invalid_request, unknown_field
+from service.routes.findings import invalid_request, too_long_list, unknown_field
+from service.routes.survey import Most, excess
 from service.schemas import Body
+from service.settings import Settings
 
 B = TypeVar("B", bound=Body)
+
+LARGE_BYTES = 1 << 15
+"""A longer body is decoded on the decoder's thread. To decode a shorter one takes some milliseconds at most."""
+
+MOST_FIELDS = 16
+"""Fields of one body, or of one of its objects, and fewer values in those fields that are no token ids."""
+
+
+class Decoder:
+    """Decodes bodies, and messages of WebSockets: large ones on a thread of its own, one after the other.
+
+    Decoding is a call that holds the interpreter, on whatever thread it is made. So a large body is not decoded beyond
+    what a request may hold, and while one is decoded no other is. The thread ends with the decoder.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        fields = MOST_FIELDS * (settings.max_inputs + 4)
+        tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
+        self._most = Most(values=tokens + fields, fields=fields, containers=fields)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+
+    async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
+        """JSON as `model`, no list in it longer than it may be. Raises NotJson, InvalidRequest, TooLarge,
+        DeadlineExceeded."""
+        if len(raw) <= LARGE_BYTES:
+            return self._decode(raw, model)
+        with until(deadline):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
+
+    def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
+        data = raw if isinstance(raw, bytes) else raw.encode()
+        over = excess(data, self._most)
+        if over is None:
+            return self._decode(data, model)
+        place, most = over
+        # What is wrong with the part before that place is what the body is refused for.
+        self._decode(data[:place], model, partial=True)
+        raise TooLarge(f"the body holds more than {most}, the most that are taken")
+
+    def _decode(self, raw: bytes | str, model: type[B], *, partial: bool = False) -> B:
+        """`partial`: the body goes on, and is taken as far as it is given."""
+        try:
+            document = from_json(raw, allow_partial=partial, cache_strings="keys")
+        except ValueError as error:
+            raise not_json(error) from error
+        if isinstance(document, dict):
+            too_long_list(document, model, self._settings, partial=partial)
+        return valid(document, model)
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
@@ -34,7 +88,8 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
         if deadline == here.deadline:
             raise
         raise BodyTimeout(f"the body was not there after {here.body_timeout_s:g} s") from None
-    return parse(raw or empty, model)
+    decoder: Decoder = request.app.state.decoder
+    return await decoder.decode(raw or empty, model, deadline=here.deadline)
 
 
 async def _body(request: Request) -> bytes:
@@ -55,7 +110,16 @@ def parse(raw: bytes | str, model: type[B]) -> B:
     try:
         document = from_json(raw)
     except ValueError as error:
-        raise NotJson(f"the body is not JSON: {error}") from error
+        raise not_json(error) from error
+    return valid(document, model)
+
+
+def not_json(error: ValueError) -> NotJson:
+    return NotJson(f"the body is not JSON: {error}")
+
+
+def valid(document: Any, model: type[B]) -> B:
+    """A document as `model`. Raises InvalidRequest."""
     if isinstance(document, dict) and (unknown := unknown_field(document, model)) is not None:
         raise InvalidRequest(f"{unknown}: there is no such field", unknown)
     try:
@@ -77,13 +141,13 @@ async def tokens_of(
     return tokens
 
 
-def headers(described: dict[str, str]) -> dict[str, Any]:
+def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
     """The OpenAPI description of headers that a route reads by itself, which costs a request less than the framework's
-    own reading of them."""
+    own reading of them: what each says, and what is said of its text by JSON Schema."""
     return {
         "parameters": [
-            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string"}}
-            for name, text in described.items()
+            {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
+            for name, (text, form) in described.items()
         ]
     }
 

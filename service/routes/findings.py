@@ -12,8 +12,9 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import ValidationError
 
-from service.errors import SHOWN_CHARACTERS, InvalidRequest, shown
-from service.schemas import Body
+from service.errors import SHOWN_CHARACTERS, InvalidRequest, TooLarge, shown
+from service.schemas import AtMost, Body
+from service.settings import Settings
 
 # By pydantic's names of errors. Where none of a union's branches would do, what each would take is told.
 KINDS = {
@@ -31,17 +32,17 @@ KINDS = {
 OTHERS = {
     "missing": "is missing",
     "string_too_long": "has more than {max_length} characters",
-    "too_long": "holds more than {max_length} values",
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
 
 
 class Shape(NamedTuple):
-    """The names of a body's fields, and which of them are bodies, or lists of bodies."""
+    """The names of a body's fields, which of them are bodies, or lists of bodies, and how long lists may be."""
 
     names: frozenset[str]
     bodies: Mapping[str, type[Body]]
     lists: Mapping[str, type[Body]]
+    longest: Mapping[str, AtMost]
 
 
 @cache
@@ -54,7 +55,10 @@ def shape(model: type[Body]) -> Shape:
             bodies[name] = inner
         elif get_origin(field.annotation) is list and (inner := _body(*get_args(field.annotation))) is not None:
             lists[name] = inner
-    return Shape(frozenset(model.model_fields), bodies, lists)
+    longest = {
+        name: one for name, field in model.model_fields.items() for one in field.metadata if isinstance(one, AtMost)
+    }
+    return Shape(frozenset(model.model_fields), bodies, lists, longest)
 
 
 def _body(annotation: Any) -> type[Body] | None:
@@ -63,13 +67,26 @@ def _body(annotation: Any) -> type[Body] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None
 
 
+def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings, *, partial: bool = False) -> None:
+    """Raises TooLarge or InvalidRequest for the first list in `document` that is longer than it may be. Not left to the
+    model, which would look at its items first: there may be a million of them. `partial`: there may be more of it."""
+    for name, at_most in shape(model).longest.items():
+        found, most = document.get(name), at_most.value(settings)
+        if not isinstance(found, list) or most is None or len(found) <= most:
+            continue
+        count = f"at least {len(found)}" if partial else str(len(found))
+        if at_most.of_tokens:
+            raise TooLarge(f"the input has {count} tokens, but at most {most} are taken")
+        raise InvalidRequest(f"{name} holds {count} values, but must hold at most {most}", name)
+
+
 def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
     """The place of the first field of `document`, or of an object in it, that `model` has not.
 
     Not left to the model: it would build an error for each of them, and tell first of a field that is missing where it
     is one misspelt.
     """
-    names, bodies, lists = shape(model)
+    names, bodies, lists, _ = shape(model)
     if not document.keys() <= names:
         return _spelt(next(name for name in document if name not in names))
     for name, inner in bodies.items():

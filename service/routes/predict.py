@@ -13,9 +13,8 @@ from service.documents.answers import AnswerDocument, BatchDocument, FailureDocu
 from service.documents.comparison import ComparedModelDocument, ComparisonDocument
 from service.engine.engine import Engine
 from service.engine.requests import CompareRequest, PredictRequest
-from service.errors import InvalidRequest
 from service.routes import answers
-from service.routes.context import catalog, charge, deadline, named, note_answer, note_model, settings
+from service.routes.context import catalog, charge, deadline, named, note_answer, note_model
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
@@ -62,9 +61,6 @@ async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
 ) -> BatchDocument:
     """One bad input never fails the others: each has an answer or an error in its place."""
-    most = settings(request).max_inputs
-    if len(inputs) > most:
-        raise InvalidRequest(f"inputs holds {len(inputs)} inputs, but at most {most} are answered at once", "inputs")
     charge(request, len(inputs))
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
@@ -83,6 +79,8 @@ async def _predict_many(
             results.append({"error": failure_document(request.scope, outcome)})
         else:
             results.append(answers.answer(engine, outcome))
+        if len(results) % answers.MADE_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return {**answers.model(engine), "results": results}
 
 

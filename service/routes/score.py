@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -46,7 +47,9 @@ async def score(request: Request) -> Response:
         tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
         wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request), body.truncated)
         if not body.stream:
-            return answers.reply(answers.score(engine, tokens, await engine.score(wanted)))
+            document = answers.score(engine, tokens, await engine.score(wanted))
+            await asyncio.sleep(0)  # a long one is not made and written in one turn of the event loop
+            return answers.reply(document)
         scoring = await engine.scoring(wanted)
     return ScoreStream(request, engine, tokens, scoring)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 from starlette.requests import Request
@@ -12,18 +12,29 @@ from starlette.responses import Response
 from service.documents.answers import AnswerDocument
 from service.documents.sessions import SessionDocument
 from service.engine.engine import Engine
-from service.engine.requests import History, StepRequest
+from service.engine.requests import MAX_KEY_CHARACTERS, SESSION_ID, History, StepRequest
 from service.errors import InvalidRequest, shown
 from service.routes import answers
 from service.routes.context import catalog, deadline, header, named, note_answer, note_model, owner
 from service.routes.decode import decode, headers, json_body, tokens_of
 from service.routes.hangup import until_hangup
-from service.schemas import IDEMPOTENCY, RewindBody, SessionBody, StepBody
+from service.schemas import IDEMPOTENCY, RewindBody, SessionBody, StepBody, anchored
 
-SessionId = Annotated[str, Path(examples=["demo"], description="the session's id")]
+# What is no id is refused by the engine, not by the framework, whose answer would be another.
+PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
+SessionId = Annotated[str, Path(examples=["demo"], description="the session's id", json_schema_extra=PATTERN)]
 POSITION = "x-wane-position"
+DIGITS = "[0-9]{1,15}"
 IDEMPOTENCY_KEY = "idempotency-key"
-STEP_HEADERS = headers({POSITION: "as `expected_position`", IDEMPOTENCY_KEY: IDEMPOTENCY})
+STEP_HEADERS = headers(
+    {
+        POSITION: ("as `expected_position`", {"pattern": anchored(DIGITS)}),
+        IDEMPOTENCY_KEY: (
+            IDEMPOTENCY,
+            {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS},
+        ),
+    }
+)
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -115,7 +126,7 @@ def position(request: Request, body: StepBody) -> int | None:
     given = header(request, POSITION)
     if given is None:
         return body.expected_position
-    if not re.fullmatch("[0-9]{1,15}", given):
+    if not re.fullmatch(DIGITS, given):
         raise InvalidRequest(f"{POSITION} must be a whole number, not {shown(given)}", POSITION)
     if body.expected_position not in (None, int(given)):
         raise InvalidRequest(

@@ -16,7 +16,7 @@ from service.engine.ownership import name_within
 from service.engine.requests import StepRequest
 from service.errors import EarlierStepFailed, InvalidRequest
 from service.routes import answers
-from service.routes.context import catalog, charge, deadline, header, owner, settings
+from service.routes.context import catalog, charge, deadline, header, owner
 from service.routes.decode import decode, json_body, tokens_of
 from service.routes.errors import failure_document
 from service.routes.hangup import until_hangup
@@ -32,16 +32,18 @@ Outcome = tuple[Engine, Answer] | Exception
 async def append_many(request: Request) -> Response:
     """Appends to many sessions, and predicts what follows in each. A step that fails does not fail the others."""
     body = await decode(request, StepsBody)
-    most = settings(request).max_inputs
-    if len(body.steps) > most:
-        raise InvalidRequest(f"steps holds {len(body.steps)} steps, but at most {most} are taken at once", "steps")
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
     charge(request, len(body.steps))
     with until_hangup(request):
         outcomes = await _step_many(request, body.steps)
-    document: StepsDocument = {"results": [_document(request, outcome) for outcome in outcomes]}
+    results: list[AnswerDocument | FailureDocument] = []
+    for index, outcome in enumerate(outcomes, 1):
+        results.append(_document(request, outcome))
+        if index % answers.MADE_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    document: StepsDocument = {"results": results}
     return answers.reply(document)
 
 

@@ -41,7 +41,7 @@ from service.middleware import begin_trace, context, end_trace
 from service.routes import answers
 from service.routes.at_once import AtOnce, Begun
 from service.routes.context import catalog, named, settings
-from service.routes.decode import parse, tokens_of
+from service.routes.decode import Decoder, tokens_of
 from service.routes.errors import described
 from service.routes.line import AsgiLine, Line, wire_of
 from service.routes.reply import encode
@@ -92,6 +92,7 @@ class Stream:
         self.session = session
         self.metrics = metrics
         self.tracing: Tracing | None = socket.app.state.tracing
+        self.decoder: Decoder = socket.app.state.decoder
         self.traced: Traced | None = None
         self.idle_s = settings(socket).stream_idle_s
         self.loop = asyncio.get_running_loop()
@@ -169,11 +170,11 @@ class Stream:
         elif begun.outcome is not None:
             with self.line.until_hangup():
                 return answers.answer(self.engine, await self.engine.end(begun.outcome))
-        body = parse(message, StreamBody)
+        deadline = self.loop.time() + self.here.timeout_s
+        body = await self.decoder.decode(message, StreamBody, deadline)
         if self.engine.retired:
             self.engine = await self.catalog.engine_for(self.session)
         session, engine = self.session, self.engine
-        deadline = self.loop.time() + self.here.timeout_s
         with self.line.until_hangup():
             if body.rewind is not None:
                 await engine.rewind(session, body.rewind, deadline)

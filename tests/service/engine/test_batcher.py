@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from models.manifest import Role
+from service.engine import batcher
 from service.engine.batch import Row, Work, fits
-from service.engine.batcher import Batcher
+from service.engine.batcher import NEWEST, Batcher
 from service.engine.slab import RESERVED, Slab
 from service.engine.ticket import Ticket
 from service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
@@ -134,6 +137,32 @@ async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
     rig.runner.gate.set()
     await asyncio.gather(first, *waiting)
     assert all([99] not in rows for _, rows in rig.runner.calls)
+
+
+async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(batcher, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))  # a run takes 1 s
+    await rig.ask(1)
+    each_s = NEWEST * 1.0
+    now = asyncio.get_running_loop().time()
+    first = await rig.hold()
+    in_time, too_late = now + 9 * each_s + 3600, now + 3600
+    waiting = [rig.ask(token, deadline=now + PATIENCE_S) for token in range(2, 10)]  # as many as a batch
+    await turn()
+    rig.batcher._sequence_s *= 3600
+    with pytest.raises(Overloaded, match=r"8 requests are waiting, for 3600\.0 s; .* deadline is in 3") as caught:
+        await rig.ask(98, deadline=too_late - 60)
+    assert 59 < caught.value.retry_after_s < 62
+    waiting += [rig.ask(97, deadline=in_time), rig.ask(96), rig.ask(95, deadline=now - 1)]
+    await turn()
+    step = rig.step(2)
+    rig.runner.gate.set()
+    with pytest.raises(DeadlineExceeded):
+        await waiting.pop()
+    await asyncio.gather(first, step, *waiting)
+    assert all([98] not in rows for _, rows in rig.runner.calls)
 
 
 async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:

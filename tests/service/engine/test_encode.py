@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from tokenizers import Encoding as Encoded
 
 from service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 from tests.service.engine.fakes import PATIENCE_S, Bench, name_vocabulary
@@ -25,11 +26,11 @@ class Encoding:
         self.busy = threading.Event()
         monkeypatch.setattr(bench.vocabulary, "encode", self)
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str, most: int | None = None) -> list[int]:
         self.texts.append(text)
         self.busy.set()
         assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
-        return self._encode(text)
+        return self._encode(text, most)
 
 
 @pytest.fixture
@@ -49,6 +50,33 @@ async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_withou
     with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
         await bench.engine.encode(text)
     assert encoding.texts == []
+
+
+async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_of_its_tokens(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(max_input_tokens=5000)
+    taken = []
+
+    class Counted:
+        """An encoding that notes who asks for its ids."""
+
+        def __init__(self, encoding: Encoded) -> None:
+            self._encoding = encoding
+
+        def __len__(self) -> int:
+            return len(self._encoding)
+
+        @property
+        def ids(self) -> list[int]:
+            taken.append(len(self))
+            return self._encoding.ids  # type: ignore[no-any-return]
+
+    encodings = bench.vocabulary._encodings
+    monkeypatch.setattr(bench.vocabulary, "_encodings", lambda lines: [Counted(one) for one in encodings(lines)])
+    with pytest.raises(TooLarge, match="the input has at least 6005 tokens, but at most 5000 are taken"):
+        await bench.engine.encode("abcd\n" + "x" * 6000)
+    assert taken == [4]
 
 
 async def test_words_and_events_of_any_length_are_one_token_each(make_bench: MakeBench) -> None:

@@ -35,7 +35,7 @@ SAID: list[tuple[str, Any, str]] = [
     (PREDICT, {"input": "a", "model": LONG}, "model has more than 64 characters"),
     (PREDICT, {"input": "a", "tolerance": "x"}, "tolerance must be a number"),
     (PREDICT, {"input": "a", "tolerance": float("nan")}, "tolerance must be a finite number"),
-    (COMPARE, {"tokens": [1], "models": ["a"] * 9}, "models holds more than 8 values"),
+    (COMPARE, {"tokens": [1], "models": ["a"] * 9}, "models holds 9 values, but must hold at most 8"),
     (COMPARE, {"tokens": [1], "models": ["a", LONG]}, "models[1] has more than 64 characters"),
     (COMPARE, {"tokens": [1], "windows": [1, "x"]}, "windows[1] must be an integer"),
     (COMPARE, {"tokens": [1], "windows": [1, 0]}, "windows[1] is 0, but must be at least 1"),

@@ -21,6 +21,7 @@ from tests.service.http.patient import (
     HANDSHAKE,
     POST,
     SOON_S,
+    WAIT_S,
     deaf,
     dialogue,
     flood,

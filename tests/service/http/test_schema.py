@@ -1,0 +1,250 @@
+"""What the OpenAPI description allows is not refused for its form, and what it does not allow is.
+
+Bodies are made from the description alone: its examples, with fields that are added, left out, or given values at and
+beyond the limits that it tells. So a field that is new is tried without a word here.
+
+One thing no schema can say: 5.0 is an integer to JSON Schema, and none to Wane.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
+
+Schema = dict[str, Any]
+
+SOON = {"x-request-timeout-ms": "40"}  # whatever takes longer was let in
+MODEL = [
+    r"but the vocabulary has \d+ tokens",
+    r"takes windows of 1 to \d+ tokens",
+    r"window is given, but the session answers by mode",
+    r"the session can be rewound to positions",
+    r"there is no token in the text",
+    r"the history has \d+ tokens, but position is \d+: there cannot be more",
+]
+"""What is said where a request is well-formed, and its model or its session has no use for it."""
+
+JUNK = st.sampled_from(
+    [None, True, False, 0, -1, 1.5, -0.5, 2**63, -(2**70), 1e300, "", "a b", "x" * 300, [], [[]], {}]
+)
+PATTERNS = {"session": ["demo", "s", "a" * 128, "a" * 129, "a b", "a/b", "", "é", "a\n", ".", "..", "..."]}
+
+
+def is_integer(_: object, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def pattern(_: Validator, wanted: str, value: object, __: Schema) -> Iterator[ValidationError]:
+    """As ECMAScript has it, where the end of a text is its end."""
+    if isinstance(value, str) and re.search(re.sub(r"\$$", r"\\Z", wanted), value) is None:
+        yield ValidationError(f"{value!r} does not match {wanted!r}")
+
+
+StrictValidator = extend(
+    Draft202012Validator,
+    {"pattern": pattern},
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer),
+)
+
+
+def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
+    """Values that a schema allows, or nearly."""
+    if "enum" in schema:
+        return st.sampled_from([*schema["enum"], "other"])
+    if "anyOf" in schema:
+        return st.one_of([near(one, name) for one in schema["anyOf"]])
+    match schema.get("type"):
+        case "null":
+            return st.none()
+        case "boolean":
+            return st.booleans()
+        case "integer" | "number" as kind:
+            limits = {
+                int(schema[key])
+                for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+                if key in schema
+            }
+            edges = [limit + by for limit in limits for by in (-1, 0, 1)] + [0, 1, 5, 10**7]
+            return st.sampled_from(edges if kind == "integer" else [*edges, 0.5, 1e-9])
+        case "string":
+            if "pattern" in schema:
+                return st.sampled_from(PATTERNS["session"])
+            sizes = [size + by for key in ("minLength", "maxLength") if (size := schema.get(key)) for by in (-1, 0, 1)]
+            return st.sampled_from(["x" * size for size in sizes] + ["", "The history", "é\n", "x" * 300])
+        case "array":
+            item = near(schema["items"], name)
+            sizes = [
+                size + by for key in ("minItems", "maxItems") if (size := schema.get(key, 0)) < 300 for by in (-1, 0, 1)
+            ]
+            small = st.lists(item, max_size=2)
+            return st.one_of(
+                small, *(item.map(lambda one, size=size: [one] * size) for size in (*sizes, 40) if size > 0)
+            )
+        case "object":
+            return objects(schema)
+    raise AssertionError(f"a schema of a kind that is not known here: {schema}")
+
+
+def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrategy[Any]:
+    """Objects: an example, or the fields that are required, with some fields more, less, or other."""
+    fields = {name: near(one, name) for name, one in schema["properties"].items()}
+
+    @st.composite
+    def made(draw: st.DrawFn) -> Any:
+        found = dict(draw(st.sampled_from(examples))) if examples else {}
+        for name in schema.get("required", ()):
+            found.setdefault(name, draw(fields[name]))
+        for rule in schema.get("oneOf", ()) if not found.keys() & {"input", "tokens", "inputs", "rewind"} else ():
+            name = rule["required"][0]
+            if draw(st.booleans()):
+                found[name] = draw(fields[name])
+                break
+        for _ in range(draw(st.integers(0, 2))):
+            name = draw(st.sampled_from([*fields, "unknown"] if fields else ["unknown"]))
+            if draw(st.booleans()) and name in found:
+                del found[name]
+            elif name in fields and draw(st.integers(0, 5)):
+                found[name] = draw(fields[name])
+            elif draw(st.booleans()):
+                found[name] = draw(JUNK)
+        return found
+
+    return made()
+
+
+def failures(response: httpx.Response) -> list[dict[str, Any]]:
+    """What was refused: the request, or items of a batch."""
+    document = response.json() if "json" in response.headers.get("content-type", "") else {}
+    if not response.is_success:
+        return [document]
+    results = document.get("results", ()) if isinstance(document, dict) else ()
+    return [one["error"] for one in results if "error" in one]
+
+
+def refusals(response: httpx.Response) -> list[dict[str, Any]]:
+    """What was refused for its form."""
+    return [
+        one
+        for one in failures(response)
+        if one.get("status", response.status_code) in (400, 422)
+        and not any(re.search(said, str(one.get("detail"))) for said in MODEL)
+    ]
+
+
+@pytest.fixture(scope="module")
+def openapi(http: httpx.Client) -> Schema:
+    for session in ("demo", "s"):
+        http.post("/v1/sessions", json={"session": session})
+    document: Schema = http.get("/openapi.json").json()
+    return document
+
+
+def operation(openapi: Schema, path: str) -> tuple[Schema, list[Any]]:
+    content = openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return content["schema"], [one["value"] for one in content["examples"].values()]
+
+
+BODIES = [
+    "/v1/predict",
+    "/v1/compare",
+    "/v1/score",
+    "/v1/generate",
+    "/v1/sessions",
+    "/v1/sessions/{session}/tokens",
+    "/v1/sessions/{session}/rewind",
+    "/v1/sessions/tokens",
+    "/v2/repository/index",
+    "/v2/repository/models/{name}/load",
+    "/v2/repository/models/{name}/unload",
+]
+
+
+def test_every_body_of_the_description_is_tried(openapi: Schema) -> None:
+    assert sorted(BODIES) == sorted(path for path, operations in openapi["paths"].items() if "post" in operations)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_is_refused_for_its_form_if_and_only_if_the_description_does_not_allow_it(
+    http: httpx.Client, openapi: Schema, path: str
+) -> None:
+    schema, examples = operation(openapi, path)
+    validator = StrictValidator(schema)
+    address = path.replace("{session}", "s").replace("{name}", "nobody")
+
+    tried: set[bool] = set()
+
+    @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(objects(schema, examples))
+    def check(body: Any) -> None:
+        response = http.post(address, content=json.dumps(body), headers=SOON)
+        tried.add(allowed := validator.is_valid(body))
+        if allowed:
+            assert not refusals(response), (body, response.text[:300])
+        else:
+            assert failures(response), (body, response.text[:300])
+
+    check()
+    assert tried == {True, False}
+
+
+@pytest.mark.parametrize("value", [*PATTERNS["session"], "~._-:A0"])
+def test_a_session_s_id_is_refused_for_its_form_if_and_only_if_the_description_does_not_allow_it(
+    http: httpx.Client, openapi: Schema, value: str
+) -> None:
+    for path in ("/v1/sessions/{session}", "/v1/sessions/{session}/tokens"):
+        for method, described in openapi["paths"][path].items():
+            (schema,) = [one["schema"] for one in described["parameters"] if one["in"] == "path"]
+            if value in ("", "a/b", "a\n"):
+                continue  # at such a path there is nothing
+            address = path.replace("{session}", quote(value, safe=""))
+            response = http.request(method, address, json={"tokens": [5]} if method == "post" else None)
+            assert bool(refusals(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)
+    http.post("/v1/sessions", json={"session": "s"})
+
+
+HEADERS = {
+    "x-wane-position": ["0", "007", "9" * 15, "9" * 16, "-1", "1.5", "+1", "x", "1e3"],
+    "idempotency-key": ["", "k", "k" * 255, "k" * 256],
+    "x-request-timeout-ms": ["1", "0040", "9" * 9, "9" * 10, "0", "000", "-5", "x", "1.5"],
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_is_refused_for_its_form_if_and_only_if_the_description_does_not_allow_it(
+    http: httpx.Client, openapi: Schema, name: str
+) -> None:
+    path = "/v1/sessions/{session}/tokens"
+    (schema,) = [one["schema"] for one in openapi["paths"][path]["post"]["parameters"] if one["name"] == name]
+    http.post("/v1/sessions", json={"session": "s"})
+    judged = set()
+    for value in HEADERS[name]:
+        response = http.post(path.replace("{session}", "s"), json={"tokens": [5]}, headers={name: value})
+        allowed = StrictValidator(schema).is_valid(value)
+        assert bool(refusals(response)) is not allowed, (value, response.text)
+        judged.add(allowed)
+    assert judged == {True, False}
+
+
+def test_every_operation_tells_of_the_timeout_s_header(openapi: Schema) -> None:
+    for operations in openapi["paths"].values():
+        for described in operations.values():
+            assert "x-request-timeout-ms" in [one["name"] for one in described["parameters"]]
+
+
+def test_limits_that_are_settings_are_told_as_they_are_set(openapi: Schema) -> None:
+    text = json.dumps(openapi)
+    assert "x-at-most" not in text
+    schema, _ = operation(openapi, "/v1/predict")
+    assert schema["properties"]["inputs"]["anyOf"][0]["maxItems"] == 256
+    assert schema["properties"]["top_k"]["maximum"] == 100
