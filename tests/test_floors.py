@@ -26,6 +26,7 @@ LIGHT_MODELS = (
     "models.reference",
     "models.certificate",
     "models.weights",
+    "models.parity",
 )
 TORCH_MODELS = (
     "models/cells",

@@ -205,8 +205,8 @@ def test_a_session_s_id_is_refused_for_its_form_if_and_only_if_the_description_d
     for path in ("/v1/sessions/{session}", "/v1/sessions/{session}/tokens"):
         for method, described in openapi["paths"][path].items():
             (schema,) = [one["schema"] for one in described["parameters"] if one["in"] == "path"]
-            if value in ("", "a/b", "a\n"):
-                continue  # at such a path there is nothing
+            if value in ("", "a/b", "a\n", ".", ".."):
+                continue  # clients make another path of it, or there is nothing
             address = path.replace("{session}", quote(value, safe=""))
             response = http.request(method, address, json={"tokens": [5]} if method == "post" else None)
             assert bool(refusals(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)
