@@ -217,7 +217,8 @@ class Rounding(Frozen):
 
     The error of one step is measured (`step_error`): the `step` graph against the float64 oracle, both from the state
     that the graph left, over `steps` steps. Those steps include every token of the vocabulary, tokens held for
-    4 / (1 - factor) steps after two different pasts, cycles of two and three tokens, and the tokens that forget least.
+    4 / (1 - factor) steps (at most 4,096) after two different pasts, cycles of two and three tokens, the tokens that
+    forget least, and sequences chosen to make the state large.
     `step`: by state tensor of the layers, the largest error of one step, times `safety`. `output`: the same for what
     is read off a state: the 2-norm at `hidden`, and the spread of the logits' errors over `head_diameter`.
 
@@ -228,7 +229,8 @@ class Rounding(Frozen):
       tokens. Both are recomputed from `step` when a bundle is loaded. This is so in plain networks.
     - probed: the theorem for one request's own tokens carries each step's error along each of the measured sequences;
       the largest result, times `safety`, is kept. This is so in residual networks where the bound for all tokens would
-      leave no room for a certificate: the Lipschitz constants of LayerNorms are far above what is ever seen.
+      leave no room for a certificate: the Lipschitz constants of LayerNorms are far above what is ever seen. A sequence
+      that was not measured, whose state a LayerNorm shortens to almost nothing, may be further off.
 
     `worst_case`: what two runs can be apart by rounding at most, a priori, to first order in the unit roundoff and
     given the accuracy of exp and tanh that `models/certificate/rounding.py` states; null over a front.
@@ -262,9 +264,10 @@ class Certificate(Frozen):
     `certified`: epsilon falls to 1e-3 within the largest window; if not, `reason` says why, for people.
 
     It is recomputed from the float32 weights when the bundle is loaded, never believed, but for what was measured of
-    `rounding`, of which a sample is measured again. `rounding` is null unless the model is contractive.
-    `bit_identical` is found on this machine when the bundle is loaded and never read from a file: whether the graphs
-    give the same bits for the same tokens, step by step, as a window, in pieces, alone and in the largest batch.
+    `rounding` (`step`, `output`; if `sequences` is probed, `states` and `carried`), of which a sample is measured
+    again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest: it is found on this
+    machine when the bundle is loaded, and says whether the graphs give the same bits for the same tokens, step by step,
+    as a window, in pieces, alone and in the largest batch.
     """
 
     contractive: bool
@@ -341,6 +344,11 @@ class Manifest(Frozen):
             raise ValueError("state does not match architecture")
         if self.window > self.max_window:
             raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
+        if (rounding := self.certificate.rounding) is not None:
+            names = {tensor.name for tensor in self.state if tensor.name.startswith("layers.")}
+            for field in ("step", "states"):
+                if set(getattr(rounding, field)) != names:
+                    raise ValueError(f"certificate.rounding.{field} must have one entry for each of {sorted(names)}")
         if self.vocabulary.size != self.architecture.vocabulary_size:
             raise ValueError(
                 f"vocabulary.size {self.vocabulary.size} is not architecture.vocabulary_size "

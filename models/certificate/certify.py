@@ -45,6 +45,8 @@ def certify(
         return Certificate(contractive=False, reason=reason, layers=proved, head_diameter=diameter)
     stack = Stack(architecture, weights, layers)
     state_error = state_error_curve(stack, max_window)
+    if rounding and architecture.block == "plain":
+        rounding = rounding.model_copy(update={"sequences": "all"})
     if rounding:
         found: dict[str, object] = {"worst_case": worst_case(architecture, weights, stack, "float32")}
         if rounding.sequences == "all":

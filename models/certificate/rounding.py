@@ -44,7 +44,7 @@ ROOM = 2.0
 PATIENCE = 4096
 """Steps over which errors are followed at most, until a bound is found."""
 
-SETTLING, SETTLED = 1 << 15, 1e-11
+SETTLING, SETTLED = 1 << 12, 1e-11
 """Steps by which a bound is made smaller at most, and the relative change at which that ends."""
 
 
@@ -95,8 +95,8 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread
 
 
 def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
-    """A smaller bound of the same: with F(X) + delta <= X, F(X) + delta is one too. It hardly depends on where the
-    bound came from, so another machine finds the same."""
+    """A smaller bound of the same: with F(X) + delta <= X, F(X) + delta is one too. It ends near the least there is, so
+    it hardly depends on the rounding of the machine; if the recurrence forgets slowly, after SETTLING steps."""
     before = np.concatenate([each.flat() for each in bound])
     for _ in range(SETTLING):
         bound = step(bound)

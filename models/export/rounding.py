@@ -5,8 +5,10 @@ the exact run's in both: its reach is finite, so all of its error is in the step
 
 Which steps are measured decides what the result is worth. Random tokens never show the worst: a float32 recurrence
 stops up to about u |s| / (1 - f) short of its fixed point, on the side that it came from, and only a token that is
-held takes it there. So the sequences are: tokens held for 4 / (1 - factor) steps after two different pasts, cycles of
-two and three tokens, random tokens and the caller's; and every token of the vocabulary is stepped from two states.
+held takes it there. A step also rounds more where the state is large, which other cycles may cause: those with which
+the recurrence resonates. So the sequences are: tokens held for 4 / (1 - factor) steps, up to 4,096, after two different
+pasts; cycles of two and three tokens; sequences whose every token is chosen to make the state as large as it can;
+random tokens and the caller's. Every token of the vocabulary is stepped from two states.
 The tokens that are held are those that forget least (whose gates are largest) and that round most, and random ones.
 
 What one step's error comes to in a run of any length is a matter of theorems: for all token sequences at once
@@ -40,8 +42,7 @@ from models.weights import Weights
 Tokens = NDArray[np.int64]
 
 SAFETY_OF_STEP = 1.25
-"""What one step's error is multiplied by. The theorem adds up the worst step of every token, all of one sign: that is
-some twenty times what any run was seen to be off."""
+"""What the largest error of one step that was seen is multiplied by: there may be a worse one."""
 
 SAFETY_OF_SEQUENCE = 2.0
 """The same where errors are added up along the measured sequences only: there may be worse ones."""
@@ -54,11 +55,14 @@ ROWS = (48, 768)
 
 LONGEST_HOLD, LONGEST_PAST = 4096, 128
 
+GREEDY, CHOICES = 16, 32
+"""Rows whose tokens are chosen to make the state large, and the random tokens that each is chosen from."""
+
 SHARES = {"held": 8, "cycles of two": 2, "cycles of three": 2, "random": 2, "given": 2}
 """Rows of each kind, out of sixteen."""
 
-AT_ONCE = 4096
-"""Tokens of the vocabulary that are stepped at once."""
+AT_ONCE, LOGITS_AT_ONCE = 4096, 1 << 26
+"""Tokens of the vocabulary that are stepped at once, and logits that may come of them."""
 
 WITH_LOGITS = 16
 """Rows of each step whose logits are measured too."""
@@ -121,7 +125,8 @@ class _Measuring:
         hold = min(math.ceil(4 / (1 - factor)), LONGEST_HOLD)
         past = min(max(hold, 16), LONGEST_PAST)
         rows = min(max(ROW_STEPS // (past + hold), ROWS[0]), ROWS[1])
-        tokens = self._sequences(given, rows, past, hold)
+        tokens = np.concatenate([self._sequences(given, rows, past, hold), self._greedy(past + hold)])
+        rows = len(tokens)
         along = _Along(self._architecture, self._weights, self._layers, self._reference) if self._residual else None
         state, front, before = self._zero(rows), self._reference.zero_state(rows), None
         for step, column in enumerate(tokens.T, start=1):
@@ -194,10 +199,50 @@ class _Measuring:
         spare = rows - len(tokens)
         return np.concatenate([tokens, random.integers(size, size=(max(spare, 0), past + hold))])[:rows]
 
+    def _greedy(self, steps: int) -> Tokens:
+        """(GREEDY, steps): each token is the one, of some, that makes the state largest: all of it, one of its tensors,
+        random units, or one of the units that reach furthest. Tried are the best tokens of the step before and random
+        ones."""
+        size, random = self._architecture.vocabulary_size, self._random
+        state, chosen = self._reference.zero_state(GREEDY), []
+        weights = {name: random.integers(2, size=(GREEDY, 1, *state[name].shape[1:])) for name in self._flat}
+        for index, name in enumerate(self._flat):
+            weights[name][: len(self._flat) + 1] = 0
+            weights[name][[0, index + 1]] = 1
+        reach = {
+            name: bound
+            for names, layer in zip(self._names, self._layers, strict=True)
+            for name, bound in zip(names, layer.bound.reach, strict=True)
+        }
+        for row in range(GREEDY // 2, GREEDY):
+            name = self._flat[-1 - row % len(self._flat)]
+            for each in weights.values():
+                each[row] = 0
+            weights[name][row, 0, np.argsort(-reach[name])[(row - GREEDY // 2) % len(reach[name])]] = 1
+        count = min(size, CHOICES)
+        best = np.tile(np.arange(size), (GREEDY, 1)) if size <= CHOICES else random.integers(size, size=(GREEDY, count))
+        for _ in range(steps):
+            tried = best
+            if size > CHOICES:
+                tried = np.concatenate(
+                    [best[:, : count // 2], random.integers(size, size=(GREEDY, count // 2))], axis=1
+                )
+            repeated = {name: np.repeat(value, count, axis=0) for name, value in state.items()}
+            _, after = self._reference.advance(tried.ravel(), repeated)
+            lengths = np.zeros((GREEDY, count))
+            for name, weight in weights.items():
+                lengths += (weight * after[name].reshape(GREEDY, count, -1) ** 2).sum(axis=2)
+            best = np.take_along_axis(tried, np.argsort(-lengths, axis=1), axis=1)
+            first = np.arange(GREEDY) * count + lengths.argmax(axis=1)
+            state = {name: value[first] for name, value in after.items()}
+            chosen.append(best[:, 0])
+        return np.stack(chosen, axis=1)
+
     def _worth_holding(self, count: int, past: int) -> Tokens:
         """Up to `count` tokens: a third that forget least, a third whose step rounds most, and random ones.
 
-        Every token is stepped from the ends of two pasts, and these steps are measured.
+        Every token is stepped from the ends of a random past and of a held token, and these steps are measured. A token
+        forgets little where it leaves the two states far apart: where its gates are large, for cells with gates.
         """
         size = self._architecture.vocabulary_size
         pasts = self._random.integers(size, size=(2, past))
@@ -206,8 +251,9 @@ class _Measuring:
         for column in pasts.T:
             _, _, state, front = self._measure(column, state, front)
         kept, rounded = np.zeros(size), np.zeros(size)
-        for start in range(0, size, AT_ONCE):
-            tokens = np.arange(start, min(start + AT_ONCE, size))
+        at_once = max(1, min(AT_ONCE, LOGITS_AT_ONCE // size))
+        for start in range(0, size, at_once):
+            tokens = np.arange(start, min(start + at_once, size))
             ends = []
             for row in range(2):
                 alone = {name: np.repeat(value[row : row + 1], len(tokens), axis=0) for name, value in state.items()}
@@ -242,8 +288,8 @@ class _Measuring:
         for name in self._flat:
             errors[name] = np.abs(outputs[f"next.{name}"].astype(np.float64) - exact[name])
             box, ball = seen.step.get(name, (0.0, 0.0))
-            largest = float(np.linalg.norm(errors[name], axis=1).max())
-            seen.step[name] = max(box, float(errors[name].max())), max(ball, largest)
+            length = float(np.linalg.norm(errors[name], axis=1).max())
+            seen.step[name] = max(box, float(errors[name].max())), max(ball, length)
         if self._residual:  # in a plain network it is the last state, and counted there
             off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
             seen.output = max(seen.output, float(off.max()))

@@ -41,7 +41,7 @@ def ways(
     first that is to be tried: it answers if its own bound meets the tolerance, or else what comes last does. A model
     that is not certified runs everything, and a k that covers everything is no window.
     """
-    if not certificate.certified:
+    if not certificate.certified or certificate.rounding is None:
         return (None,)
     tried = own if window is None else window
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
@@ -73,7 +73,7 @@ def rebuilt_from(
     of which the curve at its own k is over UNASKED where no tolerance was asked for, needs all of its tokens.
     """
     k = None
-    if certificate.certified:
+    if certificate.certified and certificate.rounding is not None:
         k = _enough(certificate, position, window=None, own=own, largest=largest, tolerance=tolerance)
     if k is None or k >= held or cost(None) <= max(1 + used, NEAR) * cost(k):
         return None
