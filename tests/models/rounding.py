@@ -10,7 +10,7 @@ from models.manifest import Rounding, StateError
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:
     """What says that two runs are `between_runs` apart at `hidden`, and each of `states` of one is `state` from exact.
 
-    It is of probed sequences, so `certify` takes the numbers as they are."""
+    It is of probed sequences, so `certify` takes the numbers as they are for a residual network."""
     errors = {name: StateError(box=state, ball=state) for name in states}
     return Rounding(
         sequences="probed",

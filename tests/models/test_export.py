@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
+from models.certificate import certify
 from models.export import ExportError, export_bundle
 from models.export import network as network_module
 from models.export.parity import OnnxGraphs, check_bundle
-from models.manifest import Architecture, Cell, Manifest, Role
+from models.manifest import Architecture, Cell, Manifest, Role, StateError
 from models.networks import Network
 from models.parity import Tensors, log_softmax
 from models.reference import Reference
@@ -22,6 +23,8 @@ from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
 SAMPLE = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
+
+TURNS = np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], np.float32)
 
 Export = Callable[..., Manifest]
 
@@ -257,6 +260,61 @@ def test_rounding_is_measured_at_export_and_held_to_when_loaded(export: Export, 
     edit_manifest(tmp_path / "model", "certificate", "rounding", "states", "layers.1.c", "ball", value=1e-12)
     with pytest.raises(CertificateError, match=r"rounding\.states\.layers\.1\.c\.ball is 1e-12$"):
         verify_graphs(Bundle.open(tmp_path / "model"), run)
+
+
+def test_a_plain_network_s_rounding_cannot_be_claimed_for_probed_sequences_only(export: Export, tmp_path: Path) -> None:
+    model = architecture("rnn_tanh")
+    rounding = export(model, random_weights(model, seed=0, recurrent=0.2)).certificate.rounding
+    assert rounding is not None
+    for field, value in (("sequences", "probed"), ("carried", rounding.carried / 50)):
+        edit_manifest(tmp_path / "model", "certificate", "rounding", field, value=value)
+    with pytest.raises(CertificateError, match=r"certificate\.rounding\."):
+        Bundle.read(tmp_path / "model")
+
+
+def test_a_step_that_rounds_more_than_the_certificate_says_is_named(export: Export, tmp_path: Path) -> None:
+    model = architecture("rnn_tanh")
+    weights = random_weights(model, seed=0, recurrent=0.2)
+    rounding = export(model, weights).certificate.rounding
+    assert rounding is not None
+    step = {"layers.0.h": StateError(box=1e-12, ball=1e-12)}
+    claimed = certify(model, weights, 32, rounding.model_copy(update={"step": step, "output": 1e-5}))
+    edit_manifest(tmp_path / "model", "certificate", value=claimed.model_dump(mode="json"))
+    edit_manifest(tmp_path / "model", "certificate", "rounding", "states", "layers.0.h", value={"box": 1, "ball": 1})
+    with pytest.raises(CertificateError, match=r"one step's error in layers\.0\.h is .* rounding\.step says 1e-12"):
+        verify_graphs(Bundle.open(tmp_path / "model"), OnnxGraphs(Bundle.open(tmp_path / "model")).run)
+
+
+@pytest.mark.parametrize("field", ["step", "states"])
+def test_a_rounding_without_its_states_is_refused(export: Export, tmp_path: Path, field: str) -> None:
+    model = architecture("gru")
+    export(model, random_weights(model, seed=0, recurrent=0.1, driven=0.2))
+    edit_manifest(tmp_path / "model", "certificate", "rounding", field, value={})
+    with pytest.raises(BundleError, match=rf"certificate\.rounding\.{field} must have one entry for each of"):
+        Bundle.read(tmp_path / "model")
+
+
+def test_a_recurrence_that_resonates_with_a_cycle_of_four_stays_within_its_rounding(
+    export: Export, tmp_path: Path
+) -> None:
+    """A quarter turn at every token: four tokens that turn with it make the state a hundred times what others do."""
+    model = architecture("linear", hidden=2, embedding=2, tied=False)
+    weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
+    weights["embedding.weight"][:8] = np.concatenate([1.9 * TURNS, TURNS])
+    weights["layers.0.cell.weight_ih_l0"] = np.eye(2, dtype=np.float32)
+    weights["layers.0.cell.weight_hh_l0"] = np.float32(0.99) * np.array([[0, -1], [1, 0]], np.float32)
+    rounding = export(model, weights).certificate.rounding
+    assert rounding is not None
+    run, exact = OnnxGraphs(Bundle.read(tmp_path / "model")).run, Reference(model, weights)
+    state = exact.zero_state(1)
+    fed = {name: value.astype(np.float32) for name, value in state.items()}
+    for step in range(3200):
+        token = np.array([step % 4 + 4 * (step >= 800)])
+        hidden, state = exact.advance(token, state)
+        outputs = run("step", {"tokens": token, **fed})
+        fed = {name: outputs[f"next.{name}"] for name in fed}
+    off = float(np.linalg.norm(outputs["hidden"] - hidden))
+    assert 1e-4 < off <= rounding.carried
 
 
 def test_a_model_that_is_not_contractive_has_no_rounding(export: Export, tmp_path: Path) -> None:
