@@ -288,10 +288,8 @@ async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certifi
     certificate = catalog.get().manifest.certificate
     assert not certificate.certified
     assert certificate.reason is not None
-    assert re.search(
-        r"^the certificate does not hold: .*hidden is .* from the oracle.* which has to be 2 times that, is .*e-1[0-9]$",
-        certificate.reason,
-    )
+    said = r"^the certificate does not hold: .*hidden is .* from the oracle.* has to be 2 times that, is .*e-1[0-9]$"
+    assert re.search(said, certificate.reason)
     assert certificate.reason.removeprefix("the certificate does not hold: ") in caplog.text
     await catalog.close()
 
