@@ -122,6 +122,7 @@ class Scorer:
                     yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
             finally:
                 await pieces.aclose()
+        share.progress(1)
         if not settled:  # one token, which nothing predicts: there was nothing to run
             yield ScoredTokens(0, unpredicted, unpredicted)
             yield ScoreProgress(1, 1)
@@ -202,9 +203,10 @@ class Scoring:
     """A score under way: an asynchronous iterator over what becomes known, a `ScoreSummary` last. To be closed
     (`contextlib.aclosing`) however it ends."""
 
-    def __init__(self, items: AsyncGenerator[Item, None], end: Callable[[], None]) -> None:
-        """`end` is called once, when the scoring is over or closed."""
+    def __init__(self, items: AsyncGenerator[Item, None], share: Share, end: Callable[[], None]) -> None:
+        """`share` takes turns while an item is awaited; `end` is called once, when the scoring is over or closed."""
         self._items = items
+        self._share = share
         self._end: Callable[[], None] | None = end
         self._first: Item | None = None
 
@@ -220,11 +222,14 @@ class Scoring:
         return await self._next() if first is None else first
 
     async def _next(self) -> Item:
+        self._share.resume()
         try:
             return await anext(self._items)
         except BaseException:
             self._over()
             raise
+        finally:
+            self._share.pause()
 
     async def aclose(self) -> None:
         """Ends the scoring, however far it came."""
