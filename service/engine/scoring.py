@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
@@ -42,6 +43,9 @@ from service.engine.ticket import Ticket
 
 RESIDUAL = 1e-5
 """The greatest difference of a unit of the state at a joint, where no tolerance was asked for."""
+
+FED_AT_ONCE = 16_384
+"""Tokens that are made an array in one turn of the event loop."""
 
 LARGEST_EXPONENT = 700.0  # exp of more is no float64
 
@@ -92,7 +96,7 @@ class Scorer:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
         await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
-        fed = sequence(self._eos_id, request.tokens, truncated=request.truncated)
+        fed = await self._fed(request)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
@@ -140,6 +144,14 @@ class Scorer:
             error_bound=bound,
             latency=ticket.latency(),
         )
+
+    async def _fed(self, request: ScoreRequest) -> NDArray[np.int64]:
+        """The sequence that the model is fed, as `forward.sequence` makes it, in several turns of the event loop."""
+        parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
+        for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
+            await asyncio.sleep(0)
+            parts.append(np.array(request.tokens[start : start + FED_AT_ONCE], np.int64))
+        return np.concatenate(parts)
 
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
         """The bounds of answers that know so many tokens of a truncated sequence each, where `joints` is the most that

@@ -371,6 +371,17 @@ async def test_a_request_that_was_run_counts_as_worked_off(
     assert worked
 
 
+async def test_a_replayed_step_counts_for_nothing(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_bench(costs=Slow()).engine
+    await engine.create_session("s")
+    await engine.step(StepRequest("s", LONG, expected_position=0))
+    worked: list[float] = []
+    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    answer = await engine.step(StepRequest("s", LONG, expected_position=0))
+    assert answer.replayed
+    assert not worked
+
+
 async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(make_bench: MakeBench) -> None:
     engine, clock = make_bench(costs=Slow()).engine, Clock()
     engine._backlog = Backlog(lambda: None, clock)
