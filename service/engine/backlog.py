@@ -1,17 +1,18 @@
-"""The long requests that were let in, and whether one more can be over in time.
+"""The long requests that were admitted, and whether one more can finish in time.
 
 Long requests take turns at the runner, piece by piece, so that each of them is slowed down by all others. If more are
-let in than can be over by their deadlines, all of them fail, after they have used the runner for nothing. So each is
-estimated, by what runs were measured to cost, and refused at once where it, or one that was let in before, would be too
-late:
+admitted than can finish by their deadlines, all of them fail, after they have used the runner for nothing. So the work
+of each is estimated from the measured cost of runs. A request is refused at once if it, or one that was admitted
+before it, would finish too late:
 
     finish of i = pace * (sum over j of min(left of i, left of j))
 
-which holds where turns are equal. `left` are the expected seconds of runs that a request still needs; `pace` is how
-many seconds pass while one such second is worked off, measured while there is work: steps and short requests take their
-part of the runner, and a processor may be shared.
+which holds where turns are equal. `left` is the expected work that a request still needs, in seconds of runs. `pace` is
+the number of seconds that pass while one such second is worked off: steps and short requests take their part of the
+runner, and a processor may be shared. The pace is measured from the requests' own time: each moment is divided equally
+among the requests that take turns in it. A stream that waits for its client takes no turns.
 
-Estimates may be wrong. A request that finds no other one here is let in, however long it is expected to take.
+Estimates may be wrong. A request is always admitted if no other request takes turns.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 from service.errors import Overloaded
 
 LONG_S = 0.05
-"""What a request is expected to take at least to be counted here: shorter ones go between the turns of these."""
+"""A call that is expected to take less than this is not counted: it goes between the turns of the long ones."""
 
 MEASURED_S = 0.5
 """Seconds of work for one measurement of the pace."""
@@ -39,6 +41,8 @@ one refused for nothing only comes again."""
 FASTEST, SLOWEST = 0.25, 8.0
 """Limits of the pace."""
 
+left_of = attrgetter("left_s")
+
 
 def loop_time() -> float:
     """Seconds on the event loop's clock, on which deadlines are."""
@@ -46,21 +50,45 @@ def loop_time() -> float:
 
 
 class Share:
-    """What one request has in the backlog."""
+    """What one request has in the backlog. It takes turns until it is paused, has no work left, or is over."""
 
-    __slots__ = ("_backlog", "deadline", "left_s", "seconds")
+    __slots__ = ("_backlog", "_since_s", "_spent_s", "deadline", "left_s", "seconds", "takes_turns")
 
     def __init__(self, backlog: Backlog | None, seconds: float, deadline: float | None) -> None:
         self._backlog = backlog
         self.seconds = self.left_s = seconds
         self.deadline = math.inf if deadline is None else deadline
+        self.takes_turns = False
+        self._since_s = 0.0  # on the backlog's clock of turns, when this share was resumed or last made progress
+        self._spent_s = 0.0  # of turns since the last progress, up to the last pause
 
     def progress(self, part: float) -> None:
         """That part of the request, from 0 to 1, is done."""
         left_s = min(self.left_s, max(0.0, 1 - part) * self.seconds)
         worked_s, self.left_s = self.left_s - left_s, left_s
-        if self._backlog is not None and worked_s:
-            self._backlog.worked(worked_s)
+        if self._backlog is None or not worked_s:
+            return
+        turn_s = self._backlog.turn_s()
+        if self.takes_turns:
+            self._spent_s += turn_s - self._since_s
+        spent_s, self._spent_s, self._since_s = self._spent_s, 0.0, turn_s
+        self._backlog.worked(worked_s, spent_s)
+        if not left_s:
+            self.pause()
+
+    def pause(self) -> None:
+        """The request waits for its client, or is over: it takes no turns."""
+        if self._backlog is not None and self.takes_turns:
+            self._spent_s += self._backlog.turn_s() - self._since_s
+            self._backlog.taking -= 1
+            self.takes_turns = False
+
+    def resume(self) -> None:
+        """The request takes turns."""
+        if self._backlog is not None and not self.takes_turns and self.left_s:
+            self._since_s = self._backlog.turn_s()
+            self._backlog.taking += 1
+            self.takes_turns = True
 
 
 class Backlog:
@@ -72,66 +100,82 @@ class Backlog:
         self._clock = clock
         self._shares: list[Share] = []
         self._pace = 1.0
-        self._since = 0.0
         self._worked_s = 0.0
+        self._spent_s = 0.0
+        self._turn_s = 0.0
+        self._at = 0.0  # on the clock, when `_turn_s` was brought up to date
+        self.taking = 0
+        """Shares that take turns. Only they change it, right after `turn_s`."""
 
     @property
     def seconds(self) -> float:
-        """What is expected to be left of all, if nothing else comes."""
-        return self._pace * sum(share.left_s for share in self._shares)
+        """The expected time until all requests are over, if no other comes."""
+        now = self._clock()
+        return self._pace * sum(share.left_s for share in self._shares if share.deadline > now)
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Lets a request in that is expected to take so many seconds of runs. Raises Overloaded."""
+        """Admits a request that is expected to take `seconds` of runs. A request that ends early says nothing about the
+        pace; only `Share.progress` does. Raises Overloaded.
+        """
         if seconds < LONG_S:
             yield Share(None, seconds, deadline)
             return
         share = Share(self, seconds, deadline)
         if self._shares:
             self._check(share)
-        else:
-            self._measure_anew()
         self._shares.append(share)
+        share.resume()
         try:
             yield share
-            share.progress(1)
         finally:
+            share.pause()
+            share.left_s = 0.0  # so that it does not resume
             self._shares.remove(share)
 
-    def worked(self, seconds: float) -> None:
-        """So many of the expected seconds were worked off."""
+    def turn_s(self) -> float:
+        """Seconds that a share has had so far that always took turns: each second is divided among those that do."""
+        now = self._clock()
+        if self.taking:
+            self._turn_s += (now - self._at) / self.taking
+        self._at = now
+        return self._turn_s
+
+    def worked(self, seconds: float, spent_s: float) -> None:
+        """That many of the expected seconds were worked off, in `spent_s` of turns."""
         self._worked_s += seconds
+        self._spent_s += spent_s
         if self._worked_s < MEASURED_S:
             return
-        measured = (self._clock() - self._since) / self._worked_s
+        measured = self._spent_s / self._worked_s
         self._pace += NEWEST * (min(max(measured, FASTEST), SLOWEST) - self._pace)
-        self._measure_anew()
-
-    def _measure_anew(self) -> None:
-        self._since, self._worked_s = self._clock(), 0.0
+        self._worked_s = self._spent_s = 0.0
 
     def _check(self, new: Share) -> None:
-        """Raises Overloaded if the new one would be too late, or would make another too late."""
+        """Raises Overloaded if the new request would be too late, or would make another too late."""
         now = self._clock()
-        own_s, finish_s, left_s = self._pace * new.left_s, self._finish_s(new, new), new.deadline - now
-        if 0 < left_s < MARGIN * finish_s:
+        shares = [share for share in self._shares if share.deadline > now]
+        if not any(share.takes_turns for share in shares):
+            return
+        shares.sort(key=left_of)
+        own_s, left_s = MARGIN * self._pace * new.left_s, new.deadline - now
+        finish_s = MARGIN * self._pace * (new.left_s + sum([min(share.left_s, new.left_s) for share in shares]))
+        if 0 < left_s < finish_s:
             self._refuse(
-                f"the request is expected to take {own_s:.1f} s, and {finish_s:.1f} s beside those that were let in "
+                f"the request may take {own_s:.1f} s, and {finish_s:.1f} s beside the requests that were admitted "
                 f"before it; its deadline is in {left_s:.1f} s",
-                MARGIN * finish_s - left_s,
+                finish_s - left_s,
             )
-        for share in self._shares:
-            before_s, left_s = self._finish_s(share), share.deadline - now
-            if before_s <= left_s < MARGIN * self._finish_s(share, new):
+        shorter_s = 0.0
+        for index, share in enumerate(shares):
+            before_s, left_s = self._pace * (shorter_s + share.left_s * (len(shares) - index)), share.deadline - now
+            if before_s <= left_s < MARGIN * (before_s + self._pace * min(share.left_s, new.left_s)):
                 self._refuse(
-                    f"the request is expected to take {own_s:.1f} s, and one that was let in before it would miss its "
+                    f"the request may take {own_s:.1f} s, and a request that was admitted before it would miss its "
                     "deadline",
                     before_s,
                 )
-
-    def _finish_s(self, share: Share, *new: Share) -> float:
-        """Seconds until it is over, where all of them take turns."""
-        return self._pace * sum(min(share.left_s, other.left_s) for other in (*self._shares, *new))
+            shorter_s += share.left_s
 
     def _refuse(self, why: str, retry_after_s: float) -> None:
         self._on_refuse()

@@ -168,7 +168,8 @@ class Batcher:
         if 0 < left_s < wait_s:
             self._refused.inc()
             raise Overloaded(
-                f"{waiting} requests are waiting, for {wait_s:.1f} s; the request's deadline is in {left_s:.1f} s",
+                f"{waiting} requests are ahead, which take about {wait_s:.1f} s; the request's deadline is in "
+                f"{left_s:.1f} s",
                 wait_s - left_s,
             )
 

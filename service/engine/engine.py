@@ -7,7 +7,7 @@ steps       takes requests to sessions through: check out, run, commit; quick th
 sessions    says what a step is and where the state is, and commits
 forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
 answering   makes answers of what was run; margin and direction prove them
-backlog     lets long requests in that can be over by their deadlines
+backlog     admits long requests that can finish by their deadlines
 shadow      gives some of them once more by the other mode, when there is nothing else to do
 """
 
@@ -31,7 +31,7 @@ from service.engine.abreast import abreast
 from service.engine.admission import Admission
 from service.engine.answering import Answering
 from service.engine.answers import Answer, SessionView
-from service.engine.backlog import Backlog
+from service.engine.backlog import Backlog, Share
 from service.engine.batcher import Batcher
 from service.engine.compared import Comparison
 from service.engine.costs import Cost, Costs
@@ -72,6 +72,9 @@ A = TypeVar("A", Answer, Answer | None)
 Operation = Literal["predict", "step"]
 
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
+
+BEGUN_AT_ONCE = 32
+"""Predictions of one call that are begun in one turn of the event loop."""
 
 TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the versions of one model they are unlike
 
@@ -279,43 +282,82 @@ class Engine:
 
         Raises InvalidRequest, TooLarge, UnknownSession.
         """
-        quick = self.begin_window(request)
+        self._check_prediction(request)
+        expected_s = self._prompts.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
+        return await self._predict(request, expected_s)
+
+    async def _predict(self, request: PredictRequest, expected_s: float) -> Answer:
+        """As `predict`, of a request that was checked. The backlog is told of `expected_s`."""
+        quick = self._begin_window(request)
         if quick is not None:
             answer = await self._outlived(quick.answer, quick, quick.ticket)
         else:
             ticket = Ticket(request.deadline)
-            expected_s = self._prompts.seconds(request)
             with (
                 self._admission.admitted(),
-                self._backlog.share(expected_s, request.deadline),
+                self._backlog.share(expected_s, request.deadline) as share,
                 until(request.deadline),
             ):
                 if request.session is None:
                     answer = await self._prompts.predict(request, ticket)
                 else:
                     answer = await self._steps.predict(request, request.session, ticket)
+                share.progress(1)
         self.count("predict", answer)
         return answer
 
     def begin_window(self, request: PredictRequest) -> QuickWindow | None:
         """The window on its way, if that is all that is asked for; else nothing is done. Raises as `predict`."""
+        self._check_prediction(request)
+        return self._begin_window(request)
+
+    def _begin_window(self, request: PredictRequest) -> QuickWindow | None:
+        self._admission.check()
+        return self._windows.begin(request, Ticket(request.deadline))
+
+    def _check_prediction(self, request: PredictRequest) -> None:
+        """Raises InvalidRequest or TooLarge for what the limits do not allow."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         if request.window is not None:
             self._limits.of_window(request.window)
-        self._admission.check()
-        return self._windows.begin(request, Ticket(request.deadline))
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
-        """Many predictions side by side; each has its own answer or its own error, in order."""
+        """Many predictions side by side; each has its own answer or its own error, in order.
 
-        async def one(request: PredictRequest) -> Answer | Exception:
+        The backlog admits the call as a whole, by the work of all its requests: Overloaded if it does not.
+        """
+        outcomes: list[Answer | Exception | None] = [None] * len(requests)
+        expected: dict[int, float] = {}
+        for index, request in enumerate(requests):
             try:
-                return await self.predict(request)
+                self._check_prediction(request)
+                expected[index] = self._prompts.seconds(request)
             except Exception as error:  # one that nobody expected is no reason to fail the others either
-                return error
+                outcomes[index] = error
+            if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        all_s, done_s = sum(expected.values()), 0.0
+        deadline = min((one.deadline for one in requests if one.deadline is not None), default=None)
 
-        return await asyncio.gather(*map(one, requests))
+        async def one(index: int, share: Share) -> None:
+            nonlocal done_s
+            try:
+                outcomes[index] = await self._predict(requests[index], 0.0)
+            except Exception as error:
+                outcomes[index] = error
+            else:
+                done_s += expected[index]
+                if all_s:
+                    share.progress(done_s / all_s)
+
+        with self._backlog.share(all_s, deadline) as share:
+            async with asyncio.TaskGroup() as group:
+                for begun, index in enumerate(expected, 1):
+                    group.create_task(one(index, share))
+                    if begun % BEGUN_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+        return [outcome for outcome in outcomes if outcome is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
         """One log-probability for each given token. Raises InvalidRequest, TooLarge."""
@@ -340,7 +382,7 @@ class Engine:
             stack.enter_context(self._admission.admitted())
             share = stack.enter_context(self._backlog.share(self._scorer.seconds(request), request.deadline))
             items = self._scorer.score(request, Ticket(request.deadline), share)
-            scoring = Scoring(items, stack.pop_all().close)
+            scoring = Scoring(items, share, stack.pop_all().close)
             await scoring.begin()
         self._report.answered("score", Mode.RECURRENT)
         return scoring
@@ -495,8 +537,14 @@ class Engine:
         return await abreast(self.begin, self.end, self._count_steps, self.step, requests)
 
     async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
-        with self._admission.admitted(), self._backlog.share(self._steps.seconds(request), request.deadline):
-            return await self._steps.step(request, ticket, lost=lost)
+        with (
+            self._admission.admitted(),
+            self._backlog.share(self._steps.seconds(request), request.deadline) as share,
+        ):
+            answer = await self._steps.step(request, ticket, lost=lost)
+            if not answer.replayed:
+                share.progress(1)
+            return answer
 
     # Life
 

@@ -90,7 +90,8 @@ class Generation:
         share: Share,
         end: Callable[[], None],
     ) -> None:
-        """`prompted` is what the source said to the prompt; `share` is told how far the generation is; `end` gives back
+        """`prompted` is what the source said to the prompt; `share` is told how far the generation is, and takes
+        no turns while no token is awaited; `end` gives back
         what it holds, and is called once."""
         self._request = request
         self._manifest = manifest
@@ -99,6 +100,7 @@ class Generation:
         self._source = source
         self._prompted = prompted
         self._share = share
+        share.pause()
         self._end: Callable[[], None] | None = end
         self._items = self._generate()
 
@@ -111,11 +113,14 @@ class Generation:
         return self
 
     async def __anext__(self) -> GeneratedToken | Finish:
+        self._share.resume()
         try:
             return await anext(self._items)
         except BaseException:
             self._over()
             raise
+        finally:
+            self._share.pause()
 
     async def aclose(self) -> None:
         """Ends the generation, however far it came."""

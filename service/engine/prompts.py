@@ -16,7 +16,7 @@ from service.engine.answers import Answer
 from service.engine.backlog import Share
 from service.engine.bounds import Bound, meets
 from service.engine.costs import Costs
-from service.engine.forward import PIECE_TOKENS, Forward, sequence
+from service.engine.forward import Forward, sequence
 from service.engine.generation import Generation, RecurrentSource, Source, WindowSource
 from service.engine.limits import Limits
 from service.engine.mode import Mode
@@ -67,13 +67,14 @@ class Prompts:
         self._beside = beside
 
     def seconds(self, request: PredictRequest) -> float:
-        """What the runs of a prediction are expected to take; 0 of one that is short."""
-        tokens = 1 + len(request.tokens)
-        if tokens <= PIECE_TOKENS or request.mode is Mode.WINDOW:
-            return 0.0
-        if request.mode is Mode.AUTO and None not in self._ways(request):
-            return 0.0
-        return self._costs.full(tokens)
+        """What the runs of a prediction are expected to take."""
+        if request.mode is Mode.WINDOW:
+            return self._costs.window(request.window or self._limits.window)
+        if request.mode is Mode.AUTO:
+            ways = self._ways(request)
+            if None not in ways:
+                return sum(self._costs.window(k) for k in ways if k is not None)
+        return self._costs.full(1 + len(request.tokens))
 
     def generation_seconds(self, request: GenerateRequest) -> float:
         """What the runs of a generation are expected to take, if nothing stops it early."""

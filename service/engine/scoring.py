@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
@@ -42,6 +43,9 @@ from service.engine.ticket import Ticket
 
 RESIDUAL = 1e-5
 """The greatest difference of a unit of the state at a joint, where no tolerance was asked for."""
+
+FED_AT_ONCE = 16_384
+"""Tokens that are made an array in one turn of the event loop."""
 
 LARGEST_EXPONENT = 700.0  # exp of more is no float64
 
@@ -92,7 +96,7 @@ class Scorer:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
         await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
-        fed = sequence(self._eos_id, request.tokens, truncated=request.truncated)
+        fed = await self._fed(request)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
@@ -122,6 +126,7 @@ class Scorer:
                     yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
             finally:
                 await pieces.aclose()
+        share.progress(1)
         if not settled:  # one token, which nothing predicts: there was nothing to run
             yield ScoredTokens(0, unpredicted, unpredicted)
             yield ScoreProgress(1, 1)
@@ -139,6 +144,14 @@ class Scorer:
             error_bound=bound,
             latency=ticket.latency(),
         )
+
+    async def _fed(self, request: ScoreRequest) -> NDArray[np.int64]:
+        """The sequence that the model is fed, as `forward.sequence` makes it, in several turns of the event loop."""
+        parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
+        for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
+            await asyncio.sleep(0)
+            parts.append(np.array(request.tokens[start : start + FED_AT_ONCE], np.int64))
+        return np.concatenate(parts)
 
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
         """The bounds of answers that know so many tokens of a truncated sequence each, where `joints` is the most that
@@ -202,9 +215,10 @@ class Scoring:
     """A score under way: an asynchronous iterator over what becomes known, a `ScoreSummary` last. To be closed
     (`contextlib.aclosing`) however it ends."""
 
-    def __init__(self, items: AsyncGenerator[Item, None], end: Callable[[], None]) -> None:
-        """`end` is called once, when the scoring is over or closed."""
+    def __init__(self, items: AsyncGenerator[Item, None], share: Share, end: Callable[[], None]) -> None:
+        """`share` takes turns while an item is awaited; `end` is called once, when the scoring is over or closed."""
         self._items = items
+        self._share = share
         self._end: Callable[[], None] | None = end
         self._first: Item | None = None
 
@@ -220,11 +234,14 @@ class Scoring:
         return await self._next() if first is None else first
 
     async def _next(self) -> Item:
+        self._share.resume()
         try:
             return await anext(self._items)
         except BaseException:
             self._over()
             raise
+        finally:
+            self._share.pause()
 
     async def aclose(self) -> None:
         """Ends the scoring, however far it came."""

@@ -33,7 +33,7 @@ from service.engine.mode import Origin
 from service.engine.ownership import id_of
 from service.engine.scores import Score, ScoredTokens, ScoreProgress, ScoreSummary
 from service.engine.standing import Standing
-from service.routes.reply import Reply
+from service.routes.reply import Reply, encode, encode_long
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
 """The total variations that a model's card tells k(epsilon) for."""
@@ -44,7 +44,12 @@ MADE_AT_ONCE = 32
 
 def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A document as an answer."""
-    return Reply(document, status, headers)
+    return Reply(encode(document), status, headers)
+
+
+async def long_reply(document: Mapping[str, object]) -> Response:
+    """A document with long lists as an answer, encoded in several turns of the event loop."""
+    return Reply(await encode_long(document))
 
 
 def model(engine: Engine) -> ModelDocument:

@@ -49,7 +49,7 @@ async def score(request: Request) -> Response:
         if not body.stream:
             document = answers.score(engine, tokens, await engine.score(wanted))
             await asyncio.sleep(0)  # a long one is not made and written in one turn of the event loop
-            return answers.reply(document)
+            return await answers.long_reply(document)
         scoring = await engine.scoring(wanted)
     return ScoreStream(request, engine, tokens, scoring)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, contextmanager
+from random import Random
+from typing import Any
 
 import pytest
 
 from models.manifest import Role
 from service.engine.backlog import LONG_S, MARGIN, MEASURED_S, NEWEST, Backlog, Share
-from service.engine.engine import Engine
+from service.engine.engine import BEGUN_AT_ONCE, Engine
 from service.engine.forward import PIECE_TOKENS
 from service.engine.mode import Mode
 from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
@@ -48,7 +51,7 @@ def stage() -> Iterator[Stage]:
 def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_to_come_again(stage: Stage) -> None:
     for _ in range(4):
         stage.enter(6, 30)
-    with pytest.raises(Overloaded, match=r"6\.0 s, and 30\.0 s beside .* deadline is in 30\.0 s") as refused:
+    with pytest.raises(Overloaded, match=r"may take 7\.5 s, and 37\.5 s beside .* deadline is in 30\.0 s") as refused:
         stage.enter(6, 30)
     assert refused.value.retry_after_s == MARGIN * 30 - 30
     assert stage.refused == 1
@@ -61,7 +64,7 @@ def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_
 
 def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway_holds_up_nobody(stage: Stage) -> None:
     stage.enter(10, 15)
-    with pytest.raises(Overloaded, match="one that was let in before it would miss its deadline") as refused:
+    with pytest.raises(Overloaded, match="a request that was admitted before it would miss its deadline") as refused:
         stage.enter(6, None)
     assert refused.value.retry_after_s == 10
     stage.enter(1, None)
@@ -112,6 +115,94 @@ def test_a_request_that_fails_leaves_nothing_behind(stage: Stage) -> None:
     assert stage.backlog.seconds == 0
 
 
+def test_a_request_that_ends_early_leaves_the_pace_alone(stage: Stage) -> None:
+    for _ in range(12):
+        with stage.backlog.share(10, None):
+            stage.clock.now_s += 1
+    assert stage.backlog._pace == 1
+
+
+def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: Stage) -> None:
+    first = stage.enter(10, None)
+    with stage.backlog.share(10, None):
+        stage.clock.now_s += 16  # 8 s for each
+    stage.clock.now_s += 2
+    first.progress(1)
+    assert stage.backlog._pace == 1
+
+
+def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: Stage) -> None:
+    first = stage.enter(10, None)
+    second = stage.enter(10, None)
+    for share in (first, second):
+        share.pause()
+    stage.clock.now_s += 100
+    first.resume()
+    stage.clock.now_s += 1
+    second.resume()
+    stage.clock.now_s += 2  # 1 s for each
+    first.progress(0.2)
+    second.progress(0.1)
+    assert stage.backlog._pace == 1
+
+
+def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage: Stage) -> None:
+    first = stage.enter(100, None)
+    first.pause()
+    stage.enter(6, 5).pause()
+    assert stage.backlog.seconds == 106
+    first.resume()
+    with pytest.raises(Overloaded):
+        stage.enter(6, 5)
+
+
+def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: Stage) -> None:
+    stage.enter(100, 5)
+    stage.enter(1, None)
+    stage.clock.now_s += 6
+    stage.enter(6, MARGIN * 7 + 0.01)
+    assert stage.backlog.seconds == 7
+
+
+def test_a_check_looks_at_each_request_a_few_times(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in range(1, 401):
+        stage.enter(seconds, None)
+    reads, left = 0, vars(Share)["left_s"]
+
+    def read(share: Share) -> float:
+        nonlocal reads
+        reads += 1
+        return left.__get__(share)  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Share, "left_s", property(read, left.__set__))
+        stage.enter(200, 1e9)
+    assert 400 <= reads <= 400 * 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_are_admitted_by_the_formula(stage: Stage, seed: int) -> None:
+    random, admitted, answers = Random(seed), list[tuple[float, float]](), set[bool]()
+
+    def finish_s(left: float, *others: float) -> float:
+        return sum(min(left, other) for other in others)
+
+    for _ in range(60):
+        seconds, within_s = random.uniform(1, 20), random.uniform(20, 400)
+        before = [left for left, _ in admitted]
+        fits = MARGIN * finish_s(seconds, *before, seconds) <= within_s and all(
+            not finish_s(left, *before) <= at < MARGIN * finish_s(left, *before, seconds) for left, at in admitted
+        )
+        answers.add(fits or not admitted)
+        if fits or not admitted:
+            stage.enter(seconds, within_s)
+            admitted.append((seconds, within_s))
+        else:
+            with pytest.raises(Overloaded):
+                stage.enter(seconds, within_s)
+    assert answers == {True, False}
+
+
 class Slow(LinearCosts):
     """Every run takes a millisecond a token."""
 
@@ -153,7 +244,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     left_s = engine._backlog.seconds
     assert left_s >= 0.2
     calls = len(runner.calls)
-    with pytest.raises(Overloaded, match="expected to take") as refused:
+    with pytest.raises(Overloaded, match="the request may take") as refused:
         await asked(engine, loop.time() + 0.1)
     assert refused.value.retry_after_s > 0
     assert bench.sample("wane_refused_items_total") == 1
@@ -163,12 +254,50 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     assert engine._backlog.seconds == 0
 
 
-async def test_a_batch_s_inputs_are_let_in_or_refused_each_on_its_own(make_bench: MakeBench) -> None:
-    engine = make_bench(costs=Slow()).engine
-    deadline = asyncio.get_running_loop().time() + 3.2 * MARGIN
-    asked = [PredictRequest(LONG, Mode.RECURRENT, deadline=deadline)] * 6
-    answered = await engine.predict_many(asked)
-    assert [isinstance(one, Overloaded) for one in answered] == [False] * 3 + [True] * 3
+async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_work_of_all(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(costs=Slow())
+    engine, loop = bench.engine, asyncio.get_running_loop()
+    short = [PredictRequest((7,) * 39, mode, deadline=loop.time() + 90) for mode in (Mode.RECURRENT, Mode.BOTH)]
+    assert engine._prompts.seconds(short[0]) == 0.04 < LONG_S
+    with engine._backlog.share(1000, None), pytest.raises(Overloaded):
+        await engine.predict_many(short * 500)
+    assert bench.sample("wane_refused_items_total") == 1
+    assert not bench.runner.calls, "nothing was run for what was refused"
+    bench.runner.gate.clear()
+    call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))
+    await bench.runner.until_busy()
+    assert engine._backlog.seconds == pytest.approx(40)
+    assert len(engine._backlog._shares) == 1
+    bench.runner.gate.set()
+    answered = await call
+    assert [index for index, one in enumerate(answered) if isinstance(one, Exception)] == [1000]
+    assert engine._backlog.seconds == 0
+
+
+async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loop = bench.engine, asyncio.get_running_loop()
+    turn, begun = 0, Counter[int]()
+    begin = engine._windows.begin
+
+    def count_begin(*given: Any) -> Any:
+        begun[turn] += 1
+        return begin(*given)
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if begun.total() < 100:
+            loop.call_soon(next_turn)
+
+    monkeypatch.setattr(engine._windows, "begin", count_begin)
+    next_turn()
+    await engine.predict_many([PredictRequest((7,), Mode.WINDOW)] * 100)
+    assert begun.total() == 100
+    assert max(begun.values()) == BEGUN_AT_ONCE
 
 
 async def test_what_is_short_is_answered_beside_what_is_long(make_bench: MakeBench) -> None:
@@ -194,3 +323,72 @@ async def test_a_score_tells_how_far_it_is(make_bench: MakeBench) -> None:
     async with aclosing(await engine.scoring(ScoreRequest(LONG))) as scoring:
         left = [round(engine._backlog.seconds / engine._backlog._pace, 3) async for _ in scoring]
     assert sorted(set(left), reverse=True) == [0.768, 0.512, 0.256, 0.0]
+
+
+async def closed_after_three_tokens(engine: Engine) -> None:
+    async with aclosing(await engine.generate(GenerateRequest((7,), max_tokens=200))) as generation:
+        for _ in range(3):
+            await anext(generation)
+
+
+async def score_closed_after_a_piece(engine: Engine) -> None:
+    async with aclosing(await engine.scoring(ScoreRequest(LONG))) as scoring:
+        await anext(scoring)
+
+
+@pytest.mark.parametrize("ask", [closed_after_three_tokens, score_closed_after_a_piece])
+async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
+    make_bench: MakeBench, ask: Callable[[Engine], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_bench(costs=Slow()).engine
+    worked: list[float] = []
+    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    await ask(engine)
+    expected_s = {closed_after_three_tokens: 0.202 * 2 / 200, score_closed_after_a_piece: PIECE_TOKENS / 2 / 1e3}[ask]
+    assert sum(worked) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+async def test_a_request_that_was_run_counts_as_worked_off(
+    make_bench: MakeBench, asked: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_bench(costs=Slow()).engine
+    await engine.create_session("s")
+    shares: list[Share] = []
+    share = engine._backlog.share
+    worked: list[float] = []
+
+    @contextmanager
+    def noted(seconds: float, deadline: float | None) -> Iterator[Share]:
+        with share(seconds, deadline) as given:
+            shares.append(given)
+            yield given
+
+    monkeypatch.setattr(engine._backlog, "share", noted)
+    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    await asked(engine, None)
+    assert sum(worked) == pytest.approx(sum(one.seconds for one in shares))
+    assert worked
+
+
+async def test_a_replayed_step_counts_for_nothing(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_bench(costs=Slow()).engine
+    await engine.create_session("s")
+    await engine.step(StepRequest("s", LONG, expected_position=0))
+    worked: list[float] = []
+    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    answer = await engine.step(StepRequest("s", LONG, expected_position=0))
+    assert answer.replayed
+    assert not worked
+
+
+async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(make_bench: MakeBench) -> None:
+    engine, clock = make_bench(costs=Slow()).engine, Clock()
+    engine._backlog = Backlog(lambda: None, clock)
+    async with aclosing(await engine.generate(GenerateRequest((7,), max_tokens=1500))) as generation:
+        for _ in range(1200):
+            await anext(generation)
+            clock.now_s += 100
+        assert engine._backlog._pace < 1
+        with engine._backlog.share(1000, clock() + 30):
+            pass

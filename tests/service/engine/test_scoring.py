@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from models.manifest import Role
+from service.engine import scoring
 from service.engine.distribution import log_softmax
 from service.engine.requests import ScoreMethod, ScoreRequest
 from service.engine.scoring import RESIDUAL
@@ -35,6 +40,35 @@ async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Ben
     assert score.logprobs[-1] == pytest.approx(
         float(log_softmax(bench.runner.logits([EOS, *tokens[:-1]]))[tokens[-1]]), abs=1e-5
     )
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+async def test_other_work_runs_while_a_long_text_is_made_an_array(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, truncated: bool
+) -> None:
+    turn, fed, turns = 0, list[int](), list[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    run = bench.engine._scorer._parallel.run
+
+    def noted(role: Role, inputs: NDArray[np.int64], targets: NDArray[np.int64], *given: Any, **named: Any) -> Any:
+        turns.append(turn)
+        fed.extend([*inputs.tolist(), int(targets[-1])])
+        return run(role, inputs, targets, *given, **named)
+
+    monkeypatch.setattr(scoring, "FED_AT_ONCE", 8, raising=False)
+    monkeypatch.setattr(bench.engine._scorer._parallel, "run", noted)
+    tokens = tuple(10 + index % 97 for index in range(83))
+    counting = asyncio.create_task(count_turns())
+    await bench.engine.score(ScoreRequest(tokens, truncated=truncated))
+    counting.cancel()
+    assert fed == [*([] if truncated else [EOS]), *tokens]
+    assert turns[0] > 83 // 8
 
 
 async def test_an_impossible_text_has_a_perplexity_that_is_a_number(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from math import exp
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from service.errors import Unavailable
+from service.routes import reply
 from tests.service.http.conftest import SocketServer
 from tests.service.http.fake import FakeCatalog, FakeEngine
 from tests.service.http.live import TIMEOUT_S
@@ -21,6 +24,52 @@ def events(text: str) -> list[tuple[str, Any]]:
     """Names and documents of server-sent events."""
     parts = [event.split("\n") for event in text.strip().split("\n\n")]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
+
+
+async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_runs_between_them(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
+    turn, sizes, turns = 0, list[int](), list[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def dumps(value: object, **given: Any) -> bytes:
+        for one in (value, *(value.values() if isinstance(value, dict) else ())):
+            if isinstance(one, list):
+                sizes.append(len(one))
+                turns.append(turn)
+        return orjson.dumps(value, **given)
+
+    monkeypatch.setattr(reply, "VALUES_AT_ONCE", 4, raising=False)
+    monkeypatch.setattr(reply, "orjson", SimpleNamespace(dumps=dumps))
+    counting = asyncio.create_task(count_turns())
+    content = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
+    counting.cancel()
+    assert content == whole
+    assert sizes == [4, 4, 2] * 2
+    assert len(set(turns)) == len(turns)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"a": 1},
+        {"a": [], "b": [1, 2]},
+        {'a"\u00e9': list(range(9)), "b": None, "c": [None, -1.5, 1e-300] * 4, "d": {"e": [1] * 9}},
+        {"a": "text", "b": [[1, 2], [3]] * 3},
+    ],
+)
+async def test_a_document_encoded_in_pieces_has_the_same_bytes(
+    document: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply, "VALUES_AT_ONCE", 2)
+    assert await reply.encode_long(document) == reply.encode(document)
 
 
 async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(client: httpx.AsyncClient) -> None:
