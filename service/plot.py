@@ -63,7 +63,7 @@ def _draw_distance(axes: Axes, compared: Measurements) -> None:
     axes.set_title("Total variation from recurrent")
     floored = any(line.agreement.total_variation_mean < FLOOR for line in compared.windows)
     axes.set_ylabel("total variation" + (f" (under {FLOOR:g} drawn there)" if floored else ""))
-    _finish_window_axis(axes, compared)
+    _finish_window_axis(axes, compared, "lower left")
 
 
 def _draw_top1(axes: Axes, compared: Measurements) -> None:
@@ -74,14 +74,14 @@ def _draw_top1(axes: Axes, compared: Measurements) -> None:
     axes.set_ylim(min(*shares, 90) - 2, 102)
     axes.set_title("The same most probable token")
     axes.set_ylabel("% of positions")
-    _finish_window_axis(axes, compared)
+    _finish_window_axis(axes, compared, "lower right")
 
 
-def _finish_window_axis(axes: Axes, compared: Measurements) -> None:
+def _finish_window_axis(axes: Axes, compared: Measurements, legend: str) -> None:
     sizes = [line.window for line in compared.windows]
     axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("window, tokens")
-    axes.legend()
+    axes.legend(loc=legend)

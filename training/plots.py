@@ -45,7 +45,7 @@ def plot_quality(name: str, quality: Quality, path: Path) -> None:
     axes.set_xticks(ticks, [str(k) for k in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -66,7 +66,7 @@ def plot_log(name: str, log: Path, path: Path) -> None:
             axes.axvline(record["decay_start"], color="0.5", linestyle="--", label="learning rate decays from here")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -107,7 +107,7 @@ def plot_audit(report: AuditReport, path: Path) -> None:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel("i + 1 (tokens)" if axes is gradient else "k (tokens)")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper right")
     verdict = "certified" if certificate.certified else "not certified"
     figure.suptitle(
         f"{report.model.file}: {verdict}; {report.text.positions:,} positions of {report.text.tokens:,} tokens"
