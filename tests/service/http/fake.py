@@ -49,7 +49,7 @@ MANIFEST = Manifest.model_validate(
             "state_error": [0.4, 0.2, 0.02],
             "error_bound": [0.5, 0.1, 0.02],
             "head_diameter": 4.0,
-            "rounding": rounding(1e-6).model_dump(),
+            "rounding": rounding(1e-6, states=("layers.0.s",)).model_dump(),
         },
         "quality": None,
         "provenance": {
