@@ -8,7 +8,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -149,6 +149,9 @@ class PatientHttp(Patient, CorkedProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
+                    # The old parser takes nothing more where the head says `Connection: close`.
+                    self.parser = HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _should_upgrade(self) -> bool:
         """Whether the parser stopped at a head that `feed` has to look at before its request begins. uvicorn asks this

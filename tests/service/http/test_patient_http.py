@@ -222,7 +222,7 @@ async def test_a_protocol_that_is_not_spoken_is_ignored_and_requests_follow() ->
         assert statuses(await dialogue(server, upgrade * 3 + GET.replace(b"host", CLOSE))) == [200] * 4
 
 
-H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
 SMUGGLED = b"DELETE /v1/sessions/victim HTTP/1.1\r\nhost: wane\r\n\r\n"
 
 
