@@ -207,7 +207,7 @@ async def test_what_a_body_that_is_too_large_would_have_brought_later_is_not_cal
             with pytest.raises(TooLarge, match=said):
                 await usual.decode(raw, StepsBody)
         else:
-            with pytest.raises(InvalidRequest, match="unknown|must be a string"):
+            with pytest.raises(InvalidRequest, match=r"unknown|must be a string"):
                 await usual.decode(raw, StepsBody)
 
 
