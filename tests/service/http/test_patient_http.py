@@ -274,13 +274,13 @@ async def test_a_request_in_the_body_of_one_that_asks_for_another_protocol_is_no
     framed: Callable[[bytes], bytes], packets: int
 ) -> None:
     outer = b"POST /v1/sessions HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n" % len(SMUGGLED)
-    request = with_upgrade(framed(outer + SMUGGLED)).replace(b"Upgrade,", b"Upgrade, close,")
+    request = with_upgrade(framed(outer + SMUGGLED)) + GET.replace(b"host", CLOSE)
     async with serving() as server:
         if packets == 1:
             said = await dialogue(server, request)
         else:
             said = await in_two(server, request, request.index(b"\r\n\r\n") + 4)
-        assert statuses(said) == [400] and b"not_json" in said
+        assert statuses(said) == [400, 200] and b"not_json" in said
         assert engine_of(server).asked == []
 
 
