@@ -86,6 +86,9 @@ def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
     transport never notices that nobody reads a stream of small events, or the end of an answer. The kernel counts from
     the last byte that the client accepted, and what we write meanwhile gives the client no more time. The transport
     then reports TimeoutError. Systems without TCP_USER_TIMEOUT, which is Linux's, abort nothing.
+
+    The kernel also aborts a client that reads, but slowly and through a receive window smaller than one segment. A
+    client with SO_RCVBUF 4096 that read 2 KB each 0.5 s was reset after 32 s, where `seconds` was 30.
     """
     connection = transport.get_extra_info("socket")
     if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family in (socket.AF_INET, socket.AF_INET6):

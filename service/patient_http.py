@@ -8,7 +8,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -20,6 +20,16 @@ from service.refusals import Reason
 Headers = list[tuple[bytes, bytes]]
 
 HEAD_END = b"\r\n\r\n"
+PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
+"""Where the parser's own words would not tell a client what is wrong."""
+
+
+def malformed(error: HttpParserError) -> bytes:
+    """What a client is told of a request that the parser refused."""
+    reason = str(error)
+    if isinstance(error, HttpParserCallbackError):
+        reason = "the request target cannot be read"  # nothing else is read in a callback of ours or of uvicorn's
+    return f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}".encode()
 
 
 class Trailers(Headers):
@@ -117,21 +127,53 @@ class PatientHttp(Patient, CorkedProtocol):
         forgets what came behind a request to upgrade."""
         self._unset_keepalive_if_required()
         rest: bytes | memoryview = data
+        behind: bytes | memoryview = b""  # what is parsed after `rest`
         while rest:
             try:
                 self.parser.feed_data(rest)
-                return
+                rest, behind = behind, b""
             except HttpParserError as error:
-                self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, f"malformed HTTP request: {error}".encode())
+                self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, malformed(error))
                 return
             except HttpParserUpgrade as upgrade:
                 rest = memoryview(rest)[upgrade.args[0] :]
-                if self._should_upgrade():
+                if self.scope["method"] == "CONNECT":
+                    if self.declares_body():
+                        text = b"malformed HTTP request: CONNECT takes no body"
+                        self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, text)
+                        return
+                elif super()._should_upgrade():
                     self.handle_websocket_upgrade()
                     if rest and self.upgrades:
                         self.came_late()
                     return
-                # The request asks for a protocol that is not spoken here, and is answered in this one.
+                else:
+                    rest, behind = self.head_without_upgrade(), rest
+                    # The old parser takes nothing more where the head says `Connection: close`.
+                    self.parser = HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _should_upgrade(self) -> bool:
+        """Whether the parser stopped at a head that `feed` has to look at before its request begins. uvicorn asks this
+        where a head asks for another protocol or is a CONNECT; it begins no request where the answer is true.
+
+        httptools takes no body for such a head: a declared body would be parsed as the next request.
+        """
+        return self.scope["method"] != "CONNECT" or self.declares_body()
+
+    def declares_body(self) -> bool:
+        """Whether the head says that a body follows it."""
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        )
+
+    def head_without_upgrade(self) -> bytes:
+        """The head that was parsed last, without its Upgrade fields. A protocol that is not spoken here is ignored
+        (RFC 9110, 7.8): parsed again without it, the request has the body that its head declares."""
+        lines = [f"{self.scope['method']} ".encode() + self.url + f" HTTP/{self.scope['http_version']}".encode()]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + HEAD_END
 
     def came_late(self) -> None:
         """Throws away what comes when no request is taken any more. A WebSocket whose handshake waits is refused,

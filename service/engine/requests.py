@@ -67,10 +67,7 @@ class PredictRequest:
                 "predicting from a session appends nothing: give session or tokens, not both", "session"
             )
         elif self.truncated:
-            raise InvalidRequest(
-                "truncated is for tokens that the request brings, and a session knows how many it lacks",
-                "truncated",
-            )
+            raise InvalidRequest("truncated cannot be combined with session", "truncated")
         _window(self.window, self.mode, *WINDOW_MODES)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)

@@ -159,7 +159,7 @@ class Sessions:
             if there is None:  # it has ended meanwhile
                 continue
             if not _is_as_created(there, record):
-                raise SessionExists(f"session {given!r} exists already, and is not as this request would create it")
+                raise SessionExists(f"session {given!r} exists already with other options or after a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
         self._residents.drop(session)  # of an earlier session of that id, which may have been at the same revision
@@ -323,11 +323,9 @@ class Sessions:
         while True:
             record = await self.read(session)
             if not record.earliest <= position <= record.position:
-                raise InvalidRequest(
-                    f"position is {position}, but the session can be rewound to positions "
-                    f"{record.earliest} to {record.position}",
-                    "position",
-                )
+                first, last = record.earliest, record.position
+                reach = f"position {last} only" if first == last else f"positions {first} to {last}"
+                raise InvalidRequest(f"position is {position}, but the session can be rewound to {reach}", "position")
             if position == record.position:  # nothing to forget: the state and the last step stay as they are
                 await self._store.touch(session)
                 return record._replace(idle_s=0.0)

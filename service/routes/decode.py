@@ -15,7 +15,7 @@ from service.engine.deadline import until
 from service.engine.engine import Engine
 from service.errors import Abandoned, BodyTimeout, DeadlineExceeded, InvalidRequest, NotJson, TooLarge
 from service.middleware import context
-from service.routes.findings import invalid_request, too_long_list, unknown_field
+from service.routes.findings import invalid_part, invalid_request, too_long_list, unknown_field
 from service.routes.survey import Most, excess
 from service.schemas import Body
 from service.settings import Settings
@@ -57,19 +57,29 @@ class Decoder:
         if over is None:
             return self._decode(data, model)
         place, most = over
-        # What is wrong with the part before that place is what the body is refused for.
-        self._decode(data[:place], model, partial=True)
-        raise TooLarge(f"the body holds more than {most}, the most that are taken")
+        self._check_part(data[:place], model)
+        limit = "the limit follows from max_input_tokens, max_scored_tokens and max_inputs"
+        raise TooLarge(f"the body holds more than {most}: {limit}")
 
-    def _decode(self, raw: bytes | str, model: type[B], *, partial: bool = False) -> B:
-        """`partial`: the body goes on, and is taken as far as it is given."""
-        try:
-            document = from_json(raw, allow_partial=partial, cache_strings="keys")
-        except ValueError as error:
-            raise not_json(error) from error
+    def _decode(self, raw: bytes | str, model: type[B]) -> B:
+        document = parsed(raw)
         if isinstance(document, dict):
-            too_long_list(document, model, self._settings, partial=partial)
+            too_long_list(document, model, self._settings)
         return valid(document, model)
+
+    def _check_part(self, raw: bytes, model: type[Body]) -> None:
+        """Raises for what is wrong in the beginning of a body however the body goes on."""
+        document = parsed(raw, partial=True)
+        if isinstance(document, dict):
+            too_long_list(document, model, self._settings, partial=True)
+        try:
+            valid(document, model)
+        except InvalidRequest as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            certain = invalid_part(error.__cause__, model)
+            if certain is not None:
+                raise certain from error.__cause__
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
@@ -107,11 +117,15 @@ async def _body(request: Request) -> bytes:
 
 def parse(raw: bytes | str, model: type[B]) -> B:
     """JSON as `model`. Raises NotJson, InvalidRequest."""
+    return valid(parsed(raw), model)
+
+
+def parsed(raw: bytes | str, *, partial: bool = False) -> Any:
+    """JSON as a document; `partial`: as far as it is given. Raises NotJson."""
     try:
-        document = from_json(raw)
+        return from_json(raw, allow_partial=partial, cache_strings="keys")
     except ValueError as error:
         raise not_json(error) from error
-    return valid(document, model)
 
 
 def not_json(error: ValueError) -> NotJson:

@@ -34,6 +34,8 @@ OTHERS = {
     "string_too_long": "has more than {max_length} characters",
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
+MENDABLE = frozenset({"missing", "too_short", "value_error"})
+"""What pydantic may find in the beginning of a body and not in the whole. `value_error`: which fields go together."""
 
 
 class Shape(NamedTuple):
@@ -112,7 +114,19 @@ def _spelt(name: str) -> str:
 
 def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest:
     """pydantic's findings in a body as one failure of ours, which names the first field at fault."""
+    return _told(error.errors(include_url=False, include_input=False), model)
+
+
+def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | None:
+    """As `invalid_request`, for the beginning of a body: None where the rest of the body may mend what was found."""
     found = error.errors(include_url=False, include_input=False)
+    mendable = {one["loc"][:1] for one in found if one["type"] in MENDABLE}
+    certain = [one for one in found if one["loc"][:1] not in mendable]
+    return _told(certain, model) if certain else None
+
+
+def _told(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
+    """The first field at fault, by its place."""
     same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     places = [_place(one["loc"], model) for one in same_field]
     deepest = max(places, key=len)  # of a union's branches, the one that got furthest

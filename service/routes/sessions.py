@@ -44,7 +44,12 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
     status_code=201,
     response_model=SessionDocument,
     openapi_extra=json_body(SessionBody),
-    responses={200: {"model": SessionDocument, "description": "It exists, still as this request creates it"}},
+    responses={
+        200: {
+            "model": SessionDocument,
+            "description": "The session existed already with the same options, and no step was taken yet",
+        }
+    },
 )
 async def create(request: Request) -> Response:
     """Starts a session under an id of your own or a new one: at position 0, or at `position` behind its last tokens.

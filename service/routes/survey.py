@@ -41,7 +41,7 @@ def excess(raw: bytes, most: Most) -> tuple[int, str] | None:
     found = [
         (place, f"{count} {name}")
         for name, count, mask in (
-            ("values", most.values, data == COMMA),
+            ("comma-separated values", most.values, data == COMMA),
             ("fields", most.fields, data == COLON),
             ("objects and lists", most.containers, (data == BRACKET) | (data == BRACE)),
         )

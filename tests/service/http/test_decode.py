@@ -193,6 +193,24 @@ async def test_a_list_that_is_too_long_is_refused_alike_whether_a_little_or_much
         assert refused.value.field in model.model_fields
 
 
+STEP = b'{"tokens": [' + b",".join([b"5"] * 65000) + b'], "session": "a"}'
+
+
+async def test_what_a_body_that_is_too_large_would_have_brought_later_is_not_called_missing(usual: Decoder) -> None:
+    said = "more than 266304 comma-separated values: the limit follows from max_input_tokens, max_scored_tokens and "
+    for raw in (
+        b'{"steps": [' + b",".join([STEP] * 5) + b"]}",
+        b'{"unknown": 1, "steps": [' + b",".join([STEP] * 5) + b"]}",
+        b'{"steps": [{"session": 1}, ' + b",".join([STEP] * 5) + b"]}",
+    ):
+        if raw.startswith(b'{"steps": [{"tokens"'):
+            with pytest.raises(TooLarge, match=said):
+                await usual.decode(raw, StepsBody)
+        else:
+            with pytest.raises(InvalidRequest, match=r"unknown|must be a string"):
+                await usual.decode(raw, StepsBody)
+
+
 async def test_the_largest_request_that_the_settings_allow_is_decoded(usual: Decoder, watched: Watched) -> None:
     ids = list(range(1000, 1000 + Settings().max_scored_tokens))
     scored = await usual.decode(to_json({"tokens": ids}), ScoreBody)

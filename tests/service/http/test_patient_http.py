@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -120,11 +120,19 @@ async def test_a_malformed_request_behind_a_stream_of_events_is_answered_behind_
         writer.close()
 
 
-async def test_what_is_malformed_is_named() -> None:
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (MALFORMED["chunk"], b"Invalid character in chunk size"),
+        (MALFORMED["URL"], b"the request target cannot be read"),
+        (b"GET http://wane HTTP/1.1\r\n\r\n", b"the request target cannot be read"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"this is HTTP/2, and the server speaks HTTP/1.1"),
+    ],
+    ids=["chunk", "URL", "URL without a path", "HTTP/2"],
+)
+async def test_what_is_malformed_is_named(bad: bytes, said: bytes) -> None:
     async with serving() as server:
-        assert (await dialogue(server, MALFORMED["chunk"])).endswith(
-            b"malformed HTTP request: Invalid character in chunk size"
-        )
+        assert (await dialogue(server, bad)).endswith(b"\r\n\r\nmalformed HTTP request: " + said)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +220,99 @@ async def test_a_protocol_that_is_not_spoken_is_ignored_and_requests_follow() ->
     upgrade = GET.replace(b"host", b"connection: upgrade\r\nupgrade: h2c\r\nhost")
     async with serving() as server:
         assert statuses(await dialogue(server, upgrade * 3 + GET.replace(b"host", CLOSE))) == [200] * 4
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+SMUGGLED = b"DELETE /v1/sessions/victim HTTP/1.1\r\nhost: wane\r\n\r\n"
+
+
+def with_upgrade(request: bytes) -> bytes:
+    """The request, which also asks for HTTP/2, as a client does that speaks both."""
+    return request.replace(b"host", H2C + b"host", 1)
+
+
+def in_chunks(request: bytes) -> bytes:
+    """The request with its body in two chunks."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    first = head.partition(b"\r\n")[0]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:4], body[4:]))
+    return first + b"\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+async def in_two(server: Patient, request: bytes, at: int) -> bytes:
+    """What the server says to a request that comes in two packets, of which the server reads the first by itself."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(request[:at])
+    await until(
+        lambda: (
+            bool(counted(server))
+            or any(getattr(one, "scope", None) is not None for one in server.server_state.connections)
+        )
+    )
+    writer.write(request[at:])
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])
+async def test_a_request_that_asks_for_http_2_is_answered_with_its_body(framed: Callable[[bytes], bytes]) -> None:
+    request = with_upgrade(framed(post(b"/v1/predict", {"tokens": [1, 2, 3]})))
+    last = request.replace(b"Upgrade,", b"Upgrade, close,")
+    async with serving() as server:
+        assert statuses(await dialogue(server, request * 2 + PREDICT + last)) == [200] * 4
+        for at in (request.index(b"\r\n\r\n") + 4, len(request) - 3):
+            assert statuses(await in_two(server, last, at + len(last) - len(request))) == [200]
+        asked = [one.tokens for one in engine_of(server).asked]  # type: ignore[attr-defined]
+    assert asked == [(1, 2, 3), (1, 2, 3), (1,), (1, 2, 3), (1, 2, 3), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])
+@pytest.mark.parametrize("packets", [1, 2])
+async def test_a_request_in_the_body_of_one_that_asks_for_another_protocol_is_not_run(
+    framed: Callable[[bytes], bytes], packets: int
+) -> None:
+    outer = b"POST /v1/sessions HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n" % len(SMUGGLED)
+    request = with_upgrade(framed(outer + SMUGGLED)) + GET.replace(b"host", CLOSE)
+    async with serving() as server:
+        if packets == 1:
+            said = await dialogue(server, request)
+        else:
+            said = await in_two(server, request, request.index(b"\r\n\r\n") + 4)
+        assert statuses(said) == [400, 200] and b"not_json" in said
+        assert engine_of(server).asked == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"CONNECT / HTTP/1.1\r\nhost: wane\r\n",
+        b"CONNECT / HTTP/1.1\r\nhost: wane\r\nconnection: upgrade\r\nupgrade: h2c\r\n",
+        HANDSHAKE.removesuffix(b"\r\n"),
+    ],
+    ids=["CONNECT", "CONNECT with an upgrade", "handshake"],
+)
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"content-length: %d\r\n\r\n%s" % (len(SMUGGLED), SMUGGLED),
+        b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(SMUGGLED), SMUGGLED),
+    ],
+    ids=["content-length", "chunked"],
+)
+@pytest.mark.parametrize("packets", [1, 2])
+async def test_a_body_where_none_is_taken_is_refused_and_no_request_in_it_is_run(
+    head: bytes, framed: bytes, packets: int
+) -> None:
+    request = head + framed
+    async with serving() as server:
+        if packets == 1:
+            said = await dialogue(server, PREDICT + request)
+        else:
+            said = await in_two(server, PREDICT + request, len(PREDICT) + request.index(b"\r\n\r\n") + 4)
+        assert statuses(said) == [200, 400]
+        assert len(engine_of(server).asked) == 1
 
 
 async def test_many_requests_to_connect_in_one_packet_are_answered() -> None:

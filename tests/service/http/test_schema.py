@@ -29,7 +29,7 @@ MODEL = [
     r"but the vocabulary has \d+ tokens",
     r"takes windows of 1 to \d+ tokens",
     r"window is given, but the session answers by mode",
-    r"the session can be rewound to positions",
+    r"the session can be rewound to positions?",
     r"there is no token in the text",
     r"the history has \d+ tokens, but position is \d+: there cannot be more",
 ]

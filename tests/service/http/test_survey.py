@@ -43,8 +43,8 @@ def test_what_stands_in_a_string_does_not_count(document: object, ascii_only: bo
 
 
 def test_the_place_is_that_of_the_first_thing_that_is_too_much() -> None:
-    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(1, 9, 9)) == (11, "1 values")
-    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(2, 1, 9)) == (15, "2 values")
+    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(1, 9, 9)) == (11, "1 comma-separated values")
+    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(2, 1, 9)) == (15, "2 comma-separated values")
     assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(9, 1, 9)) == (20, "1 fields")
     assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(9, 9, 1)) == (6, "1 objects and lists")
 
