@@ -197,10 +197,11 @@ def test_a_stable_model_is_certified_and_its_rounding_is_in_the_bound() -> None:
     weights = random_weights(model, seed=2, recurrent=0.1)
     certificate = certify(model, weights, 64, None)
     assert certificate.certified and certificate.reason is None
-    rounded = certify(model, weights, 64, rounding(1e-6))
+    rounded = certify(model, weights, 64, rounding(0.0, states=["layers.0.h"], state=1e-7))
     assert rounded.state_error == certificate.state_error
     assert rounded.rounding is not None and rounded.rounding.worst_case is not None
-    expected = np.tanh(rounded.head_diameter * (rounded.state_error[9] + 1e-6) / 4)
+    assert 1e-7 < rounded.rounding.carried < 1e-6, "one step's error, carried through the recurrence"
+    expected = np.tanh(rounded.head_diameter * (rounded.state_error[9] + 2 * rounded.rounding.carried) / 4)
     assert rounded.error_bound[9] == pytest.approx(expected, rel=1e-9)
 
 
