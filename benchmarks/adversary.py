@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
-from models.manifest import Architecture
-from models.networks import Network
-from models.weights import Weights
+from wane.models.manifest import Architecture
+from wane.models.networks import Network
+from wane.models.weights import Weights
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -30,21 +30,20 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from models.bundle import Bundle
-from service.engine.batch import Work
-from service.engine.batcher import Batcher
-from service.engine.engine import Engine
-from service.engine.margin import Margin
-from service.engine.mode import Mode
-from service.engine.requests import PredictRequest, StepRequest
-from service.engine.slab import Slab
-from service.engine.ticket import Ticket
-from service.metrics import Metrics
-from service.runners.onnx import OnnxRunner
-from service.runners.runner import NEXT
-from service.server import spare_the_collector
-from service.settings import Settings
-from service.stores.memory import MemoryStore
+from wane.models.bundle import Bundle
+from wane.service.batching.batch import Work
+from wane.service.batching.batcher import Batcher
+from wane.service.batching.ticket import Ticket
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.runner import NEXT
+from wane.service.server import spare_the_collector
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.state.pool import Slab
+from wane.service.types import Mode, PredictRequest, StepRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")

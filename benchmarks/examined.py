@@ -15,21 +15,21 @@ from benchmarks.histories import (
     greedy_histories,
     random_histories,
 )
-from models.certificate.answer import head_diameter
-from models.certificate.gated import GatedLayer
-from models.certificate.layer_bound import Layer
-from models.certificate.layers import build_layers
-from models.certificate.request import RequestBound
-from models.certificate.rounding import UNITS, worst_case
-from models.certificate.stack import Stack, state_error_curve
-from models.certificate.top1 import Top1
-from models.export.export import WEIGHTS, opened_step
-from models.export.roles import build_graph
-from models.export.rounding import measure_rounding
-from models.manifest import STATE_NAMES, Architecture, Cell
-from models.parity import Run, Tensors
-from models.reference import Reference, State
-from models.weights import Weights, encode_weights, tensor_extents, weight_shapes
+from wane.models.certificate.answer import head_diameter
+from wane.models.certificate.gated import GatedLayer
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.rounding import UNITS, worst_case
+from wane.models.certificate.stack import Stack, state_error_curve
+from wane.models.certificate.top1 import Top1
+from wane.models.export.export import WEIGHTS, opened_step
+from wane.models.export.roles import build_graph
+from wane.models.export.rounding import measure_rounding
+from wane.models.manifest import STATE_NAMES, Architecture, Cell
+from wane.models.parity import Run, Tensors
+from wane.models.reference import Reference, State
+from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
 CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 PAST, LAST = 24, 24

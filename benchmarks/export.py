@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from models.export.roles import build_graph
-from models.manifest import Architecture, Role
-from models.networks import Network
-from models.weights import encode_weights, tensor_extents
+from wane.models.export.roles import build_graph
+from wane.models.manifest import Architecture, Role
+from wane.models.networks import Network
+from wane.models.weights import encode_weights, tensor_extents
 
 VOCABULARY = 2048
 ARCHITECTURES = {

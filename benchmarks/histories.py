@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.reference import Reference, State
+from wane.models.reference import Reference, State
 
 Tokens = NDArray[np.int64]
 Curve = NDArray[np.float64]

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from benchmarks import lstm256
 from benchmarks.precision import RUNS, times, twin
-from models.bundle import Bundle
-from models.export import network
-from models.parity import log_softmax
-from service.runners.onnx import OnnxRunner
+from wane.models.bundle import Bundle
+from wane.models.export import network
+from wane.models.parity import log_softmax
+from wane.service.runners.onnx import OnnxRunner
 
 SHIPPED = Path("models/bundles/lstm")
 SAME = 1e-4  # by which log-probabilities of the two may be apart

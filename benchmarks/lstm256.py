@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.constraints.projection import project
-from models.export.export import export_bundle
-from models.manifest import Architecture, Manifest, Provenance
-from models.networks import Network
-from models.vocabulary import EOS, UNK
+from wane.models.constraints.projection import project
+from wane.models.export.export import export_bundle
+from wane.models.manifest import Architecture, Manifest, Provenance
+from wane.models.networks import Network
+from wane.models.vocabulary import EOS, UNK
 
 NAME = "lstm256"
 SIZE = 256

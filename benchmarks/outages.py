@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.stack.stack import Stack, replicas
-from models.bundle import Bundle
-from service.settings import Settings
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
 from tests.stack.player import Player
+from wane.models.bundle import Bundle
+from wane.service.settings import Settings
 
 BUNDLE = Path("models/bundles/gated-stable")
 SESSIONS = 200

@@ -45,21 +45,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import lstm256
-from models.bundle import Bundle
-from models.manifest import Role
-from service.engine.batcher import Batcher
-from service.engine.engine import Engine
-from service.engine.margin import Margin
-from service.engine.pacing import Pacing
-from service.engine.parallel import EXACT, Course, Demand, Parallel
-from service.engine.requests import ScoreMethod, ScoreRequest
-from service.engine.scoring import RESIDUAL
-from service.engine.slab import ZERO, Slab
-from service.engine.ticket import Ticket
-from service.metrics import Metrics
-from service.runners.onnx import OnnxRunner
-from service.settings import Settings
-from service.stores.memory import MemoryStore
+from wane.models.bundle import Bundle
+from wane.models.manifest import Role
+from wane.service.batching.batcher import Batcher
+from wane.service.batching.ticket import Ticket
+from wane.service.chunked.chunked import EXACT, Course, Demand, Parallel
+from wane.service.chunked.layout import Pacing
+from wane.service.engine.engine import Engine
+from wane.service.engine.score import RESIDUAL
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.state.pool import ZERO, Slab
+from wane.service.types import ScoreMethod, ScoreRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
 THREADS = 2

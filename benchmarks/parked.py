@@ -34,14 +34,14 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from service.engine.catalog import Catalog
-from service.engine.mode import Mode
-from service.engine.sessions import of_tokens
-from service.metrics import Metrics
-from service.settings import Settings
-from service.stores.memory import MemoryStore
-from service.stores.store import LastStep, Record
-from service.stores.tail import Tail
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import Catalog
+from wane.service.sessions.record import Tail
+from wane.service.sessions.sessions import of_tokens
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import LastStep, Record
+from wane.service.settings import Settings
+from wane.service.types import Mode
 
 SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from models.bundle import Bundle
-from models.export import export_bundle
-from models.manifest import Precision, Role
-from models.parity import log_softmax
-from service.engine.agreement import AgreementStatistics, compare
-from service.runners.onnx import OnnxRunner
-from service.runners.runner import NEXT, Array
+from wane.models.bundle import Bundle
+from wane.models.export import export_bundle
+from wane.models.manifest import Precision, Role
+from wane.models.parity import log_softmax
+from wane.service.engine.agreement import AgreementStatistics, compare
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.runner import NEXT, Array
 
 SHIPPED = Path("models/bundles/gated-stable")
 TEXTS, TOKENS = 32, 128

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.page import markdown, put
-from training.config import DataConfig, Experiment
-from training.data import load_corpus
-from training.group import Group
-from training.loop import Trainer
-from training.run_folder import RunFolder
+from wane.training.config import DataConfig, Experiment
+from wane.training.data import load_corpus
+from wane.training.group import Group
+from wane.training.loop import Trainer
+from wane.training.run_folder import RunFolder
 
 EXPERIMENTS = ("rnn-stable", "lstm", "gated-stable")
 VOCABULARY = Path("models/bundles/lstm/tokenizer.json")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from models.manifest import Contraction, Frozen
+from wane.models.manifest import Contraction, Frozen
 
 Values = NDArray[np.float64]
 

@@ -31,11 +31,11 @@ from benchmarks.proof_plots import plot
 from benchmarks.proof_results import ModelFigures, Results
 from benchmarks.proof_tables import tables
 from benchmarks.prover import Prover, Tokens, never_interrupted
-from models.bundle import Bundle
-from models.bundle_checks import read_manifest
-from models.certificate.certify import CERTIFIED
-from models.manifest import Manifest
-from training.wikitext import read_wikitext_2
+from wane.models.bundle import Bundle
+from wane.models.bundle_checks import read_manifest
+from wane.models.certificate.certify import CERTIFIED
+from wane.models.manifest import Manifest
+from wane.training.wikitext import read_wikitext_2
 
 WINDOWS = (64, 16, 32, 128, 256)
 FIRST, LONGEST = WINDOWS[0], max(WINDOWS)

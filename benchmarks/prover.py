@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from benchmarks.proof_results import Proved, Spread, Values, WindowFigures
-from models.bundle import Bundle
-from models.certificate.answer import total_variation
-from models.certificate.request import RequestBound
-from models.certificate.top1 import Top1
-from models.reference import Reference
-from service.engine.margin import Margin
+from wane.models.bundle import Bundle
+from wane.models.certificate.answer import total_variation
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.top1 import Top1
+from wane.models.reference import Reference
+from wane.service.engine.top1_proof import Margin
 
 AT_ONCE = 128
 

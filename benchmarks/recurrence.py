@@ -18,7 +18,7 @@ from onnx import TensorProto
 from rich.console import Console
 from rich.table import Table
 
-from models.export.graph import GraphWriter
+from wane.models.export.graph import GraphWriter
 
 HIDDEN = 256
 CHUNKS = (16, 32, 64)

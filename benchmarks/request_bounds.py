@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from models.certificate.request import RequestBound
-from models.export.roles import build_graph
-from models.manifest import Architecture
-from models.weights import Weights, encode_weights, tensor_extents, weight_shapes
+from wane.models.certificate.request import RequestBound
+from wane.models.export.roles import build_graph
+from wane.models.manifest import Architecture
+from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
 BATCHES = (1, 16)
 LENGTHS = (16, 32, 64, 128, 256)

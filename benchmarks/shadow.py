@@ -34,8 +34,8 @@ from benchmarks.bench.contenders import Contender
 from benchmarks.bench.loads import step_body, step_path
 from benchmarks.bench.open_loop import drive, poisson
 from benchmarks.bench.process import ServerProcess
-from models.bundle_checks import read_manifest
-from models.manifest import Frozen
+from wane.models.bundle_checks import read_manifest
+from wane.models.manifest import Frozen
 
 matplotlib.use("Agg")
 
@@ -138,7 +138,7 @@ def serving(k: int) -> Iterator[list[Subject]]:
         (bundle / "manifest.json").write_text(json.dumps(manifest | {"window": k}), encoding="utf-8")
         servers: list[ServerProcess] = []
         for rate in RATES:
-            command = ("{bin}/python", "-m", "service", "--bundles={bundle}", "--port={ports[0]}")
+            command = ("{bin}/python", "-m", "wane", "serve", "--bundles={bundle}", "--port={ports[0]}")
             wane = Contender("wane", "Wane", (*command, "--log-level=warning", f"--shadow-rate={rate}"))
             servers.append(stack.enter_context(ServerProcess(wane, bundle, scratch / f"{rate}.log")))
         for server in servers:

@@ -32,11 +32,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.stability_plots import plot_distances, plot_prices
-from models.certificate import certify
-from training.config import Experiment
-from training.errors import TrainingError
-from training.run import train
-from training.run_folder import RunFolder, kept_name
+from wane.models.certificate import certify
+from wane.training.config import Experiment
+from wane.training.errors import TrainingError
+from wane.training.run import train
+from wane.training.run_folder import RunFolder, kept_name
 
 EXPERIMENTS = Path("training/experiments")
 CAPS: tuple[float | None, ...] = (0.7, 0.8, 0.9, 0.95, 0.98, None)

@@ -262,7 +262,15 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading == "body" else "right")
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as scratch:
-        command = ("{bin}/python", "-m", "service", "--bundles={bundle}", "--port={ports[0]}", "--log-level=warning")
+        command = (
+            "{bin}/python",
+            "-m",
+            "wane",
+            "serve",
+            "--bundles={bundle}",
+            "--port={ports[0]}",
+            "--log-level=warning",
+        )
         with ServerProcess(Contender("wane", "Wane", command), BUNDLE, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, '{"tokens":[5]}')
             for one in measure(server, given.only, given.repeat):

@@ -33,22 +33,21 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from models.bundle import Bundle
-from service.engine.engine import Engine
-from service.engine.margin import Margin
-from service.engine.mode import Mode
-from service.engine.requests import PredictRequest, StepRequest
-from service.metrics import Metrics
-from service.runners.onnx import OnnxRunner
-from service.settings import Settings
-from service.stores.opening import make_store
-from service.stores.redis import RedisStore
-from service.stores.store import LastStep, Record, Snapshot, Store
-from service.stores.tail import Tail
-from tests.service.stores.redis_server import DURABLE, RedisServer, redis_server
+from tests.service.sessions.stores.redis_server import DURABLE, RedisServer, redis_server
+from wane.models.bundle import Bundle
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.factory import make_store
+from wane.service.sessions.stores.redis import RedisStore
+from wane.service.sessions.stores.store import LastStep, Record, Snapshot, Store
+from wane.service.settings import Settings
+from wane.service.types import Mode, PredictRequest, StepRequest
 
 BUNDLES = Path("models/bundles")
-TEXT = Path("service/sample.txt")
+TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
 PAST = 600  # tokens that a session has before it is measured: more than a tail holds
 ALONE = 24  # sessions that are taken over one after the other; the others all at once

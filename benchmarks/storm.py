@@ -8,7 +8,7 @@ all of them come within 0.4 seconds: their states are nowhere, and have to be re
 turns:
 
 - undisturbed: nobody comes back;
-- fair: the engine's own queue (`service/engine/queue.py`);
+- fair: the engine's own queue (`service/batching/scheduler.py`);
 - first come: one line, of which the oldest and all of its kind behind it are the next batch, whatever that takes.
 
 Of each the times of the steps that were due between the storm's begin and its end, or in as long a time without one.
@@ -34,21 +34,19 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from models.bundle import Bundle
-from models.manifest import Role
-from service.engine import batch
-from service.engine.answers import Answer
-from service.engine.engine import Engine
-from service.engine.item import Item
-from service.engine.margin import Margin
-from service.engine.mode import Origin
-from service.engine.queue import FairQueue, Queue
-from service.engine.requests import StepRequest
-from service.metrics import Metrics
-from service.runners.onnx import OnnxRunner
-from service.settings import Settings
-from service.stores.memory import MemoryStore
-from service.stores.store import LastStep
+from wane.models.bundle import Bundle
+from wane.models.manifest import Role
+from wane.service.batching import batch
+from wane.service.batching.scheduler import FairQueue, Queue
+from wane.service.batching.ticket import Item
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import LastStep
+from wane.service.settings import Settings
+from wane.service.types import Answer, Origin, StepRequest
 
 matplotlib.use("Agg")
 

@@ -24,9 +24,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.page import markdown, put
-from models.bundle import Bundle
-from models.manifest import Role
-from service.runners.runner import Array
+from wane.models.bundle import Bundle
+from wane.models.manifest import Role
+from wane.service.runners.runner import Array
 
 SHIPPED = (Path("models/bundles/gated-stable"), Path("models/bundles/lstm"))
 PAGE, FIGURES = Path("docs/serving.md"), Path("docs/figures/threads.json")

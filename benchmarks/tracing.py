@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.bench.subjects import cpu
 from benchmarks.page import markdown, put
 from deploy.stack.local import ROOT
-from tests.service.http.live import live_server
+from tests.service.live_server import live_server
 from tests.stack.receiver import receiver
 
 BUNDLE = ROOT / "models" / "bundles" / "gated-stable"

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from models.bundle import Bundle
-from models.networks import Network
-from service.engine.agreement import AgreementStatistics, compare
-from service.runners.onnx import OnnxRunner
-from training.wikitext import read_wikitext_2
+from wane.models.bundle import Bundle
+from wane.models.networks import Network
+from wane.service.engine.agreement import AgreementStatistics, compare
+from wane.service.runners.onnx import OnnxRunner
+from wane.training.wikitext import read_wikitext_2
 
 BUNDLES = Path("models/bundles")
 TWINS = ("gated-stable", "gated-stable-truncated")

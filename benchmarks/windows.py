@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from models.bundle_checks import read_manifest
+from wane.models.bundle_checks import read_manifest
 
 BUNDLES = Path("models/bundles")
 

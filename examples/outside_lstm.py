@@ -1,7 +1,7 @@
 """A language model as one finds them: a torch.nn.LSTM trained on a text file with ordinary torch code, without Wane.
 
     python examples/outside_lstm.py LICENSE outside/
-    python -m training audit outside/model.pt --data LICENSE --tokenizer outside/tokenizer.json --export bundles/
+    wane audit outside/model.pt --data LICENSE --tokenizer outside/tokenizer.json --export bundles/
 
 It writes `model.pt`, a dictionary with the state_dict in it, and `tokenizer.json`.
 """

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from models.bundle_checks import (
+from wane.models.bundle_checks import (
     MANIFEST,
     BundleError,
     BundleExistsError,
@@ -31,16 +31,16 @@ from models.bundle_checks import (
     read_manifest,
     read_vocabulary,
 )
-from models.certificate import certify
-from models.certificate.layer_bound import Layer
-from models.certificate.layers import build_layers
-from models.certificate.propagation import Propagation
-from models.certificate.request import RequestBound
-from models.manifest import Certificate, Manifest, Quality, Role
-from models.parity import ParityError, RoundingError, Run, check_graphs
-from models.reference import Reference
-from models.vocabulary import Vocabulary
-from models.weights import WeightsError, check_weights, decode_weights
+from wane.models.certificate import certify
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.propagation import Propagation
+from wane.models.certificate.request import RequestBound
+from wane.models.manifest import Certificate, Manifest, Quality, Role
+from wane.models.parity import ParityError, RoundingError, Run, check_graphs
+from wane.models.reference import Reference
+from wane.models.vocabulary import Vocabulary
+from wane.models.weights import WeightsError, check_weights, decode_weights
 
 __all__ = [
     "Bundle",

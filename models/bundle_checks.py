@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from models.manifest import SCHEMA_VERSION, Certificate, Frozen, Manifest, Role
-from models.vocabulary import Vocabulary
+from wane.models.manifest import SCHEMA_VERSION, Certificate, Frozen, Manifest, Role
+from wane.models.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.manifest import STATE_NAMES, Architecture
-from models.parallel_scan import linear_recurrence
+from wane.models.manifest import STATE_NAMES, Architecture
+from wane.models.parallel_scan import linear_recurrence
 
 State = tuple[Tensor, ...]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.cells import State, build_cell, state_width
-from models.manifest import Architecture, Front
+from wane.models.cells import State, build_cell, state_width
+from wane.models.manifest import Architecture, Front
 
 
 class PlainLayer(nn.Module):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.request import RequestBound
-from models.manifest import Architecture, Certificate, Precision, Role, Rounding
-from models.reference import Reference, State
+from wane.models.certificate.request import RequestBound
+from wane.models.manifest import Architecture, Certificate, Precision, Role, Rounding
+from wane.models.reference import Reference, State
 
 TOLERANCE = 1e-4
 

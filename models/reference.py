@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from models.manifest import STATE_NAMES, Architecture
-from models.weights import Weights, head_weight
+from wane.models.manifest import STATE_NAMES, Architecture
+from wane.models.weights import Weights, head_weight
 
 Array = NDArray[np.float64]
 State = dict[str, Array]

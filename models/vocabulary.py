@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
-from models.manifest import VocabularyKind
+from wane.models.manifest import VocabularyKind
 
 EOS = "<eos>"
 UNK = "<unk>"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from models.manifest import Architecture, Cell
+from wane.models.manifest import Architecture, Cell
 
 Weights = Mapping[str, NDArray[np.float32]]
 

@@ -18,22 +18,21 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from service.direct import Direct, Endpoint
-from service.documents.problem import ProblemDocument
-from service.engine.catalog import Catalog
-from service.errors import NotFound
-from service.fast_path import FastPath
-from service.guard import Guard
-from service.key_source import KeySource
-from service.logs import SERVICE
-from service.metrics import Metrics
-from service.middleware import Door
-from service.routes import generate, models, ops, predict, repository, score, sessions, steps, stream
-from service.routes.decode import Decoder
-from service.routes.errors import NOWHERE, envelope
-from service.routes.openapi import complete
-from service.settings import Settings
-from service.tracing import Tracing
+from wane.service.api.body import Decoder
+from wane.service.api.fast_path import FastPath
+from wane.service.api.hot_routes import Direct, Endpoint
+from wane.service.api.middleware import Door
+from wane.service.api.openapi import complete
+from wane.service.api.problem import NOWHERE, ProblemDocument, envelope
+from wane.service.api.routes import generate, models, ops, predict, repository, score, sessions, stream
+from wane.service.auth.guard import Guard
+from wane.service.auth.key_file import KeySource
+from wane.service.errors import NotFound
+from wane.service.observability.logs import SERVICE
+from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import Tracing
+from wane.service.registry.registry import Catalog
+from wane.service.settings import Settings
 
 VERSION = "0.1.0"
 
@@ -47,7 +46,6 @@ ROUTERS = (
     score.router,
     generate.router,
     sessions.router,
-    steps.router,
     stream.router,
     models.router,
     repository.router,
@@ -56,7 +54,7 @@ ROUTERS = (
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 
-DIRECT: frozenset[Endpoint] = frozenset({sessions.append, steps.append_many, predict.predict})
+DIRECT: frozenset[Endpoint] = frozenset({sessions.append, sessions.append_many, predict.predict})
 
 PROBLEM = {
     "description": "any failure, as a problem document (RFC 9457)",
@@ -65,8 +63,10 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI, which describes every route and calls all but the direct ones: see `service/direct.py`. On either way a
-    request passes one door. `fast_path`: for a server that does not ask it for every step."""
+    """FastAPI, which describes every route and calls all but the hot ones: see `service/api/hot_routes.py`.
+
+    On either way a request passes the same middleware. `fast_path`: for a server that does not ask it for every step.
+    """
 
     fast_path: FastPath
 

@@ -1,4 +1,7 @@
-"""The server process: uvicorn with one worker, which drains before it stops listening."""
+"""How many threads numpy multiplies with: one, unless the operator says otherwise.
+
+The server process: uvicorn with one worker, which drains before it stops listening.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,33 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from threadpoolctl import threadpool_limits
 
-from service import logs
-from service.app import VERSION, create_app
-from service.arithmetic import spare_the_processors
-from service.engine.catalog import Catalog
-from service.fast_path import FastPath
-from service.intake import Intake
-from service.key_source import KeySource
-from service.logs import SERVICE
-from service.metrics import Metrics
-from service.patience import Patience
-from service.patient_websocket import PatientWebSocket
-from service.refusals import Refusals
-from service.settings import Settings, SettingsError
-from service.tracing import Tracing
-from service.whole_http import Believe, WholeHttp
+from wane.service.api.fast_path import FastPath
+from wane.service.api.http_dispatch import Believe, WholeHttp
+from wane.service.app import VERSION, create_app
+from wane.service.auth.key_file import KeySource
+from wane.service.net.connection import Intake, Patience, Refusals
+from wane.service.net.websocket_protocol import PatientWebSocket
+from wane.service.observability import logs
+from wane.service.observability.logs import SERVICE
+from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import Tracing
+from wane.service.registry.registry import Catalog
+from wane.service.settings import Settings, SettingsError
+
+SAID_BY = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+def spare_the_processors(environment: Mapping[str, str]) -> None:
+    """Keeps BLAS to one thread, for the rest of the process, where none of the usual variables says how many.
+
+    The matrices of a bundle's checks are small, and BLAS's threads wait for each other by spinning: on processors that
+    requests need while a model is loaded beside another one, or a replica is started beside others.
+    """
+    if not any(environment.get(name) for name in SAID_BY):
+        threadpool_limits(1, user_api="blas")
+
 
 KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
 # Messages are short: to compress one costs more than to answer it.

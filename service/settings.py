@@ -15,8 +15,6 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
-from service.keys import KeysError, of_text
-
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
 SNAPSHOT_TOKENS = 32
@@ -28,6 +26,9 @@ POLICIES = ("auto", "tail", "state")
 FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+
+SHIPPED = Path(__file__).parents[1] / "models" / "bundles"
+"""The folder of the bundles that the package ships."""
 
 
 class SettingsError(Exception):
@@ -56,7 +57,7 @@ class Settings(BaseModel):
         description="addresses and networks of proxies, with commas between, that are believed when they say whose a "
         "request is (x-forwarded-for), for the log; none: nobody is",
     )
-    bundles: Path = Field(default=Path("models/bundles"), description="a folder of bundles, or one bundle")
+    bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
     watch_s: float | None = Field(
         default=None,
         gt=0,
@@ -238,7 +239,7 @@ class Settings(BaseModel):
                 continue
             name = variable.removeprefix(PREFIX).lower()
             if name not in cls.model_fields or variable != PREFIX + name.upper():
-                raise SettingsError(f"{variable} is not a setting; `python -m service --help` lists them all")
+                raise SettingsError(f"{variable} is not a setting; `wane serve --help` lists them all")
             values[name] = value
             sources[name] = variable
         for name, value in vars(options).items() if options is not None else ():
@@ -252,16 +253,6 @@ class Settings(BaseModel):
             name = str(first["loc"][0])
             value = "..." if name in UNTOLD else SECRET.sub("...", repr(first["input"]))
             raise SettingsError(f"{sources[name]} is {value}: {first['msg']}") from None
-
-    @field_validator("api_keys")
-    @classmethod
-    def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None:
-            try:
-                of_text(value.get_secret_value())
-            except KeysError as error:
-                raise ValueError(str(error)) from None
-        return value
 
     @field_validator("trusted_proxies")
     @classmethod

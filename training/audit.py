@@ -12,20 +12,20 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from models.bundle import check_place
-from models.certificate import certify
-from models.export import export_bundle
-from models.manifest import Certificate, Manifest, Provenance
-from models.networks import Network
-from models.vocabulary import UNK
-from training.audit_report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
-from training.audit_subject import AuditOptions, Subject, cut, find_subject
-from training.errors import RunError
-from training.evaluate import quality, smallest_close_window
-from training.forgetting import Forgetting, Unmeasurable, measure, smallest_window, token_steps, window_grid
-from training.origin import describe_origin
-from training.plots import plot_audit
-from training.run import SAMPLE_TOKENS, writing
+from wane.models.bundle import check_place
+from wane.models.certificate import certify
+from wane.models.export import export_bundle
+from wane.models.manifest import Certificate, Manifest, Provenance
+from wane.models.networks import Network
+from wane.models.vocabulary import UNK
+from wane.training.audit_report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
+from wane.training.audit_subject import AuditOptions, Subject, cut, find_subject
+from wane.training.errors import RunError
+from wane.training.evaluate import quality, smallest_close_window
+from wane.training.forgetting import Forgetting, Unmeasurable, measure, smallest_window, token_steps, window_grid
+from wane.training.origin import describe_origin
+from wane.training.plots import plot_audit
+from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
 """A text that does not even hold positions for this window is too short to say anything."""
@@ -39,7 +39,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     if options.export is not None and options.file.is_dir():
         raise RunError(
             f"{options.file}: --export is for checkpoints; a bundle can be served as it is, and of a run "
-            "`python -m training export` makes one"
+            "`wane export` makes one"
         )
     if options.export is not None:
         with writing(options.export / name):

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from models.manifest import Architecture, Certificate, Frozen, Perplexity, Positive, Sha256
-from training.forgetting import AtLag, AtWindow, Spread
+from wane.models.manifest import Architecture, Certificate, Frozen, Perplexity, Positive, Sha256
+from wane.training.forgetting import AtLag, AtWindow, Spread
 
 
 class AuditedModel(Frozen):

@@ -10,16 +10,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from models.bundle import Bundle, BundleError
-from models.manifest import Architecture, Rounding
-from models.weights import Weights
-from training.data import Corpus, data_kind, load_whole
-from training.errors import ForeignError, RunError
-from training.foreign.checkpoint import read_checkpoint
-from training.foreign.model import understand
-from training.foreign.names import parse_mapping
-from training.foreign.vocabulary import read_names, read_tokenizer
-from training.run import open_run
+from wane.models.bundle import Bundle, BundleError
+from wane.models.manifest import Architecture, Rounding
+from wane.models.weights import Weights
+from wane.training.data import Corpus, data_kind, load_whole
+from wane.training.errors import ForeignError, RunError
+from wane.training.foreign.checkpoint import read_checkpoint
+from wane.training.foreign.model import understand
+from wane.training.foreign.names import parse_mapping
+from wane.training.foreign.vocabulary import read_names, read_tokenizer
+from wane.training.run import open_run
 
 TOLERANCE = 1e-2
 POSITIONS = 1024

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from models.manifest import Architecture, Cell, Front, Frozen
-from training.errors import ConfigError
+from wane.models.manifest import Architecture, Cell, Front, Frozen
+from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
 """Every byte, `<eos>` and `<unk>`."""

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
-from training.config import DataConfig
-from training.errors import DataError
-from training.wikitext import fetch_wikitext_2, read_wikitext_2
+from wane.models.vocabulary import EOS, LINES_AT_ONCE, UNK, Vocabulary
+from wane.training.config import DataConfig
+from wane.training.errors import DataError
+from wane.training.wikitext import fetch_wikitext_2, read_wikitext_2
 
 Item = TypeVar("Item")
 

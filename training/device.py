@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from training.errors import RunError
-from training.group import ALONE, Group
+from wane.training.errors import RunError
+from wane.training.group import ALONE, Group
 
 
 def choose_device(name: str, group: Group = ALONE) -> torch.device:

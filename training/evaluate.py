@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from models.manifest import Perplexity, Quality, WindowPerplexity
-from models.networks import Network
-from training.data import Corpus
+from wane.models.manifest import Perplexity, Quality, WindowPerplexity
+from wane.models.networks import Network
+from wane.training.data import Corpus
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POSITIONS = 8192

@@ -21,17 +21,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import functional_call
 
-from models.manifest import Frozen, Perplexity, Positive
-from models.networks import Network
-from training.data import Corpus
-from training.evaluate import (
-    ROWS,
-    Advance,
-    SplitLosses,
-    recurrent_pieces,
-    spread_positions,
-    window_hidden,
-)
+from wane.models.manifest import Frozen, Perplexity, Positive
+from wane.models.networks import Network
+from wane.training.data import Corpus
+from wane.training.evaluate import ROWS, Advance, SplitLosses, recurrent_pieces, spread_positions, window_hidden
 
 GRADIENT_ROWS = 32
 GRADIENT_POSITIONS = 256

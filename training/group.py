@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from training.errors import LostError, RunError, TrainingError
+from wane.training.errors import LostError, RunError, TrainingError
 
 T = TypeVar("T")
 
@@ -76,14 +76,14 @@ class Group:
 
     @property
     def launcher(self) -> list[str]:
-        """What starts such a group: the words in front of `training`.
+        """What starts such a group: the words in front of `train`.
 
         After `--` torchrun leaves options alone: it would take `--run` for one of its own, cut short.
         """
         if self.alone:
-            return ["python", "-m"]
+            return ["wane"]
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
-        return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--"]
+        return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--", "wane"]
 
     # -- who does what
 

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from training.data import batches
-from training.group import Group
+from wane.training.data import batches
+from wane.training.group import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from models.constraints import project
-from models.networks import Network
-from training.config import Experiment
-from training.data import Corpus
-from training.device import choose_device
-from training.errors import RunError
-from training.group import ALONE, Group
-from training.lanes import Lanes
-from training.proof import ProofPressure
-from training.run_folder import RunFolder, kept_name
-from training.schedule import learning_rate
+from wane.models.constraints import project
+from wane.models.networks import Network
+from wane.training.config import Experiment
+from wane.training.data import Corpus
+from wane.training.device import choose_device
+from wane.training.errors import RunError
+from wane.training.group import ALONE, Group
+from wane.training.lanes import Lanes
+from wane.training.proof import ProofPressure
+from wane.training.run_folder import RunFolder, kept_name
+from wane.training.schedule import learning_rate
 
 LOG_EVERY = 50
 

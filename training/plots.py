@@ -14,9 +14,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from models.manifest import Quality
-from training.audit_report import AuditReport
-from training.forgetting import Spread
+from wane.models.manifest import Quality
+from wane.training.audit_report import AuditReport
+from wane.training.forgetting import Spread
 
 FIGURE = (7.0, 4.2)
 AUDIT = (11.0, 8.0)

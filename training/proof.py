@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.cells import GatedCell
-from models.networks import Network, ResidualLayer
-from training.config import ProofConfig
+from wane.models.cells import GatedCell
+from wane.models.networks import Network, ResidualLayer
+from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
 """Nats: leads are taken as at least this."""

@@ -24,19 +24,19 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from models.bundle import BundleExistsError, check_place
-from models.export import ExportError, export_bundle
-from models.manifest import Precision, Provenance, Quality
-from models.networks import Network
-from training.config import Experiment
-from training.data import Corpus, load_corpus
-from training.errors import RunError
-from training.evaluate import POSITIONS, WINDOWS, evaluate_split, evaluation_steps, quality
-from training.group import ALONE, Group
-from training.loop import Trainer
-from training.origin import describe_origin
-from training.plots import plot_log, plot_quality
-from training.run_folder import RunFolder
+from wane.models.bundle import BundleExistsError, check_place
+from wane.models.export import ExportError, export_bundle
+from wane.models.manifest import Precision, Provenance, Quality
+from wane.models.networks import Network
+from wane.training.config import Experiment
+from wane.training.data import Corpus, load_corpus
+from wane.training.errors import RunError
+from wane.training.evaluate import POSITIONS, WINDOWS, evaluate_split, evaluation_steps, quality
+from wane.training.group import ALONE, Group
+from wane.training.loop import Trainer
+from wane.training.origin import describe_origin
+from wane.training.plots import plot_log, plot_quality
+from wane.training.run_folder import RunFolder
 
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512

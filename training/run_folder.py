@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from models.manifest import Quality
-from training.config import Experiment
-from training.data import Corpus
-from training.errors import ResumeError, RunError
-from training.origin import Origin
+from wane.models.manifest import Quality
+from wane.training.config import Experiment
+from wane.training.data import Corpus
+from wane.training.errors import ResumeError, RunError
+from wane.training.origin import Origin
 
 FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "device"), ("data", "path")}
 

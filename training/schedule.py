@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from training.config import TrainingConfig
+from wane.training.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:

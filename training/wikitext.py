@@ -10,7 +10,7 @@ import http.client
 import urllib.request
 from pathlib import Path
 
-from training.errors import DataError
+from wane.training.errors import DataError
 
 PUBLIC_COPY = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
 CACHE = Path.home() / ".cache" / "wane" / "wikitext-2"

@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import Field
 
-from models.manifest import Frozen
+from wane.models.manifest import Frozen
 
 
 class Timed(Frozen):

@@ -32,9 +32,9 @@ from benchmarks.scaling.replica import Item, Replica
 from benchmarks.scaling.worker import Cores, Then, after
 from benchmarks.storm import PARKED, RATE, RESIDENT, UNDISTURBED_S, FirstCome
 from deploy.stack.stack import Stack, replicas
-from service.engine.costs import Costs as RunCosts
-from service.engine.queue import FairQueue, Queue
 from tests.stack.crowd import crowd, failures, playing
+from wane.service.batching.cost_model import Costs as RunCosts
+from wane.service.batching.scheduler import FairQueue, Queue
 
 FILE = FIGURES / "scaling_check.json"
 PORTS = 2  # processors of the machine on which it was measured

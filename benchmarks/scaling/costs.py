@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.settings import SNAPSHOT_TOKENS
+from wane.service.settings import SNAPSHOT_TOKENS
 
 FIGURES = Path("docs/figures")
 FILE = FIGURES / "scaling_costs.json"

@@ -1,7 +1,7 @@
 """One replica: an event loop, a runner's thread with the service's own queue before it, and trips to the store.
 
-What the simulation shares with the service is `service/engine/queue.py` itself: what waits, what is the next batch, and
-how rebuilds are bounded are not modelled but run. The times that runs take are the measured ones.
+What the simulation shares with the service is `service/batching/scheduler.py` itself: what waits, what is the next
+batch, and how rebuilds are bounded are not modelled but run. The times that runs take are the measured ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks.scaling.costs import Costs
 from benchmarks.scaling.memory import Found, States
 from benchmarks.scaling.shard import Store
 from benchmarks.scaling.worker import Cores, Then, Worker
-from models.manifest import Role
-from service.engine.batch import Work
-from service.engine.costs import Costs as RunCosts
-from service.engine.queue import FairQueue, Queue
-from service.engine.routing import NEAR
-from service.engine.steps import MOST_USED, NEWEST
+from wane.models.manifest import Role
+from wane.service.batching.batch import Work
+from wane.service.batching.cost_model import Costs as RunCosts
+from wane.service.batching.scheduler import FairQueue, Queue
+from wane.service.engine.routing import NEAR
+from wane.service.engine.step import MOST_USED, NEWEST
 
 PIECE = 512
 WINDOW = 64
@@ -123,7 +123,7 @@ class Replica:
             self.loop.do(more_s, lambda: self._enqueue(item))
 
     def _rebuilt_from(self) -> int:
-        """As `service.engine.routing.rebuilt_from` has it for a model whose certificate promises enough at WINDOW."""
+        """As `service/engine/routing.py` has it for a model whose certificate promises enough at WINDOW."""
         used = min(self._found / max(1 - self._found, 1 / MOST_USED), MOST_USED)
         if self._held <= WINDOW or self._runs.full(self._held) <= max(1 + used, NEAR) * self._runs.window(WINDOW):
             return self._held

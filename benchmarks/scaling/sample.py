@@ -24,8 +24,8 @@ from benchmarks.scaling.memory import Population
 from benchmarks.scaling.record import Record
 from benchmarks.scaling.replica import Item, Replica
 from benchmarks.scaling.worker import Then, after
-from service.engine.costs import Costs as RunCosts
-from service.engine.queue import FairQueue, Queue
+from wane.service.batching.cost_model import Costs as RunCosts
+from wane.service.batching.scheduler import FairQueue, Queue
 
 
 class Sample:

@@ -18,7 +18,7 @@ from benchmarks.scaling.fleet import SLOWSTART_S
 from benchmarks.scaling.ring import POINTS, Ring, full, places
 from benchmarks.scaling.sample import Sample
 from benchmarks.storm import FirstCome
-from service.engine.queue import FairQueue
+from wane.service.batching.scheduler import FairQueue
 
 BEFORE_S, AFTER_S, SLICE_S = 10.0, 60.0, 2.0
 QUEUES: dict[str, Callable[..., Any]] = {"fair": FairQueue, "first come": lambda most, _: FirstCome(most)}

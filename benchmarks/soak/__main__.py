@@ -39,8 +39,8 @@ from benchmarks.soak.hostile import Hostiles, keys
 from benchmarks.soak.plot import plot
 from benchmarks.soak.server import Server
 from benchmarks.soak.visitors import ROUTES, Ledger, Visitors, closed, opened
-from models.bundle import Bundle
-from service.settings import Settings
+from wane.models.bundle import Bundle
+from wane.service.settings import Settings
 
 SHIPPED = Path("models/bundles/gated-stable")
 CONNECTIONS = 64

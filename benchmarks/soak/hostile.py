@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.soak.attacks import ATTACKS, WITH_KEYS, Attack, Target
-from service.keys import make_key
+from wane.service.auth.keys import make_key
 
 AT_ONCE = 12
 PAUSE_S = 0.2

@@ -18,12 +18,12 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Server:
-    """`python -m service` with these settings, as a context: ready for requests, and stopped at the end."""
+    """`wane serve` with these settings, as a context: ready for requests, and stopped at the end."""
 
     def __init__(self, settings: dict[str, object], log: Path, key: str | None = None) -> None:
         """`key`: by which the server tells what it counts, where it asks for one."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        self.command = [sys.executable, "-m", "service", "--port=0", *options]
+        self.command = [sys.executable, "-m", "wane", "serve", "--port=0", *options]
         self._log = log
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.port = 0

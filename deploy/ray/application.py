@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from ray import serve
 from starlette.types import ASGIApp
 
-from service import logs
-from service.app import VERSION, create_app
-from service.engine.catalog import Catalog
-from service.metrics import Metrics
-from service.server import spare_the_collector
-from service.settings import Settings
-from service.tracing import Tracing
+from wane.service.app import VERSION, create_app
+from wane.service.observability import logs
+from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import Tracing
+from wane.service.registry.registry import Catalog
+from wane.service.server import spare_the_collector
+from wane.service.settings import Settings
 
 NAME = "wane"
 Chosen = Mapping[str, object]

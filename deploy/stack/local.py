@@ -58,7 +58,7 @@ def command(service: Service, place: Place) -> Command:
         environment |= {"WANE_HOST": "127.0.0.1", "WANE_PORT": str(port)}
         if PROXIES in environment:
             environment[PROXIES] = "127.0.0.1"
-        return Command((sys.executable, "-m", "service"), environment, ROOT)
+        return Command((sys.executable, "-m", "wane", "serve"), environment, ROOT)
     program, *rest = service.command
     arguments = [_located(_mounted(argument, service, place), service, place) for argument in rest]
     if program == REDIS:

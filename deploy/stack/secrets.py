@@ -13,7 +13,7 @@ there stays as it is.
     grafana/grafana_password    of Grafana's user admin
 
 The folder is for its owner alone. What is in it can be read by all who can reach it: a container is given a folder as
-it is, and those in it are not its owner. Further keys: `python -m service key NAME >> secrets/wane/api_keys`.
+it is, and those in it are not its owner. Further keys: `wane key NAME >> secrets/wane/api_keys`.
 """
 
 from __future__ import annotations

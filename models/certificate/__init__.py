@@ -1,5 +1,5 @@
 """What is proved of a model: `certify(architecture, weights, max_window, rounding)`. No torch, no onnx."""
 
-from models.certificate.certify import certify
+from wane.models.certificate.certify import certify
 
 __all__ = ["certify"]

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from models.certificate.outward import SPARE, UNIT, Matrix, Vector, product_above, roundoff
-from models.certificate.spread import LinearMap
-from models.reference import layer_norm, sigmoid
+from wane.models.certificate.outward import SPARE, UNIT, Matrix, Vector, product_above, roundoff
+from wane.models.certificate.spread import LinearMap
+from wane.models.reference import layer_norm, sigmoid
 
 ROWS_AT_ONCE = 4096
 EVERY = slice(None)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.certificate.admissible import Reach
-from models.certificate.outward import UP, Matrix
-from models.reference import sigmoid
+from wane.models.certificate.admissible import Reach
+from wane.models.certificate.outward import UP, Matrix
+from wane.models.reference import sigmoid
 
 PIECES = 16
 

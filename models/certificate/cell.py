@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.certificate.deviation import (
+from wane.models.certificate.deviation import (
     FAR,
     ULP,
     Deviation,
@@ -28,9 +28,9 @@ from models.certificate.deviation import (
     tanh_rise,
     tanh_slope,
 )
-from models.certificate.outward import Matrix, Vector
-from models.manifest import Cell
-from models.reference import sigmoid
+from wane.models.certificate.outward import Matrix, Vector
+from wane.models.manifest import Cell
+from wane.models.reference import sigmoid
 
 States = tuple[Matrix, ...]
 """A layer's state tensors in the manifest's order, (B, H) each."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.answer import head_diameter, total_variation
-from models.certificate.layer_bound import Layer, LayerBound
-from models.certificate.layers import build_layers
-from models.certificate.outward import norm_above
-from models.certificate.rounding import carry, worst_case
-from models.certificate.stack import Stack, state_error_curve
-from models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
-from models.weights import Weights, head_weight
+from wane.models.certificate.answer import head_diameter, total_variation
+from wane.models.certificate.layer_bound import Layer, LayerBound
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.outward import norm_above
+from wane.models.certificate.rounding import carry, worst_case
+from wane.models.certificate.stack import Stack, state_error_curve
+from wane.models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
+from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
 """The total variation that a certified model's bound falls to."""

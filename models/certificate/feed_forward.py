@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.deviation import TINY, Linear
-from models.certificate.outward import Matrix, Vector
+from wane.models.certificate.deviation import TINY, Linear
+from wane.models.certificate.outward import Matrix, Vector
 
 
 class FeedForward:

@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Inputs, Rows
-from models.certificate.cases import Cases
-from models.certificate.joint import JointLength
-from models.certificate.layer_bound import Errors, LayerBound, Proof
-from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector
-from models.certificate.spread import Spread
-from models.reference import sigmoid
+from wane.models.certificate.admissible import Inputs, Rows
+from wane.models.certificate.cases import Cases
+from wane.models.certificate.joint import JointLength
+from wane.models.certificate.layer_bound import Errors, LayerBound, Proof
+from wane.models.certificate.norm import Norm
+from wane.models.certificate.outward import UP, Matrix, Vector
+from wane.models.certificate.spread import Spread
+from wane.models.reference import sigmoid
 
 JOINT_TABLE = 4_000_000
 """Gates of all tokens and units, (V, H), that are followed one by one: 32 MB."""

@@ -31,14 +31,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Inputs, Reach, Rows
-from models.certificate.cases import Cases
-from models.certificate.layer_bound import Errors, LayerBound, Proof
-from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector, product_above, roundoff
-from models.certificate.perron import perron
-from models.certificate.spread import LinearMap, Spread
-from models.reference import sigmoid
+from wane.models.certificate.admissible import Inputs, Reach, Rows
+from wane.models.certificate.cases import Cases
+from wane.models.certificate.layer_bound import Errors, LayerBound, Proof
+from wane.models.certificate.norm import Norm
+from wane.models.certificate.outward import UP, Matrix, Vector, product_above, roundoff
+from wane.models.certificate.perron import perron
+from wane.models.certificate.spread import LinearMap, Spread
+from wane.models.reference import sigmoid
 
 ITERATIONS = 100
 SETTLED = 1e-13

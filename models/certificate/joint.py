@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.outward import TINY, UP, Matrix, Vector
+from wane.models.certificate.outward import TINY, UP, Matrix, Vector
 
 DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector
-from models.certificate.spread import Spread
+from wane.models.certificate.norm import Norm
+from wane.models.certificate.outward import UP, Matrix, Vector
+from wane.models.certificate.spread import Spread
 
 TIE = 1e-9
 """Relative: a later rule wins only if its factor is smaller by more, so that rounding does not choose."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.outward import UP
+from wane.models.certificate.outward import UP
 
 
 def normalised_apart(distance: float, width: int, epsilon: float, least: float = 0.0) -> float:

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Box, Inputs, Normalised, Rows
-from models.certificate.gated import GatedLayer
-from models.certificate.gru import GruLayer
-from models.certificate.layer_bound import Layer
-from models.certificate.lstm import LstmLayer
-from models.certificate.outward import Matrix
-from models.certificate.recurrent import RecurrentLayer
-from models.manifest import Architecture
-from models.weights import Weights
+from wane.models.certificate.admissible import Box, Inputs, Normalised, Rows
+from wane.models.certificate.gated import GatedLayer
+from wane.models.certificate.gru import GruLayer
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.lstm import LstmLayer
+from wane.models.certificate.outward import Matrix
+from wane.models.certificate.recurrent import RecurrentLayer
+from wane.models.manifest import Architecture
+from wane.models.weights import Weights
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.deviation import MARGIN, Linear
-from models.certificate.outward import Matrix, Vector
-from models.certificate.request import WindowBound
+from wane.models.certificate.deviation import MARGIN, Linear
+from wane.models.certificate.outward import Matrix, Vector
+from wane.models.certificate.request import WindowBound
 
 CANCELLED = 1e-12
 """Of squares of lengths, added to what their difference is computed to."""

@@ -43,15 +43,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from models.certificate.admissible import Inputs, Rows
-from models.certificate.cases import Cases
-from models.certificate.layer_bound import Errors, LayerBound, Proof
-from models.certificate.lstm_box import LstmBox
-from models.certificate.norm import Norm, Order
-from models.certificate.outward import UP, Matrix, Vector, norm_above
-from models.certificate.perron import perron, perron_2x2
-from models.certificate.spread import LinearMap, Spread
-from models.reference import sigmoid
+from wane.models.certificate.admissible import Inputs, Rows
+from wane.models.certificate.cases import Cases
+from wane.models.certificate.layer_bound import Errors, LayerBound, Proof
+from wane.models.certificate.lstm_box import LstmBox
+from wane.models.certificate.norm import Norm, Order
+from wane.models.certificate.outward import UP, Matrix, Vector, norm_above
+from wane.models.certificate.perron import perron, perron_2x2
+from wane.models.certificate.spread import LinearMap, Spread
+from wane.models.reference import sigmoid
 
 RULES: dict[Order, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.admissible import Inputs, Reach, Rows
-from models.certificate.outward import UP, Matrix, Vector, product_above
-from models.reference import sigmoid
+from wane.models.certificate.admissible import Inputs, Reach, Rows
+from wane.models.certificate.outward import UP, Matrix, Vector, product_above
+from wane.models.reference import sigmoid
 
 ITERATIONS = 100
 SETTLED = 1e-13

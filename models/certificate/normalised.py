@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.deviation import BEYOND, FAR, MARGIN, Linear
-from models.certificate.outward import Matrix, Vector, roundoff
+from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Linear
+from wane.models.certificate.outward import Matrix, Vector, roundoff
 
 
 class Between:

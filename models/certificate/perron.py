@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.certificate.outward import UP, Matrix, Vector
+from wane.models.certificate.outward import UP, Matrix, Vector
 
 ITERATIONS = 120
 

@@ -23,12 +23,12 @@ from functools import cached_property
 
 import numpy as np
 
-from models.certificate.layer_bound import Layer
-from models.certificate.outward import Vector
-from models.certificate.spread import Spread
-from models.certificate.stack import Stack
-from models.manifest import STATE_NAMES, Architecture, Rounding
-from models.weights import Weights
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.outward import Vector
+from wane.models.certificate.spread import Spread
+from wane.models.certificate.stack import Stack
+from wane.models.manifest import STATE_NAMES, Architecture, Rounding
+from wane.models.weights import Weights
 
 ROOM = 8
 """E is larger than rho by this part of it."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.admissible import Inputs, Rows
-from models.certificate.layer_bound import Errors, LayerBound, Proof
-from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector, product_above
-from models.certificate.perron import perron
-from models.certificate.scaling import Gauge, balanced, lyapunov
-from models.certificate.spread import LinearMap, Spread
-from models.manifest import Cell
+from wane.models.certificate.admissible import Inputs, Rows
+from wane.models.certificate.layer_bound import Errors, LayerBound, Proof
+from wane.models.certificate.norm import Norm
+from wane.models.certificate.outward import UP, Matrix, Vector, product_above
+from wane.models.certificate.perron import perron
+from wane.models.certificate.scaling import Gauge, balanced, lyapunov
+from wane.models.certificate.spread import LinearMap, Spread
+from wane.models.manifest import Cell
 
 SETTLING = 12
 """Rounds in which the reach is fed back."""

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.cell import CellStep, Deviations, States
-from models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
-from models.certificate.feed_forward import Fed, FeedForward
-from models.certificate.layer_bound import Layer
-from models.certificate.layers import build_layers
-from models.certificate.normalised import Between, Normalised
-from models.certificate.outward import Matrix, Vector, roundoff
-from models.manifest import STATE_NAMES, Architecture
-from models.weights import GATES, Weights
+from wane.models.certificate.cell import CellStep, Deviations, States
+from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
+from wane.models.certificate.feed_forward import Fed, FeedForward
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.normalised import Between, Normalised
+from wane.models.certificate.outward import Matrix, Vector, roundoff
+from wane.models.manifest import STATE_NAMES, Architecture
+from wane.models.weights import GATES, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from typing import Literal
 
 import numpy as np
 
-from models.certificate.layer_bound import Errors, Layer
-from models.certificate.layers import inputs_of
-from models.certificate.outward import Matrix, Vector, norm_above
-from models.certificate.spread import Spread
-from models.certificate.stack import BlockNoise, Noise, Stack
-from models.manifest import STATE_NAMES, Architecture, StateError
-from models.weights import Weights
+from wane.models.certificate.layer_bound import Errors, Layer
+from wane.models.certificate.layers import inputs_of
+from wane.models.certificate.outward import Matrix, Vector, norm_above
+from wane.models.certificate.spread import Spread
+from wane.models.certificate.stack import BlockNoise, Noise, Stack
+from wane.models.manifest import STATE_NAMES, Architecture, StateError
+from wane.models.weights import Weights
 
 DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, norm_above, roundoff, spectral_norm
-from models.certificate.spread import Spread
+from wane.models.certificate.norm import Norm
+from wane.models.certificate.outward import UP, Matrix, norm_above, roundoff, spectral_norm
+from wane.models.certificate.spread import Spread
 
 SWEEPS = 60
 

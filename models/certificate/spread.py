@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from models.certificate.outward import TINY, UP, Matrix, Vector, norm_above, spectral_norm
+from wane.models.certificate.outward import TINY, UP, Matrix, Vector, norm_above, spectral_norm
 
 
 @dataclass(frozen=True, slots=True)

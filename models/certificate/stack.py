@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.certificate.admissible import Normalised
-from models.certificate.layer_bound import Errors, Layer
-from models.certificate.layer_norm import normalised_apart, normalised_furthest
-from models.certificate.outward import UP, Matrix, Vector, norm_above, roundoff
-from models.certificate.spread import LinearMap, Spread
-from models.manifest import Architecture
-from models.weights import Weights
+from wane.models.certificate.admissible import Normalised
+from wane.models.certificate.layer_bound import Errors, Layer
+from wane.models.certificate.layer_norm import normalised_apart, normalised_furthest
+from wane.models.certificate.outward import UP, Matrix, Vector, norm_above, roundoff
+from wane.models.certificate.spread import LinearMap, Spread
+from wane.models.manifest import Architecture
+from wane.models.weights import Weights
 
 PATIENCE = 1024
 """Tokens beyond the largest window that a curve may take to start to fall for good."""

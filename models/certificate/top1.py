@@ -23,13 +23,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.answer import variation_by_token
-from models.certificate.deviation import BEYOND, MARGIN, TINY
-from models.certificate.leads import Leads
-from models.certificate.outward import Matrix, Vector, roundoff
-from models.certificate.request import RequestBound, WindowBound
-from models.manifest import Architecture
-from models.weights import Weights, head_weight
+from wane.models.certificate.answer import variation_by_token
+from wane.models.certificate.deviation import BEYOND, MARGIN, TINY
+from wane.models.certificate.leads import Leads
+from wane.models.certificate.outward import Matrix, Vector, roundoff
+from wane.models.certificate.request import RequestBound, WindowBound
+from wane.models.manifest import Architecture
+from wane.models.weights import Weights, head_weight
 
 PAIRS_AT_ONCE = 4096
 

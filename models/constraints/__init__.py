@@ -1,5 +1,5 @@
 """Keeping a network contractive while it trains: `project(network, contraction, spectral_limit)`."""
 
-from models.constraints.projection import project
+from wane.models.constraints.projection import project
 
 __all__ = ["project"]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.constraints.l1_ball import project_rows
+from wane.models.constraints.l1_ball import project_rows
 
 SETTLING = 30
 SETTLED = 1e-7

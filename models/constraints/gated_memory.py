@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison, perron
+from wane.models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison, perron
 
 ROOM = 1.0
 """How far the memory gate's bias stays below the cap's pre-activation, so that the input can still open the gate."""

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from models.constraints.gated_memory import Recurrence, hold
-from models.constraints.spectral_limit import clip_singular_values, limit_spectral_norms
-from models.networks import Network
+from wane.models.constraints.gated_memory import Recurrence, hold
+from wane.models.constraints.spectral_limit import clip_singular_values, limit_spectral_norms
+from wane.models.networks import Network
 
 MARGIN = 1e-4
 """Relative slack under what is asked: float32 rounding never uses it up."""

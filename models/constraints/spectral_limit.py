@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.manifest import Cell
-from models.networks import Network
+from wane.models.manifest import Cell
+from wane.models.networks import Network
 
 TOUCHED = 1e-6
 """A matrix is left alone until it passes its limit by this much, relative: float32 rounding alone moves nothing."""

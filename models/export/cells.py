@@ -11,10 +11,10 @@ chunks by doubling (`benchmarks/recurrence.py`).
 
 from __future__ import annotations
 
-from models.export.graph import GraphWriter
-from models.export.linear import linear
-from models.manifest import Architecture, Cell
-from models.weights import GATES
+from wane.models.export.graph import GraphWriter
+from wane.models.export.linear import linear
+from wane.models.manifest import Architecture, Cell
+from wane.models.weights import GATES
 
 STEP_ORDER: dict[Cell, tuple[int, ...]] = {
     "linear": (0,),

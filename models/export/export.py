@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from models.bundle import QUANTISED, Bundle, write_bundle
-from models.certificate import certify
-from models.certificate.answer import head_diameter
-from models.certificate.layers import build_layers
-from models.certificate.request import RequestBound
-from models.export.graph import OPSET
-from models.export.parity import ExportError, OnnxGraphs, check_bundle
-from models.export.roles import build_graphs
-from models.export.rounding import measure_rounding
-from models.manifest import (
+from wane.models.bundle import QUANTISED, Bundle, write_bundle
+from wane.models.certificate import certify
+from wane.models.certificate.answer import head_diameter
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.request import RequestBound
+from wane.models.export.graph import OPSET
+from wane.models.export.parity import ExportError, OnnxGraphs, check_bundle
+from wane.models.export.roles import build_graphs
+from wane.models.export.rounding import measure_rounding
+from wane.models.manifest import (
     SCHEMA_VERSION,
     Architecture,
     Manifest,
@@ -30,10 +30,10 @@ from models.manifest import (
     VocabularyInfo,
     VocabularyKind,
 )
-from models.networks import Network
-from models.parity import Run
-from models.vocabulary import Vocabulary
-from models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
+from wane.models.networks import Network
+from wane.models.parity import Run
+from wane.models.vocabulary import Vocabulary
+from wane.models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
 
 WEIGHTS = "weights.safetensors"
 TOKENIZER = "tokenizer.json"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from models.export.graph import GraphWriter
-from models.export.linear import linear
-from models.manifest import Architecture
+from wane.models.export.graph import GraphWriter
+from wane.models.export.linear import linear
+from wane.models.manifest import Architecture
 
 
 def layer_norm(graph: GraphWriter, name: str, x: str, architecture: Architecture) -> str:

@@ -16,7 +16,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from models.manifest import Precision
+from wane.models.manifest import Precision
 
 OPSET = 20
 IR_VERSION = 10  # what onnxruntime 1.20, the oldest supported, reads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
-from models.export.graph import GraphWriter
+from wane.models.export.graph import GraphWriter
 
 LEVELS = 127.0
 MIDDLE = 128

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.certificate.request import RequestBound
-from models.export.cells import CellWriter
-from models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
-from models.export.graph import GraphWriter
-from models.export.linear import linear
-from models.export.radius import RadiusWriter
-from models.manifest import STATE_NAMES, Architecture
+from wane.models.certificate.request import RequestBound
+from wane.models.export.cells import CellWriter
+from wane.models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
+from wane.models.export.graph import GraphWriter
+from wane.models.export.linear import linear
+from wane.models.export.radius import RadiusWriter
+from wane.models.manifest import STATE_NAMES, Architecture
 
 TABLE_ELEMENTS = 1 << 22
 """The largest per-token table folded at load, in floats (16 MiB): beyond it the projection is computed per request."""

@@ -11,11 +11,11 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from models.bundle import Bundle, BundleError, verify_graphs
-from models.manifest import Role
-from models.networks import Network
-from models.parity import TOLERANCE, ParityError, Tensors, check_graphs, log_softmax
-from models.reference import Reference
+from wane.models.bundle import Bundle, BundleError, verify_graphs
+from wane.models.manifest import Role
+from wane.models.networks import Network
+from wane.models.parity import TOLERANCE, ParityError, Tensors, check_graphs, log_softmax
+from wane.models.reference import Reference
 
 REAL_ROWS = 4
 """Rows that the caller's tokens are laid out in, the last of them only half as long."""

@@ -21,10 +21,10 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from models.certificate.outward import Vector
-from models.certificate.request import RequestBound
-from models.export.graph import GraphWriter
-from models.manifest import Architecture
+from wane.models.certificate.outward import Vector
+from wane.models.certificate.request import RequestBound
+from wane.models.export.graph import GraphWriter
+from wane.models.manifest import Architecture
 
 GROWTH = 1 + 2.0**-16
 SMALLEST = 2.0**-6

@@ -24,11 +24,11 @@ from collections.abc import Mapping
 
 from onnx import TensorProto
 
-from models.bundle_checks import ROLES
-from models.certificate.request import RequestBound
-from models.export.graph import GraphWriter
-from models.export.network import NetworkWriter
-from models.manifest import Architecture, Precision, Role
+from wane.models.bundle_checks import ROLES
+from wane.models.certificate.request import RequestBound
+from wane.models.export.graph import GraphWriter
+from wane.models.export.network import NetworkWriter
+from wane.models.manifest import Architecture, Precision, Role
 
 ROWS_AT_ONCE = 256
 """Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""

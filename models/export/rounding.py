@@ -26,18 +26,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.answer import total_variation
-from models.certificate.certify import CERTIFIED
-from models.certificate.deviation import Deviation
-from models.certificate.layer_bound import Layer
-from models.certificate.outward import Matrix, Vector
-from models.certificate.request import RequestBound
-from models.certificate.rounding import carry
-from models.certificate.stack import Stack
-from models.manifest import STATE_NAMES, Architecture, Rounding, StateError
-from models.parity import Run, Tensors
-from models.reference import Reference, State
-from models.weights import Weights
+from wane.models.certificate.answer import total_variation
+from wane.models.certificate.certify import CERTIFIED
+from wane.models.certificate.deviation import Deviation
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.outward import Matrix, Vector
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.rounding import carry
+from wane.models.certificate.stack import Stack
+from wane.models.manifest import STATE_NAMES, Architecture, Rounding, StateError
+from wane.models.parity import Run, Tensors
+from wane.models.reference import Reference, State
+from wane.models.weights import Weights
 
 Tokens = NDArray[np.int64]
 

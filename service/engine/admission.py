@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from service.errors import Unavailable
+from wane.service.errors import Unavailable
 
 
 class Admission:

@@ -8,9 +8,9 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.answers import Agreement
-from service.engine.bounds import Bound
-from service.engine.distribution import log_softmax
+from wane.service.engine.bounds import Bound
+from wane.service.engine.logits import log_softmax
+from wane.service.types import Agreement
 
 # Two float32 runs of the same model over the same tokens, in different batches or by different graphs, differ by
 # rounding. Measured total variations stay under 1e-6; a bound is violated only by more than this.

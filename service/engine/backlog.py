@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 
-from service.errors import Overloaded
+from wane.service.errors import Overloaded
 
 LONG_S = 0.05
 """A call that is expected to take less than this is not counted: it goes between the turns of the long ones."""

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.certificate.answer import total_variation
-from models.manifest import Certificate
+from wane.models.certificate.answer import total_variation
+from wane.models.manifest import Certificate
 
 
 class Bound(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from service.alarms import Alarm, alarms
-from service.errors import DeadlineExceeded
+from wane.service.errors import DeadlineExceeded
+from wane.service.net.timers import Alarm, alarms
 
 TOO_LATE = "the deadline passed before the answer was there"
 

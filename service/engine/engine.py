@@ -23,50 +23,60 @@ from functools import partial
 from random import Random
 from typing import Literal, TypeVar
 
-from models.certificate.propagation import Propagation
-from models.manifest import Manifest, Role
-from models.vocabulary import TooManyTokens, Vocabulary
-from service.engine import comparison
-from service.engine.abreast import abreast
-from service.engine.admission import Admission
-from service.engine.answering import Answering
-from service.engine.answers import Answer, SessionView
-from service.engine.backlog import Backlog, Share
-from service.engine.batcher import Batcher
-from service.engine.compared import Comparison
-from service.engine.costs import Cost, Costs
-from service.engine.deadline import TOO_LATE, until
-from service.engine.direction import Direction
-from service.engine.forward import PIECE_TOKENS, Forward
-from service.engine.generation import Generation
-from service.engine.keeper import Keeper
-from service.engine.limits import Limits
-from service.engine.margin import Margin
-from service.engine.mode import Mode
-from service.engine.ownership import ANYBODY, Owner
-from service.engine.pacing import Pacing
-from service.engine.parallel import IN_ORDER, Parallel
-from service.engine.prompts import Prompts
-from service.engine.quick import Quick, QuickStep
-from service.engine.quick_window import QuickWindow, QuickWindows
-from service.engine.report import Report
-from service.engine.requests import CompareRequest, GenerateRequest, History, PredictRequest, ScoreRequest, StepRequest
-from service.engine.residents import Residents
-from service.engine.scores import Score, ScoredTokens, ScoreSummary
-from service.engine.scoring import Scorer, Scoring
-from service.engine.sessions import Sessions
-from service.engine.shadow import Aside, Shadow
-from service.engine.step_answers import StepAnswers
-from service.engine.steps import Steps
-from service.engine.ticket import Ticket
-from service.engine.warm_up import warm_up
-from service.errors import DeadlineExceeded, InvalidRequest
-from service.metrics import Metrics
-from service.runners.runner import RADIUS, STREAM, Runner
-from service.settings import Settings
-from service.stores.snapshots import maker
-from service.stores.store import Store
-from service.stores.tail import Tail
+from wane.models.certificate.propagation import Propagation
+from wane.models.manifest import Manifest, Role
+from wane.models.vocabulary import TooManyTokens, Vocabulary
+from wane.service.batching.batcher import Batcher
+from wane.service.batching.cost_model import Cost, Costs
+from wane.service.batching.ticket import Ticket
+from wane.service.batching.warm_up import warm_up
+from wane.service.chunked.chunked import IN_ORDER, Parallel
+from wane.service.chunked.layout import Pacing
+from wane.service.engine import compare
+from wane.service.engine.admission import Admission
+from wane.service.engine.answer import Answering
+from wane.service.engine.backlog import Backlog, Share
+from wane.service.engine.deadline import TOO_LATE, until
+from wane.service.engine.forward import PIECE_TOKENS, Forward
+from wane.service.engine.generate import Generation
+from wane.service.engine.housekeeping import Keeper
+from wane.service.engine.inline_step import Quick, QuickStep
+from wane.service.engine.inline_window import QuickWindow, QuickWindows
+from wane.service.engine.limits import Limits
+from wane.service.engine.predict import Prompts
+from wane.service.engine.score import Scorer, Scoring
+from wane.service.engine.shadow import Aside, Shadow
+from wane.service.engine.stats import Report
+from wane.service.engine.step import Steps
+from wane.service.engine.step_answers import StepAnswers
+from wane.service.engine.step_many import abreast
+from wane.service.engine.top1_proof import Direction, Margin
+from wane.service.errors import DeadlineExceeded, InvalidRequest
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.runner import RADIUS, STREAM, Runner
+from wane.service.sessions.record import Tail
+from wane.service.sessions.sessions import Sessions
+from wane.service.sessions.stores.codec import maker
+from wane.service.sessions.stores.store import Store
+from wane.service.settings import Settings
+from wane.service.state.cache import Residents
+from wane.service.types import (
+    ANYBODY,
+    Answer,
+    CompareRequest,
+    Comparison,
+    GenerateRequest,
+    History,
+    Mode,
+    Owner,
+    PredictRequest,
+    Score,
+    ScoredTokens,
+    ScoreRequest,
+    ScoreSummary,
+    SessionView,
+    StepRequest,
+)
 
 A = TypeVar("A", Answer, Answer | None)
 Operation = Literal["predict", "step"]
@@ -392,13 +402,13 @@ class Engine:
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
-        expected_s = comparison.seconds(self._costs, request)
+        expected_s = compare.seconds(self._costs, request)
         with (
             self._admission.admitted(),
             self._backlog.share(expected_s, request.deadline) as share,
             until(request.deadline),
         ):
-            compared = await comparison.compare(
+            compared = await compare.compare(
                 self._forward, self._slab, self._answering, self.vocabulary, request, ticket, share
             )
         self._report.answered("compare", Mode.BOTH)

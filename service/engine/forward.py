@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batch import Ending, Row, Work
-from service.engine.batcher import Batcher
-from service.engine.outputs import Top
-from service.engine.parallel import IN_ORDER, Parallel
-from service.engine.slab import ZERO, Slab
-from service.engine.ticket import Ticket
+from wane.service.batching.batch import Ending, Row, Top, Work
+from wane.service.batching.batcher import Batcher
+from wane.service.batching.ticket import Ticket
+from wane.service.chunked.chunked import IN_ORDER, Parallel
+from wane.service.state.pool import ZERO, Slab
 
 # Longest piece of a sequence that one run takes, so that a long input does not hold up everybody else, and its
 # intermediate values stay small.

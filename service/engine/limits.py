@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.manifest import Manifest
-from service.errors import InvalidRequest, TooLarge, shown
-from service.settings import Settings
+from wane.models.manifest import Manifest
+from wane.service.errors import InvalidRequest, TooLarge, shown
+from wane.service.settings import Settings
 
 
 class Limits:

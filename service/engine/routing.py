@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from models.manifest import Certificate
-from service.engine.bounds import bound, meets
-from service.engine.mode import Mode
+from wane.models.manifest import Certificate
+from wane.service.engine.bounds import bound, meets
+from wane.service.types import Mode
 
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # a class's member takes longer to find
 

@@ -22,17 +22,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from models.manifest import Role, StateTensor
-from service.engine.agreement import Source
-from service.engine.answering import Answering, Course, Part
-from service.engine.answers import Agreement, Latency
-from service.engine.batcher import Batcher
-from service.engine.forward import Outcome, last
-from service.engine.mode import Mode
-from service.engine.report import Report
-from service.engine.slab import HIDDEN
-from service.runners.aside import RunnerLost
-from service.runners.runner import NEXT, RADIUS, Array
+from wane.models.manifest import Role, StateTensor
+from wane.service.batching.batcher import Batcher
+from wane.service.engine.agreement import Source
+from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.forward import Outcome, last
+from wane.service.engine.stats import Report
+from wane.service.runners.runner import NEXT, RADIUS, Array
+from wane.service.runners.subprocess import RunnerLost
+from wane.service.state.pool import HIDDEN
+from wane.service.types import Agreement, Latency, Mode
 
 logger = logging.getLogger("wane.engine")
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 
-from models.manifest import Manifest
-from models.vocabulary import Vocabulary
-from service.engine.answering import Answering, Course, Part
-from service.engine.answers import Answer, Latency, Prediction
-from service.engine.batch import Row
-from service.engine.bounds import Bound, bound
-from service.engine.distribution import listed, predictions
-from service.engine.forward import outcome
-from service.engine.margin import Margin
-from service.engine.mode import Mode, Origin
-from service.engine.report import Report
-from service.engine.requests import StepRequest
-from service.engine.ticket import Ticket
-from service.stores.store import Record
+from wane.models.manifest import Manifest
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.batch import Row
+from wane.service.batching.ticket import Ticket
+from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.bounds import Bound, bound
+from wane.service.engine.forward import outcome
+from wane.service.engine.logits import listed, predictions
+from wane.service.engine.stats import Report
+from wane.service.engine.top1_proof import Margin
+from wane.service.sessions.stores.store import Record
+from wane.service.types import Answer, Latency, Mode, Origin, Prediction, StepRequest
 
 
 class StepAnswers:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import onnxruntime
 
-from models.bundle import Bundle
-from models.manifest import Role
-from service.runners.runner import Array, DeviceError
+from wane.models.bundle import Bundle
+from wane.models.manifest import Role
+from wane.service.runners.runner import Array, DeviceError
 
 logger = logging.getLogger("wane.runner")
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from models.manifest import Role
+from wane.models.manifest import Role
 
 Array = NDArray[Any]
 NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`

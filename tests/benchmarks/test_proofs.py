@@ -14,9 +14,9 @@ from benchmarks.page import with_tables
 from benchmarks.proof_results import Results, Spread
 from benchmarks.proof_tables import tables
 from benchmarks.prover import Never, Prover, Tokens, never_interrupted
-from models.bundle import Bundle
-from models.bundle_checks import read_manifest
-from models.reference import Reference
+from wane.models.bundle import Bundle
+from wane.models.bundle_checks import read_manifest
+from wane.models.reference import Reference
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "models" / "bundles"

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.stability_price import CAPS, distance, main, plan
 from tests.training.corpora import REAL_TEXT
-from training.config import Experiment
+from wane.training.config import Experiment
 
 BASE = """
 name = "{name}"

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from deploy.stack import secrets
-from service.server import CLOSE_S
-from service.settings import Settings
-from tests.service.http.live import live_server
+from tests.service.live_server import live_server
+from wane.service.server import CLOSE_S
+from wane.service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Settings()
@@ -78,7 +78,7 @@ def test_the_image_holds_what_the_server_needs_and_what_is_copied_exists() -> No
 
 
 def test_the_image_runs_the_server_as_nobody_in_particular_and_from_the_folder_that_holds_the_bundles() -> None:
-    assert json.loads(arguments("ENTRYPOINT")[-1]) == ["python", "-m", "service"]
+    assert json.loads(arguments("ENTRYPOINT")[-1]) == ["python", "-m", "wane", "serve"]
     assert arguments("USER") == [match[1] for line in arguments("RUN") if (match := re.search(r"--uid (\d+) ", line))]
     assert set(arguments("WORKDIR")) == {WORKDIR}
     assert not DEFAULTS.bundles.is_absolute()

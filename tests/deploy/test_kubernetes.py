@@ -22,11 +22,11 @@ import yaml
 from deploy.stack import secrets
 from deploy.stack.compose import SECRETS
 from deploy.stack.local import ROOT
-from service.app import ROUTES
-from service.engine.requests import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
-from service.server import CLOSE_S
-from service.settings import Settings
-from tests.service.engine.fakes import Bench, Clock
+from tests.service.engine_harness import Bench, Clock
+from wane.service.app import ROUTES
+from wane.service.server import CLOSE_S
+from wane.service.settings import Settings
+from wane.service.types import GenerateRequest, PredictRequest, ScoreRequest, StepRequest
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]

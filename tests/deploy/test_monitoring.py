@@ -15,9 +15,9 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.stack.local import ROOT
 from deploy.stack.stack import COMPOSE, replicas
-from service.metrics import Metrics
-from tests.service.stores.redis_server import program
+from tests.service.sessions.stores.redis_server import program
 from tests.stack.dashboard import DASHBOARD, GRAFANA, PANELS, SOURCE, queries
+from wane.service.observability.metrics import Metrics
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]

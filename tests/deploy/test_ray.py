@@ -17,8 +17,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from deploy.ray.front import CALLBACK, RESTART, middlewares
 from deploy.stack.local import ROOT
-from service.server import KEEP_ALIVE_S
-from service.settings import Settings
+from wane.service.server import KEEP_ALIVE_S
+from wane.service.settings import Settings
 
 DOCUMENT: Any = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text(encoding="utf-8"))
 (APPLICATION,) = DOCUMENT["applications"]

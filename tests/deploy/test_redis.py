@@ -12,7 +12,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 
 from deploy.stack import secrets
 from deploy.stack.local import ROOT
-from tests.service.stores.redis_server import redis_server
+from tests.service.sessions.stores.redis_server import redis_server
 
 STORES = ROOT / "service" / "stores"
 PAGE = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")

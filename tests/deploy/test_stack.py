@@ -13,7 +13,7 @@ from deploy.stack import secrets
 from deploy.stack.compose import SECRETS, Service, read
 from deploy.stack.local import ELSEWHERE, PROMETHEUS, PROXIES, ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, Stack
-from service.settings import Settings
+from wane.service.settings import Settings
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
 CONFIGURATION = {

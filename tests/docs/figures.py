@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models.bundle_checks import read_manifest
-from models.manifest import Manifest, Quality
+from wane.models.bundle_checks import read_manifest
+from wane.models.manifest import Manifest, Quality
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("gated-stable", "gated-stable-truncated", "gated", "rnn-stable", "lstm", "lstm-stable")

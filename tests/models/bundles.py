@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.bundle import write_bundle
-from models.certificate import certify
-from models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, Quality, VocabularyInfo
-from models.vocabulary import Vocabulary
-from models.weights import encode_weights
 from tests.models.random_models import random_weights
+from wane.models.bundle import write_bundle
+from wane.models.certificate import certify
+from wane.models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, Quality, VocabularyInfo
+from wane.models.vocabulary import Vocabulary
+from wane.models.weights import encode_weights
 
 WORDS = ("<unk>", "<eos>", *"abcdefghi")
 
@@ -27,7 +27,7 @@ def words_tokenizer() -> str:
 
 PROVENANCE = Provenance(
     created="2026-01-01T00:00:00+00:00",
-    command="python -m training train test.toml",
+    command="wane train test.toml",
     config={},
     seed=0,
     steps=0,

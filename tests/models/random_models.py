@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.manifest import Architecture, Cell
-from models.weights import weight_shapes
+from wane.models.manifest import Architecture, Cell
+from wane.models.weights import weight_shapes
 
 CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 BLOCKS = ("plain", "residual")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.manifest import Rounding, StateError
+from wane.models.manifest import Rounding, StateError
 
 
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:

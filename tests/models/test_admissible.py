@@ -5,8 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from models.certificate.admissible import Box, Normalised, Reach, Rows
-from models.reference import layer_norm, sigmoid
+from wane.models.certificate.admissible import Box, Normalised, Reach, Rows
+from wane.models.reference import layer_norm, sigmoid
 
 GENERATOR = np.random.default_rng(0)
 WEIGHT = GENERATOR.normal(size=(5, 4))

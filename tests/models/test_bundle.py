@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bundle import Bundle, BundleError, BundleExistsError, verify_graphs, write_bundle
-from models.manifest import Perplexity, Quality, Role
-from models.parity import Tensors
-from models.weights import decode_weights, encode_weights
 from tests.models.bundles import edit_manifest, small_architecture, write_small_bundle
+from wane.models.bundle import Bundle, BundleError, BundleExistsError, verify_graphs, write_bundle
+from wane.models.manifest import Perplexity, Quality, Role
+from wane.models.parity import Tensors
+from wane.models.weights import decode_weights, encode_weights
 
 FILES = (
     *("step.onnx", "window.onnx", "advance.onnx", "scan.onnx", "head.onnx"),

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.certificate import certify
-from models.certificate.layer_bound import LayerBound
-from models.certificate.layers import build_layers
-from models.manifest import STATE_NAMES, Architecture, Cell, Certificate
-from models.reference import Reference, State, sigmoid
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from wane.models.certificate import certify
+from wane.models.certificate.layer_bound import LayerBound
+from wane.models.certificate.layers import build_layers
+from wane.models.manifest import STATE_NAMES, Architecture, Cell, Certificate
+from wane.models.reference import Reference, State, sigmoid
 
 PAIRS = 64
 CLIMBS = 12

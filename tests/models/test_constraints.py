@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.certificate import certify
-from models.constraints import project
-from models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison
-from models.constraints.gated_memory import fits, nearest, shrink
-from models.manifest import Architecture, Cell
-from models.networks import Network
 from tests.models.random_models import architecture, random_weights
+from wane.models.certificate import certify
+from wane.models.constraints import project
+from wane.models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison
+from wane.models.constraints.gated_memory import fits, nearest, shrink
+from wane.models.manifest import Architecture, Cell
+from wane.models.networks import Network
 
 CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 

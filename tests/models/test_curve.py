@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from benchmarks.adversary import Adversary
 from benchmarks.examined import reachable
 from benchmarks.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
-from models.certificate import certify
-from models.certificate.answer import head_diameter, total_variation
-from models.certificate.layer_bound import Layer
-from models.certificate.layer_norm import normalised_apart
-from models.certificate.layers import build_layers
-from models.certificate.rounding import worst_case
-from models.certificate.stack import Stack, state_error_curve
-from models.manifest import Architecture, Cell
-from models.parity import log_softmax
-from models.reference import Reference, State, layer_norm
-from models.weights import Weights
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 from tests.models.rounding import rounding
+from wane.models.certificate import certify
+from wane.models.certificate.answer import head_diameter, total_variation
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.layer_norm import normalised_apart
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.rounding import worst_case
+from wane.models.certificate.stack import Stack, state_error_curve
+from wane.models.manifest import Architecture, Cell
+from wane.models.parity import log_softmax
+from wane.models.reference import Reference, State, layer_norm
+from wane.models.weights import Weights
 
 PAST, LAST = 24, 24
 SOFTENING, FLIPS, STATES = 4, 2, 4

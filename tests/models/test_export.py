@@ -10,17 +10,17 @@ import onnx
 import pytest
 import torch
 
-from models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
-from models.certificate import certify
-from models.export import ExportError, export_bundle
-from models.export import network as network_module
-from models.export.parity import OnnxGraphs, check_bundle
-from models.manifest import Architecture, Cell, Manifest, Role, StateError
-from models.networks import Network
-from models.parity import Tensors, log_softmax
-from models.reference import Reference
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from wane.models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
+from wane.models.certificate import certify
+from wane.models.export import ExportError, export_bundle
+from wane.models.export import network as network_module
+from wane.models.export.parity import OnnxGraphs, check_bundle
+from wane.models.manifest import Architecture, Cell, Manifest, Role, StateError
+from wane.models.networks import Network
+from wane.models.parity import Tensors, log_softmax
+from wane.models.reference import Reference
 
 SAMPLE = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
 

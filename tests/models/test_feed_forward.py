@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.certificate.deviation import Linear
-from models.certificate.feed_forward import FeedForward
 from tests.models.test_normalised import within
+from wane.models.certificate.deviation import Linear
+from wane.models.certificate.feed_forward import FeedForward
 
 FLOAT64 = 1e-12
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.certificate.joint import JointLength
-from models.reference import sigmoid
+from wane.models.certificate.joint import JointLength
+from wane.models.reference import sigmoid
 
 
 @settings(max_examples=60, deadline=None)

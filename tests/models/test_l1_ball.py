@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.constraints.l1_ball import project_rows
+from wane.models.constraints.l1_ball import project_rows
 
 
 def problem(seed: int, rows: int, columns: int, weightless: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:

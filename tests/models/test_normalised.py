@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.certificate.deviation import Linear
-from models.certificate.normalised import Between, Normalised
+from wane.models.certificate.deviation import Linear
+from wane.models.certificate.normalised import Between, Normalised
 
 Matrix = NDArray[np.float64]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.parallel_scan import linear_recurrence
+from wane.models.parallel_scan import linear_recurrence
 
 
 def inputs(time: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

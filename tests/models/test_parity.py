@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from models.certificate import certify
-from models.manifest import Role
-from models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, compare_bits, log_softmax
-from models.reference import Reference
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 from tests.models.rounding import rounding
+from wane.models.certificate import certify
+from wane.models.manifest import Role
+from wane.models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, compare_bits, log_softmax
+from wane.models.reference import Reference
 
 LENGTHS = np.array([7, 1, 4])
 TOKENS = np.random.default_rng(0).integers(11, size=(3, 7))

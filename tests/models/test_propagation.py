@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from models.certificate.layers import build_layers
-from models.certificate.propagation import Propagation
-from models.manifest import Architecture, Cell, Rounding
-from models.reference import Reference, State
 from tests.models.random_models import CELLS, architecture, random_weights
 from tests.models.rounding import rounding
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.propagation import Propagation
+from wane.models.manifest import Architecture, Cell, Rounding
+from wane.models.reference import Reference, State
 
 LENGTH = 48
 NOTHING = 1e-12

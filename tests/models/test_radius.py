@@ -9,13 +9,13 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from models.certificate.request import RequestBound
-from models.certificate.top1 import Top1
-from models.export.roles import build_graph
-from models.manifest import Architecture
-from models.reference import Reference
-from models.weights import Weights, encode_weights, tensor_extents
 from tests.models.random_models import architecture, random_weights
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.top1 import Top1
+from wane.models.export.roles import build_graph
+from wane.models.manifest import Architecture
+from wane.models.reference import Reference
+from wane.models.weights import Weights, encode_weights, tensor_extents
 
 FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 5}
 LENGTHS = np.array([40, 1, 4, 5, 17, 40, 26])

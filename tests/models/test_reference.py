@@ -7,9 +7,9 @@ from math import exp, sqrt, tanh
 import numpy as np
 import pytest
 
-from models.manifest import Cell
-from models.reference import Reference, sigmoid
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from wane.models.manifest import Cell
+from wane.models.reference import Reference, sigmoid
 
 TOKEN = 1
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.adversary import Adversary
-from models.certificate.request import RequestBound
-from models.certificate.top1 import Top1
-from models.manifest import Cell
-from models.reference import Array, Reference
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.top1 import Top1
+from wane.models.manifest import Cell
+from wane.models.reference import Array, Reference
 
 PASTS = 48
 LONGEST_PAST = 24

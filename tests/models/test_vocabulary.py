@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.vocabulary import LINES_AT_ONCE, Vocabulary
-from tests.service.engine.fakes import byte_vocabulary, name_vocabulary
+from tests.service.engine_harness import byte_vocabulary, name_vocabulary
+from wane.models.vocabulary import LINES_AT_ONCE, Vocabulary
 
 BYTES = byte_vocabulary()
 WORDS = name_vocabulary("words")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.weights import WeightsError, check_weights, decode_weights, encode_weights, tensor_extents
 from tests.models.random_models import architecture, random_weights
+from wane.models.weights import WeightsError, check_weights, decode_weights, encode_weights, tensor_extents
 
 MODEL = architecture("lstm", layers=2, tied=False, embedding=5)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from models.bundle import Bundle
-from service.runners.onnx import OnnxRunner
-from service.settings import Settings
+from wane.models.bundle import Bundle
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / Settings.read(os.environ).bundles

@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from service.tracing import Sampling, Tracing
+from wane.service.observability.tracing import Sampling, Tracing
 
 
 class Spans:

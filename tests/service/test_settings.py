@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.settings import Settings, SettingsError
+from wane.service.settings import Settings, SettingsError
 
 
 def read(*arguments: str, **environment: str) -> Settings:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from models.vocabulary import EOS, UNK
 from tests.models.bundles import edit_manifest
 from tests.service.shipped import FOLDER
+from wane.models.vocabulary import EOS, UNK
 
 MODEL = "small"
 

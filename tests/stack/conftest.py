@@ -10,9 +10,9 @@ import pytest
 
 from deploy.stack.local import ROOT
 from deploy.stack.stack import ENTRANCE, Stack, replicas
-from models.bundle import Bundle
-from service.settings import Settings
-from tests.service.stores.redis_server import program
+from tests.service.sessions.stores.redis_server import program
+from wane.models.bundle import Bundle
+from wane.service.settings import Settings
 
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL

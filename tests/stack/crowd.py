@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from service.metrics import Metrics
-from service.settings import Settings
-from service.stores.redis import RedisStore
 from tests.stack.history import faults
 from tests.stack.player import Player
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.redis import RedisStore
+from wane.service.settings import Settings
 
 VOCABULARY = 2048
 AT_ONCE = 16

@@ -16,7 +16,7 @@ import yaml
 
 from deploy.ray.store import PASSWORD
 from deploy.stack.local import ROOT
-from tests.service.stores.redis_server import REQUIRED, free_port, program
+from tests.service.sessions.stores.redis_server import REQUIRED, free_port, program
 from tests.stack.command import Command
 from tests.stack.conftest import BUNDLE
 

@@ -16,7 +16,7 @@ from threading import Thread
 
 import pytest
 
-from tests.service.stores.redis_server import REQUIRED, free_port
+from tests.service.sessions.stores.redis_server import REQUIRED, free_port
 
 TIMEOUT_S = 120
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

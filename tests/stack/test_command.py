@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service.stores.redis_server import free_port, program
+from tests.service.sessions.stores.redis_server import free_port, program
 from tests.stack.command import WAIT_S, Command
 from tests.stack.conftest import BUNDLE
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from deploy.stack.local import PROXIES, ROOT
-from tests.service.http.live import live_server
-from tests.service.stores.redis_server import free_port, program
+from tests.service.live_server import live_server
+from tests.service.sessions.stores.redis_server import free_port, program
 from tests.stack.conftest import BUNDLE
 from tests.stack.connection import Connection, Reply
 from tests.stack.replicas import Replica, three_replicas

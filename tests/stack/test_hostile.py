@@ -17,10 +17,10 @@ from websockets.exceptions import ConnectionClosed
 
 from deploy.stack.process import Process
 from deploy.stack.stack import Stack
-from service.keys import Key, make_key
 from tests.stack.conftest import MODEL, Figures, MakeStack
 from tests.stack.connection import Broken, Connection
 from tests.stack.crowd import WAIT_S, until_true
+from wane.service.auth.keys import Key, make_key
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import pytest
 from deploy.stack import secrets
 from deploy.stack.local import ROOT
 from tests.deploy.test_kubernetes import PODS, get
-from tests.service.stores.redis_server import free_port, program
+from tests.service.sessions.stores.redis_server import free_port, program
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
 from tests.stack.names import Names, names

@@ -13,7 +13,7 @@ import pytest
 from deploy.stack.local import PROMETHEUS
 from deploy.stack.secrets import METRICS_KEY
 from deploy.stack.stack import Stack, replicas
-from tests.service.stores.redis_server import program
+from tests.service.sessions.stores.redis_server import program
 from tests.stack.conftest import MakeStack
 from tests.stack.dashboard import PANELS, queries
 from tests.stack.receiver import receiver

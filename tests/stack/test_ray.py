@@ -15,8 +15,6 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from service.middleware import POLICY
-from service.routes.stream import NO_SESSION
 from tests.stack.command import WAIT_S
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
@@ -24,6 +22,8 @@ from tests.stack.player import Player
 from tests.stack.ray_command import OTHERS, OWN, OWNER, RayCommand
 from tests.stack.test_streams import RESTART, Streaming, play
 from tests.stack.twin import Twin
+from wane.service.api.middleware import POLICY
+from wane.service.api.routes.stream import NO_SESSION
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

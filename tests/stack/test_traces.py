@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from deploy.stack.local import ROOT
-from tests.service.http.live import LiveServer, live_server
+from tests.service.live_server import LiveServer, live_server
 from tests.stack.conftest import BUNDLE
 from tests.stack.receiver import TIMEOUT_S, Received, Receiver, receiver
 
@@ -116,7 +116,7 @@ def test_the_command_line_s_calls_go_on_with_the_trace_of_whoever_called_it() ->
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
             "TRACEPARENT": parent(3)["traceparent"],
         }
-        command = [sys.executable, "-m", "service", "report", server.url]
+        command = [sys.executable, "-m", "wane", "report", server.url]
         subprocess.run(command, cwd=ROOT, env=given, check=True, capture_output=True, timeout=TIMEOUT_S)
         spans = ended(server, collector)
     call, request = sorted((span for span in spans if span.name == "GET /v1/report"), key=lambda span: span.times)

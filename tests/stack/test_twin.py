@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bundle import Bundle
-from models.reference import Reference
 from tests.stack.conftest import BUNDLE
 from tests.stack.twin import Twin
+from wane.models.bundle import Bundle
+from wane.models.reference import Reference
 
 TOKENS = (5, 6, 7, 8, 9)
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.bundle import Bundle
-from models.certificate.answer import total_variation
-from models.reference import Reference
+from wane.models.bundle import Bundle
+from wane.models.certificate.answer import total_variation
+from wane.models.reference import Reference
 
 Answers = Mapping[int, Mapping[str, Any]]
 """The documents of a session's answers, by the position after them."""

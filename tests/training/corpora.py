@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
-from training.data import Corpus, load_corpus
+from wane.training.config import DataConfig, Experiment, ModelConfig, TrainingConfig
+from wane.training.data import Corpus, load_corpus
 
 REAL_TEXT = Path(__file__).parents[2] / "LICENSE"
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.networks import Network
-from training.foreign.checkpoint import read_checkpoint
-from training.foreign.model import ForeignModel, understand
+from wane.models.networks import Network
+from wane.training.foreign.checkpoint import read_checkpoint
+from wane.training.foreign.model import ForeignModel, understand
 
 CELLS: dict[str, Callable[..., nn.Module]] = {"rnn_tanh": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 VOCABULARY = 13

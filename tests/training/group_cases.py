@@ -16,12 +16,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.training.corpora import experiment, text_corpus
-from training.config import Experiment, ModelConfig
-from training.data import Corpus
-from training.errors import DataError, RunError, TrainingError
-from training.group import Group
-from training.loop import Trainer
-from training.run_folder import RunFolder
+from wane.training.config import Experiment, ModelConfig
+from wane.training.data import Corpus
+from wane.training.errors import DataError, RunError, TrainingError
+from wane.training.group import Group
+from wane.training.loop import Trainer
+from wane.training.run_folder import RunFolder
 
 STOP = 11
 """Steps after which `HANDED_ON` and `NOISY` are stopped."""

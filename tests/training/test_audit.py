@@ -9,19 +9,19 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
+from wane.training.__main__ import main
 
-from models.bundle import Bundle
-from models.certificate import certify
-from service.runners.onnx import OnnxRunner
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
 from tests.training.foreign_models import VOCABULARY, Plain, saved
 from tests.training.test_foreign_vocabulary import byte_level
-from training.__main__ import main
-from training.audit_report import AuditReport
-from training.config import ModelConfig
-from training.data import data_kind, load_whole
-from training.errors import DataError
-from training.run import train
+from wane.models.bundle import Bundle
+from wane.models.certificate import certify
+from wane.service.runners.onnx import OnnxRunner
+from wane.training.audit_report import AuditReport
+from wane.training.config import ModelConfig
+from wane.training.data import data_kind, load_whole
+from wane.training.errors import DataError
+from wane.training.run import train
 
 NAMES = ("</s>", "<unk>", *"abcdefghijk")
 assert len(NAMES) == VOCABULARY

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from models.manifest import Manifest
 from tests.docs.figures import manifests
-from training.config import Experiment
-from training.errors import ConfigError
+from wane.models.manifest import Manifest
+from wane.training.config import Experiment
+from wane.training.errors import ConfigError
 
 SHIPPED = sorted((Path(__file__).parents[2] / "training" / "experiments").glob("*.toml"))
 VALID = """

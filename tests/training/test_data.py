@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.vocabulary import Vocabulary
 from tests.training.corpora import text_corpus, write_events
-from training.config import DataConfig
-from training.data import batches, load_corpus
-from training.errors import DataError
+from wane.models.vocabulary import Vocabulary
+from wane.training.config import DataConfig
+from wane.training.data import batches, load_corpus
+from wane.training.errors import DataError
 
 
 def load_text(path: Path, **keys: object) -> None:

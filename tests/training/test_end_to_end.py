@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from training.run_folder import RunFolder
+from wane.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
@@ -88,7 +88,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     manifest = json.loads((bundles / "licence" / "manifest.json").read_text())
     assert manifest["certificate"]["contractive"] is True
     assert manifest["provenance"]["steps"] == steps
-    assert manifest["provenance"]["command"] == "python -m training train licence.toml --run cut"
+    assert manifest["provenance"]["command"] == "wane train licence.toml --run cut"
     assert "path" not in manifest["provenance"]["config"]["data"]
 
     with socket.socket() as probe:
@@ -136,7 +136,7 @@ def test_what_was_wrong_is_said_in_one_line_and_the_exit_status_is_2(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "training", *arguments]
+    command = [sys.executable, "-m", "wane", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 2
     assert message in done.stdout + done.stderr

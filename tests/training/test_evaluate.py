@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.manifest import Cell
-from models.networks import Network
 from tests.training.corpora import text_corpus
-from training.config import ModelConfig
-from training.evaluate import (
+from wane.models.manifest import Cell
+from wane.models.networks import Network
+from wane.training.config import ModelConfig
+from wane.training.evaluate import (
     SplitLosses,
     evaluate_split,
     quality,
@@ -20,7 +20,7 @@ from training.evaluate import (
     spread_positions,
     window_losses,
 )
-from training.plots import plot_quality
+from wane.training.plots import plot_quality
 
 
 def network(cell: Cell = "lstm") -> Network:
@@ -40,7 +40,7 @@ def token_by_token(model: Network, stream: np.ndarray) -> list[float]:
 
 @pytest.mark.parametrize("cell", ["gated", "lstm", "linear"])
 def test_recurrent_losses_are_those_of_single_steps_across_pieces(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.evaluate.PIECE", 7)
+    monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
     model, stream = network(cell), text_corpus().streams["valid"][:40]
     assert recurrent_losses(model, stream).tolist() == pytest.approx(token_by_token(model, stream), abs=1e-5)
 

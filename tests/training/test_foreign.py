@@ -10,19 +10,10 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from tests.training.foreign_models import (
-    CELLS,
-    VOCABULARY,
-    OfCells,
-    Plain,
-    imported,
-    logits_of,
-    saved,
-    some_tokens,
-)
-from training.errors import ForeignError
-from training.foreign.checkpoint import read_checkpoint
-from training.foreign.names import parse_mapping
+from tests.training.foreign_models import CELLS, VOCABULARY, OfCells, Plain, imported, logits_of, saved, some_tokens
+from wane.training.errors import ForeignError
+from wane.training.foreign.checkpoint import read_checkpoint
+from wane.training.foreign.names import parse_mapping
 
 Tensors = dict[str, Tensor]
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.manifest import Architecture, Cell
-from models.networks import Network
-from models.reference import Reference
 from tests.models.random_models import random_weights
 from tests.training.corpora import text_corpus
-from training.data import Corpus
-from training.evaluate import spread_positions
-from training.forgetting import AtWindow, Spread, Unmeasurable, measure, smallest_window, token_steps, window_grid
+from wane.models.manifest import Architecture, Cell
+from wane.models.networks import Network
+from wane.models.reference import Reference
+from wane.training.data import Corpus
+from wane.training.evaluate import spread_positions
+from wane.training.forgetting import AtWindow, Spread, Unmeasurable, measure, smallest_window, token_steps, window_grid
 
 CORPUS = text_corpus()
 WINDOWS = (1, 3, 8)
@@ -66,8 +66,8 @@ def told(spread: Spread) -> list[float]:
 def test_every_figure_is_that_of_single_steps_in_float64(
     cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.evaluate.PIECE", 7)
-    monkeypatch.setattr("training.forgetting.ROWS", 4)
+    monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
+    monkeypatch.setattr("wane.training.forgetting.ROWS", 4)
     network, oracle = model(cell, tied=tied)
     corpus = short_corpus()
     stream = corpus.streams["audit"]
@@ -96,8 +96,8 @@ def test_every_figure_is_that_of_single_steps_in_float64(
 def test_a_gradient_is_what_a_small_change_of_one_input_makes(
     cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.forgetting.GRADIENT_ROWS", 2)
-    monkeypatch.setattr("training.forgetting.GRADIENT_POSITIONS", 3)
+    monkeypatch.setattr("wane.training.forgetting.GRADIENT_ROWS", 2)
+    monkeypatch.setattr("wane.training.forgetting.GRADIENT_POSITIONS", 3)
     network, _ = model(cell, tied=tied)
     network.double()
     corpus = short_corpus()
@@ -152,7 +152,7 @@ def filled(network: Network, **values: object) -> Network:
 
 @pytest.mark.parametrize("piece", [7, 1024])
 def test_a_run_that_overflows_is_named_with_its_token(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.evaluate.PIECE", piece)
+    monkeypatch.setattr("wane.training.evaluate.PIECE", piece)
     network, _ = model("rnn_relu", layers=1)
     with torch.no_grad():
         network.layers[0].cell.weight_hh_l0.abs_().mul_(4)

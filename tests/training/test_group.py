@@ -19,12 +19,12 @@ import torch
 
 from tests.training.corpora import text_corpus
 from tests.training.group_cases import ALIKE, DROPOUT, HANDED_ON, NOISY, STOP, trained
-from training.config import Experiment
-from training.device import choose_device
-from training.errors import LostError, RunError
-from training.group import ALONE, Group
-from training.loop import Trainer
-from training.run_folder import RunFolder
+from wane.training.config import Experiment
+from wane.training.device import choose_device
+from wane.training.errors import LostError, RunError
+from wane.training.group import ALONE, Group
+from wane.training.loop import Trainer
+from wane.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
@@ -194,7 +194,7 @@ def test_weights_that_have_come_apart_stop_the_run_at_its_next_evaluation(togeth
 def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_goes_on(tmp_path: Path) -> None:
     experiment, folder = tmp_path / "long.toml", tmp_path / "run"
     experiment.write_text(EXPERIMENT)
-    command = ("-m", "--", "training", "train", experiment, "--run", folder)
+    command = ("-m", "--", "wane", "train", experiment, "--run", folder)
 
     def past(step: int) -> bool:
         return any(record["step"] >= step for record in records(folder))

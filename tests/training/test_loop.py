@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.certificate import certify
-from models.manifest import Cell
-from models.networks import Network
 from tests.training.corpora import experiment, text_corpus
-from training.config import Experiment, ModelConfig, TrainingConfig
-from training.data import Corpus
-from training.errors import ResumeError
-from training.loop import Trainer
-from training.run_folder import RunFolder
-from training.schedule import learning_rate
+from wane.models.certificate import certify
+from wane.models.manifest import Cell
+from wane.models.networks import Network
+from wane.training.config import Experiment, ModelConfig, TrainingConfig
+from wane.training.data import Corpus
+from wane.training.errors import ResumeError
+from wane.training.loop import Trainer
+from wane.training.run_folder import RunFolder
+from wane.training.schedule import learning_rate
 
 CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 

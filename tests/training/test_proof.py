@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.certificate.request import window_bound
-from models.manifest import Architecture, Front
-from models.networks import Network
-from training.config import Experiment, ProofConfig
-from training.proof import ProofPressure
+from wane.models.certificate.request import window_bound
+from wane.models.manifest import Architecture, Front
+from wane.models.networks import Network
+from wane.training.config import Experiment, ProofConfig
+from wane.training.proof import ProofPressure
 
 CONFIG = ProofConfig(weight=0.1, ramp=1)
 

@@ -1,4 +1,4 @@
-"""`python -m training export` of a run, and what it leaves alone."""
+"""`wane export` of a run, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from wane.training.__main__ import main
 
 from tests.training.corpora import experiment
-from training.__main__ import main
-from training.run import train
+from wane.training.run import train
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_an_export_is_refused_before_the_run_is_evaluated(
     def evaluated(*arguments: object) -> None:
         raise AssertionError("the run is evaluated though its bundle cannot be written")
 
-    monkeypatch.setattr("training.run._evaluate", evaluated)
-    monkeypatch.setattr("training.run_folder.RunFolder.quality", lambda *arguments: None)
+    monkeypatch.setattr("wane.training.run._evaluate", evaluated)
+    monkeypatch.setattr("wane.training.run_folder.RunFolder.quality", lambda *arguments: None)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "manifest.json").write_text("{}")
     assert main(["export", str(run_folder), "--bundles", str(tmp_path)]) == 2

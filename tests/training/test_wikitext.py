@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from training.config import DataConfig
-from training.data import load_corpus
-from training.errors import DataError
-from training.wikitext import fetch_wikitext_2, read_wikitext_2
+from wane.training.config import DataConfig
+from wane.training.data import load_corpus
+from wane.training.errors import DataError
+from wane.training.wikitext import fetch_wikitext_2, read_wikitext_2
 
 DATA = os.environ.get("WANE_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="WANE_DATA names no folder with wikitext-2")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from training.foreign.layers import Layers
-from training.foreign.names import EMBEDDINGS, HEADS, kind
-from training.foreign.shelf import Shelf
+from wane.training.foreign.layers import Layers
+from wane.training.foreign.names import EMBEDDINGS, HEADS, kind
+from wane.training.foreign.shelf import Shelf
 
 LARGEST_ONE_HOT = 4096
 """Tokens up to which a model without an embedding is given the identity for one."""

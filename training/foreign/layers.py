@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.manifest import Cell
-from models.weights import GATES
-from training.foreign.names import PART, PARTS
-from training.foreign.shelf import Array, Shelf
+from wane.models.manifest import Cell
+from wane.models.weights import GATES
+from wane.training.foreign.names import PART, PARTS
+from wane.training.foreign.shelf import Array, Shelf
 
 CELLS: dict[int, Cell] = {1: "rnn_tanh", 3: "gru", 4: "lstm"}
 """By blocks of rows in the recurrent matrix."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import ValidationError
 
-from models.manifest import Architecture
-from training.foreign.checkpoint import Checkpoint
-from training.foreign.ends import find_ends
-from training.foreign.layers import find_layers, stacked
-from training.foreign.shelf import Array, Shelf
+from wane.models.manifest import Architecture
+from wane.training.foreign.checkpoint import Checkpoint
+from wane.training.foreign.ends import find_ends
+from wane.training.foreign.layers import find_layers, stacked
+from wane.training.foreign.shelf import Array, Shelf
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from training.errors import ForeignError
+from wane.training.errors import ForeignError
 
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 """The tensors of a torch.nn.RNN, GRU or LSTM layer: `rnn.weight_ih_l0`; of one of their cells: `cell.weight_ih`."""

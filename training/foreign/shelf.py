@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from training.errors import ForeignError
-from training.foreign.checkpoint import Checkpoint
+from wane.training.errors import ForeignError
+from wane.training.foreign.checkpoint import Checkpoint
 
 Array = NDArray[np.float32]
 

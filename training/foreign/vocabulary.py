@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from models.manifest import VocabularyKind
-from models.vocabulary import EOS, UNK, Vocabulary
-from training.errors import ForeignError
+from wane.models.manifest import VocabularyKind
+from wane.models.vocabulary import EOS, UNK, Vocabulary
+from wane.training.errors import ForeignError
 
 LINE_BREAK = "\u010a"
 """A line feed as byte-level BPE spells it."""

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.train
 def test_the_operator_s_states_and_log_probabilities_are_the_oracle_s(tmp_path: Path) -> None:
     from benchmarks import lstm256
     from benchmarks.bench.native import NativeLstm
-    from models.bundle import Bundle
-    from models.reference import Reference
+    from wane.models.bundle import Bundle
+    from wane.models.reference import Reference
 
     lstm256.export(tmp_path)
     bundle = Bundle.read(tmp_path / lstm256.NAME)

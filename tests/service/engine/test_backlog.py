@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from models.manifest import Role
-from service.engine.backlog import LONG_S, MARGIN, MEASURED_S, NEWEST, Backlog, Share
-from service.engine.engine import BEGUN_AT_ONCE, Engine
-from service.engine.forward import PIECE_TOKENS
-from service.engine.mode import Mode
-from service.engine.requests import CompareRequest, GenerateRequest, PredictRequest, ScoreRequest, StepRequest
-from service.errors import DeadlineExceeded, Overloaded
-from tests.service.engine.fakes import Bench, Clock, LinearCosts
+from tests.service.engine_harness import Bench, Clock, LinearCosts
+from wane.models.manifest import Role
+from wane.service.engine.backlog import LONG_S, MARGIN, MEASURED_S, NEWEST, Backlog, Share
+from wane.service.engine.engine import BEGUN_AT_ONCE, Engine
+from wane.service.engine.forward import PIECE_TOKENS
+from wane.service.errors import DeadlineExceeded, Overloaded
+from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest, StepRequest
 
 MakeBench = Callable[..., Bench]
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from models.manifest import Certificate
-from service.engine.bounds import Bound, bound, meets
 from tests.models.rounding import rounding
+from wane.models.manifest import Certificate
+from wane.service.engine.bounds import Bound, bound, meets
 
 ROUNDING = 1e-3
 D = 2.0

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.manifest import Cell
-from service.engine.agreement import FLOAT32_ROUNDING
-from service.engine.answers import Answer
-from service.engine.mode import Mode
-from service.engine.requests import PredictRequest, StepRequest
 from tests.models.random_models import BLOCKS, CELLS
-from tests.service.engine.oracle import Small
+from tests.service.oracle import Small
+from wane.models.manifest import Cell
+from wane.service.engine.agreement import FLOAT32_ROUNDING
+from wane.service.types import Answer, Mode, PredictRequest, StepRequest
 
 EVERYTHING = 11
 ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind", "prompt")

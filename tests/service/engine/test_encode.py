@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Encoding as Encoded
 
-from service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
-from tests.service.engine.fakes import PATIENCE_S, Bench, name_vocabulary
+from tests.service.engine_harness import PATIENCE_S, Bench, name_vocabulary
+from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 
 MakeBench = Callable[..., Bench]
 LONG = "The history\nof the " * 500

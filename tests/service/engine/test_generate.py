@@ -6,11 +6,9 @@ from contextlib import aclosing
 
 import pytest
 
-from service.engine.generated import Finish, FinishReason, GeneratedToken
-from service.engine.mode import Mode, Origin
-from service.engine.requests import GenerateRequest
-from service.errors import DeadlineExceeded, InvalidRequest, WaneError
-from tests.service.engine.fakes import Bench, name_vocabulary
+from tests.service.engine_harness import Bench, name_vocabulary
+from wane.service.errors import DeadlineExceeded, InvalidRequest, WaneError
+from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
 
 MakeBench = Callable[..., Bench]
 EOS = 0

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.manifest import Certificate
-from service.engine.answers import Answer
-from service.engine.distribution import predictions
-from service.engine.mode import Mode, Origin
-from service.engine.requests import PredictRequest
-from service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
-from tests.service.engine.fakes import CONTRACTIVE, Bench, name_vocabulary
+from tests.service.engine_harness import CONTRACTIVE, Bench, name_vocabulary
+from wane.models.manifest import Certificate
+from wane.service.engine.logits import predictions
+from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
+from wane.service.types import Answer, Mode, Origin, PredictRequest
 
 MakeBench = Callable[..., Bench]
 EOS = 0

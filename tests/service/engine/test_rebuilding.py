@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from service.engine.mode import Mode, Origin
-from service.engine.requests import PredictRequest, StepRequest
-from tests.service.engine.fakes import Bench
+from tests.service.engine_harness import Bench
+from wane.service.types import Mode, Origin, PredictRequest, StepRequest
 
 MakeBench = Callable[..., Bench]
 

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
-from service.engine.answers import Answer
-from service.engine.mode import Mode, Origin
-from service.engine.requests import History, PredictRequest, StepRequest
-from service.errors import IdempotencyKeyReused, PositionConflict, SessionExists, Unavailable, UnknownSession
-from service.metrics import Metrics
-from service.settings import Settings
-from service.stores.opening import make_store
-from service.stores.store import Store
-from tests.service.engine.fakes import Bench
-from tests.service.engine.test_steps import MakeBench, expected, ranked
-from tests.service.stores.proxy import proxy
-from tests.service.stores.redis_server import RedisServer, redis_server
-from tests.service.stores.test_redis import until
+from tests.service.engine.test_step import MakeBench, expected, ranked
+from tests.service.engine_harness import Bench
+from tests.service.sessions.stores.proxy import proxy
+from tests.service.sessions.stores.redis_server import RedisServer, redis_server
+from tests.service.sessions.stores.test_redis import until
+from wane.service.errors import IdempotencyKeyReused, PositionConflict, SessionExists, Unavailable, UnknownSession
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.factory import make_store
+from wane.service.sessions.stores.store import Store
+from wane.service.settings import Settings
+from wane.service.types import Answer, History, Mode, Origin, PredictRequest, StepRequest
 
 pytestmark = pytest.mark.stack
 

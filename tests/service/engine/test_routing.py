@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from models.manifest import Certificate
-from service.engine.mode import Mode
-from service.engine.routing import UNASKED, Cost, is_free, of_session, rebuilt_from, ways
-from tests.service.engine.fakes import CONTRACTIVE, ROUNDING
+from tests.service.engine_harness import CONTRACTIVE, ROUNDING
+from wane.models.manifest import Certificate
+from wane.service.engine.routing import UNASKED, Cost, is_free, of_session, rebuilt_from, ways
+from wane.service.types import Mode
 
 BOUNDS = tuple(0.5**k for k in range(1, 17))
 CERTIFIED = Certificate(

@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.engine.distribution import log_softmax, predictions
-from service.engine.sampling import Sampler
-from tests.service.engine.fakes import name_vocabulary
+from tests.service.engine_harness import name_vocabulary
+from wane.service.engine.logits import Sampler, log_softmax, predictions
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.25, 0.15], np.float32))
 DRAWS = 4000

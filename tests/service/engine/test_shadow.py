@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.manifest import Role
-from service.engine import shadow
-from service.engine.agreement import compare
-from service.engine.answers import Answer
-from service.engine.catalog import Catalog
-from service.engine.mode import Mode, Origin
-from service.engine.requests import PredictRequest, StepRequest
-from service.engine.shadow import Shadow
-from service.metrics import Metrics
-from service.runners.aside import RunnerLost
-from service.runners.runner import Array
-from service.settings import Settings
-from tests.service.engine.fakes import Bench
+from tests.service.engine_harness import Bench
 from tests.service.shipped import PATHS
+from wane.models.manifest import Role
+from wane.service.engine import shadow
+from wane.service.engine.agreement import compare
+from wane.service.engine.shadow import Shadow
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import Catalog
+from wane.service.runners.runner import Array
+from wane.service.runners.subprocess import RunnerLost
+from wane.service.settings import Settings
+from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
 
 MakeBench = Callable[..., Bench]
 EOS = 0

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from models.vocabulary import Vocabulary
-from service.engine.text_stream import TextStream
-from tests.service.engine.fakes import byte_vocabulary, name_vocabulary
+from tests.service.engine_harness import byte_vocabulary, name_vocabulary
+from wane.models.vocabulary import Vocabulary
+from wane.service.engine.generate import TextStream
 
 BYTES = byte_vocabulary()
 

@@ -6,9 +6,9 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from service.runners.onnx import CPU, CUDA, OnnxRunner
-from service.runners.runner import DeviceError
 from tests.service.shipped import each_bundle, opened
+from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
+from wane.service.runners.runner import DeviceError
 
 
 class NoSession:

@@ -1,0 +1,71 @@
+"""What a route has at hand beside its request: the catalog, the deadline, and the access log's line."""
+
+from __future__ import annotations
+
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from wane.service.api.middleware import context
+from wane.service.engine.engine import Engine
+from wane.service.observability.logs import logs_access
+from wane.service.observability.tracing import CURRENT
+from wane.service.registry.registry import Catalog
+from wane.service.settings import Settings
+from wane.service.types import Answer, Finish, Owner, name_within
+
+
+def catalog(request: HTTPConnection) -> Catalog:
+    """The models that this process serves."""
+    found: Catalog = request.app.state.catalog
+    return found
+
+
+def settings(request: HTTPConnection) -> Settings:
+    """What the operator chose."""
+    found: Settings = request.app.state.settings
+    return found
+
+
+def deadline(request: HTTPConnection) -> float | None:
+    """When the answer is no longer wanted, in seconds on the event loop's clock."""
+    return context(request.scope).deadline
+
+
+def header(request: HTTPConnection, name: str) -> str | None:
+    """The value of a header, by its lower-case name."""
+    return context(request.scope).header(name)
+
+
+def owner(request: HTTPConnection) -> Owner:
+    """Whoever asks."""
+    return context(request.scope).owner
+
+
+def named(request: HTTPConnection, session: str) -> str:
+    """What a session of whoever asks goes by within. Raises InvalidRequest for what is no id."""
+    return name_within(context(request.scope).owner.name, session)
+
+
+def charge(request: HTTPConnection, requests: int) -> None:
+    """Counts a call as so many requests, of which the door has counted one. Raises RateLimited, Unauthorized."""
+    holder = context(request.scope).holder
+    if holder is not None and requests > 1:
+        holder.charge(requests - 1, before=1)
+
+
+def note_model(request: HTTPConnection, engine: Engine) -> None:
+    """Adds the model to the request's line in the access log."""
+    context(request.scope).fields["model"] = engine.name
+
+
+def note_answer(scope: Scope, given: Answer | Finish) -> None:
+    """Adds how the answer came about to the request's line in the access log, and to its span."""
+    if not logs_access() and CURRENT.get() is None:
+        return
+    context(scope).fields.update(
+        mode=given.mode.value,
+        state=given.state.value,
+        queue_ms=round(given.latency.queue_ms, 3),
+        compute_ms=round(given.latency.compute_ms, 3),
+        batch_items=given.latency.batch_items,
+    )

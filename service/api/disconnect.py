@@ -1,0 +1,67 @@
+"""A client that hangs up stops the work done for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import TracebackType
+
+from starlette.requests import Request
+from starlette.types import Message
+from starlette.websockets import WebSocket
+
+from wane.service.errors import Abandoned
+from wane.service.net.timers import alarms
+from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
+
+
+class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
+    """Cancels the body of the `with` when the client goes away, and raises Abandoned in its place.
+
+        with until_hangup(request):
+            answer = await engine.step(...)
+
+    A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
+    WebSocket more messages may come, while its client waits for the answer to one; they are put into `early`, and when
+    that is full no more are read. What had entered a batch when the client left is finished by the engine, and can be
+    replayed.
+    """
+
+    __slots__ = ("_alarm", "_cancelled_before", "_client", "_early", "_gone", "_task", "_watcher")
+
+    def __init__(self, client: Request | WebSocket, early: deque[Message] | None = None) -> None:
+        self._client = client
+        self._early = early
+        self._gone = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "this is a bug: a request is always served by a task"
+        self._task = task
+        self._cancelled_before = task.cancelling()
+        self._alarm = alarms().at(asyncio.get_running_loop().time() + PATIENCE_S, self._watch)
+
+    def _watch(self) -> None:
+        self._watcher = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        early = self._early
+        while early is None or len(early) < MOST_EARLY:
+            message = await self._client.receive()
+            if message["type"] in ("http.disconnect", "websocket.disconnect"):
+                self._gone = True
+                self._task.cancel()
+                return
+            if early is not None:
+                early.append(message)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._alarm.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None  # its end would hold on to this, and this to it, until the garbage collector comes
+        if self._gone and self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
+            raise Abandoned("the client hung up before the answer") from error

@@ -1,0 +1,47 @@
+"""What the OpenAPI description says that no route knows: limits that are settings, and the header of every request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from wane.service.api.middleware import TIMEOUT, TIMEOUT_HEADER
+from wane.service.api.schemas.common import AT_MOST, AtMost, anchored
+from wane.service.settings import Settings
+
+BOUNDS = {"array": "maxItems", "integer": "maximum"}
+
+TIMEOUT_PARAMETER = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "milliseconds in which an answer is wanted; at most as many as the server's own limit count",
+    "schema": {"type": "string", "pattern": anchored(TIMEOUT)},
+}
+
+
+def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The framework's description, with what it does not know."""
+    for schema in _schemas(document):
+        if AT_MOST not in schema:
+            continue
+        most = AtMost(schema.pop(AT_MOST)).value(settings)
+        for one in (schema, *schema.get("anyOf", ())):
+            if most is not None and one.get("type") in BOUNDS:
+                one.pop("exclusiveMaximum", None)
+                one[BOUNDS[one["type"]]] = most
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation.setdefault("parameters", []).append(TIMEOUT_PARAMETER)
+    return document
+
+
+def _schemas(part: object) -> Iterator[dict[str, Any]]:
+    """Every object in the description."""
+    if isinstance(part, dict):
+        yield part
+        for inner in part.values():
+            yield from _schemas(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _schemas(inner)

@@ -1,0 +1,143 @@
+"""A failure.
+
+Failures as answers, in the envelope of the protocol that the path speaks.
+
+`problem` is the native protocol's (RFC 9457, application/problem+json).
+
+    {"type": "urn:wane:error:position_conflict", "title": "Position conflict", "status": 409,
+     "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
+     "request_id": "...", "position": 12}
+
+Every failure of every native route has this shape: ours, a path or method that does not exist, and what nobody
+expected. `error_object` is that of the Open Inference Protocol, under /v2: its clients look for `error`, a text.
+
+    {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from wane.service.api.middleware import context
+from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
+from wane.service.observability.logs import SERVICE
+
+
+class ProblemDocument(TypedDict):
+    """RFC 9457, with a stable `code`, whether trying again may help, and the request's id; some codes add fields."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    retryable: bool
+    request_id: str
+
+
+INTERNAL = "internal"
+BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
+INFERENCE_PROTOCOL = "/v2/"
+NOWHERE = "there is nothing at this path; /docs lists what there is"
+UNEXPECTED = "something went wrong here, and it is not your request; the log has it under this request id"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a client may know of a failure, in no protocol's words."""
+
+    status: int
+    code: str
+    detail: str
+    retryable: bool = False
+    extra: dict[str, object] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self, request_id: str) -> dict[str, object]:
+        """The members of a problem document."""
+        return {
+            "type": f"urn:wane:error:{self.code}",
+            "title": self.code.replace("_", " ").capitalize(),
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+            "request_id": request_id,
+            **self.extra,
+        }
+
+
+def describe(error: Exception) -> Failure:
+    """What may be said about `error`: everything for our own, the method or path for the router's, else nothing."""
+    if isinstance(error, WaneError):
+        headers: dict[str, str] = {}
+        if isinstance(error, Overloaded | Unavailable):
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if isinstance(error, TooLarge | BodyTimeout | Unauthorized):
+            headers["connection"] = "close"  # the rest of the body is not read
+        if isinstance(error, Unauthorized):
+            headers["www-authenticate"] = BASIC if error.basic else BEARER
+        return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase
+        detail = {
+            404: NOWHERE,
+            405: "this path does not take this method; the header Allow lists those that it takes",
+        }.get(error.status_code, error.detail)
+        return Failure(error.status_code, phrase.lower().replace(" ", "_"), detail, headers=dict(error.headers or {}))
+    return Failure(500, INTERNAL, UNEXPECTED)
+
+
+def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
+    """The problem document of what failed within an answer, such as one input of a batch."""
+    return described(scope, error).body(context(scope).request_id)
+
+
+def problem(scope: Scope, error: Exception) -> Response:
+    """The native protocol's answer to a failure, which is noted for the access log."""
+    here = context(scope)
+    failure = described(scope, error)
+    here.fields["error"] = failure.code
+    return Response(
+        json.dumps(failure.body(here.request_id)),
+        status_code=failure.status,
+        media_type="application/problem+json",
+        headers=failure.headers,
+    )
+
+
+def error_object(scope: Scope, error: Exception) -> Response:
+    """The Open Inference Protocol's answer to a failure, which is noted for the access log."""
+    here = context(scope)
+    failure = described(scope, error)
+    here.fields["error"] = failure.code
+    document = {
+        "error": failure.detail,
+        "code": failure.code,
+        "retryable": failure.retryable,
+        "request_id": here.request_id,
+        **failure.extra,
+    }
+    return Response(json.dumps(document), failure.status, failure.headers, media_type="application/json")
+
+
+def envelope(scope: Scope, error: Exception) -> Response:
+    """The answer to a failure, in the words of the path's protocol."""
+    return (error_object if scope["path"].startswith(INFERENCE_PROTOCOL) else problem)(scope, error)
+
+
+def described(scope: Scope, error: Exception) -> Failure:
+    """As `describe`; logs the trace of what nobody expected."""
+    failure = describe(error)
+    if failure.code == INTERNAL:
+        fields = {"request_id": context(scope).request_id}
+        SERVICE.error("unexpected failure", exc_info=error, extra={"fields": fields})
+    return failure

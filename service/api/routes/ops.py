@@ -1,0 +1,116 @@
+"""Pages for people: plain HTML, without scripts, and without anything that another site serves.
+
+For operators: liveness, readiness, metrics; and a first page for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from wane.service.api import encode
+from wane.service.api.deps import catalog
+from wane.service.api.schemas.ops import LivenessDocument, ReadinessDocument
+from wane.service.observability.metrics import Metrics
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+}
+"""What tells a browser to load nothing from elsewhere, to run nothing, and to show the page in no frame."""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>body {{ font-family: sans-serif; max-width: 60em; margin: 2em auto }} td {{ padding: 0 1em 0.5em 0 }}</style>
+{content}
+</html>
+"""
+FIRST = """<p>Wane serves recurrent next-token models whose memory provably fades, as a stream or as a window of the
+last k tokens, and says how far the two are apart: read <a href="docs">what there is to ask for</a>, or its <a
+href="openapi.json">description</a> for programs, the <a href="v1/models">models</a> and the <a
+href="v1/report">report</a>.</p>"""
+
+
+def first() -> str:
+    """The first page."""
+    return PAGE.format(title="Wane", content=FIRST)
+
+
+def reference(openapi: Mapping[str, Any]) -> str:
+    """Every route of an OpenAPI description, and what it does."""
+    rows = "\n".join(_rows(openapi))
+    about = escape(openapi["info"].get("description", ""))
+    content = f'<p>{about} All of it: <a href="openapi.json">openapi.json</a>.</p>\n<table>\n{rows}\n</table>'
+    return PAGE.format(title="Wane: the API", content=content)
+
+
+def _rows(openapi: Mapping[str, Any]) -> Iterator[str]:
+    for path, operations in openapi["paths"].items():
+        for method, operation in operations.items():
+            told = escape(operation.get("description") or operation.get("summary", ""))
+            yield f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td><td>{told}</td></tr>"
+
+
+router = APIRouter(tags=["operations"])
+
+
+@router.head("/healthz", include_in_schema=False)
+@router.get("/healthz", response_model=LivenessDocument)
+async def healthz() -> Response:
+    """Whether the process lives."""
+    return encode.reply({"live": True})
+
+
+@router.head("/readyz", include_in_schema=False)
+@router.get(
+    "/readyz",
+    response_model=ReadinessDocument,
+    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is away"}},
+)
+async def readyz(request: Request) -> Response:
+    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains, nor while
+    the sessions' store is away and no step can be answered without it."""
+    models = catalog(request)
+    store = models.store
+    ready = models.ready and store is not None and store.ready
+    device = None if models.status == "loading" or models.device == "auto" else models.device
+    document = {
+        "ready": ready,
+        "status": "store_away" if models.ready and not ready else models.status,
+        "device": device,
+        "models": [encode.standing(engine) for engine in models.list()] if models.ready else [],
+        "store": None if store is None else encode.store(store),
+    }
+    return encode.reply(document, 200 if ready else 503)
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics; with exemplars as OpenMetrics, where that is accepted."""
+    found: Metrics = request.app.state.metrics
+    text, content_type = found.render(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
+
+
+@router.head("/", include_in_schema=False)
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """A first page for people."""
+    return HTMLResponse(first(), headers=HEADERS)
+
+
+@router.head("/docs", include_in_schema=False)
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """Every route, for people."""
+    return HTMLResponse(reference(request.app.openapi()), headers=HEADERS)

@@ -1,0 +1,100 @@
+"""Answers about a sequence that the client sends: predict, compare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.service.api import encode
+from wane.service.api.body import decode, json_body, tokens_of
+from wane.service.api.deps import catalog, charge, deadline, named, note_answer, note_model
+from wane.service.api.disconnect import until_hangup
+from wane.service.api.problem import failure_document
+from wane.service.api.schemas.common import CompareBody, PredictBody
+from wane.service.api.schemas.compare import ComparedModelDocument, ComparisonDocument
+from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, FailureDocument
+from wane.service.engine.engine import Engine
+from wane.service.types import CompareRequest, PredictRequest
+
+router = APIRouter(tags=["predict"])
+
+
+@router.post("/v1/predict", response_model=AnswerDocument | BatchDocument, openapi_extra=json_body(PredictBody))
+async def predict(request: Request) -> Response:
+    """What comes next: as the recurrent model, as a window of it, or both and how far they are apart."""
+    body = await decode(request, PredictBody)
+    session: str | None = None
+    if body.session is None:
+        engine = catalog(request).get(body.model)
+    else:
+        session = named(request, body.session)
+        engine = await catalog(request).engine_for(session, body.model)
+    note_model(request, engine)
+    with until_hangup(request):
+        if body.inputs is not None:
+            return encode.reply(await _predict_many(request, engine, body, body.inputs))
+        tokens = await tokens_of(engine, body.sequence, deadline(request))
+        given = await engine.predict(asked(request, body, tokens, session))
+    note_answer(request.scope, given)
+    return encode.reply(encode.answer(engine, given))
+
+
+def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session: str | None = None) -> PredictRequest:
+    """What a request asks of the engine; `session` as it goes by within. Raises InvalidRequest."""
+    return PredictRequest(
+        tokens=tokens,
+        mode=body.mode,
+        window=body.window,
+        tolerance=body.tolerance,
+        top_k=body.top_k,
+        session=session,
+        deadline=deadline(request),
+        truncated=body.truncated,
+    )
+
+
+async def _predict_many(
+    request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
+) -> BatchDocument:
+    """One bad input never fails the others: each has an answer or an error in its place."""
+    charge(request, len(inputs))
+    wanted: list[PredictRequest] = []
+    refused: dict[int, Exception] = {}
+    for index, given in enumerate(inputs):
+        if isinstance(given, str):
+            await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+        try:
+            wanted.append(asked(request, body, await tokens_of(engine, given, deadline(request))))
+        except Exception as error:
+            refused[index] = error
+    answered = iter(await engine.predict_many(wanted))
+    results: list[AnswerDocument | FailureDocument] = []
+    for index in range(len(inputs)):
+        outcome = refused[index] if index in refused else next(answered)
+        if isinstance(outcome, Exception):
+            results.append({"error": failure_document(request.scope, outcome)})
+        else:
+            results.append(encode.answer(engine, outcome))
+        if len(results) % encode.MADE_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return {**encode.model(engine), "results": results}
+
+
+@router.post("/v1/compare", response_model=ComparisonDocument, openapi_extra=json_body(CompareBody))
+async def compare(request: Request) -> Response:
+    """Measures latency and agreement of windows of several sizes against the recurrent answer."""
+    body = await decode(request, CompareBody)
+    names: Sequence[str | None] = body.models or [body.model]
+    engines = [catalog(request).get(name) for name in names]
+    compared: list[ComparedModelDocument] = []
+    with until_hangup(request):
+        for engine in engines:
+            note_model(request, engine)
+            tokens = await tokens_of(engine, body.sequence, deadline(request))
+            wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
+            compared.append(encode.comparison(engine, len(tokens), await engine.compare(wanted)))
+    return encode.reply({"device": catalog(request).device, "models": compared})

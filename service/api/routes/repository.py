@@ -1,0 +1,72 @@
+"""The Open Inference Protocol's model repository extension: which versions there are, loading and unloading.
+
+A load replaces the model's version under its live sessions: see `service/registry/registry.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.service.api import encode
+from wane.service.api.body import decode, json_body
+from wane.service.api.deps import catalog, deadline, note_model
+from wane.service.api.disconnect import until_hangup
+from wane.service.api.schemas.common import IndexBody, LoadBody, UnloadBody
+from wane.service.api.schemas.models import (
+    LoadedDocument,
+    ProtocolFailureDocument,
+    RepositoryEntryDocument,
+    UnloadedDocument,
+)
+from wane.service.registry.registry import Entry
+
+FAILURE: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "any failure, as the Open Inference Protocol has it",
+        "content": {"application/json": {"schema": TypeAdapter(ProtocolFailureDocument).json_schema()}},
+    }
+}
+
+router = APIRouter(prefix="/v2/repository", tags=["repository"], responses=FAILURE)
+
+
+@router.post("/index", response_model=list[RepositoryEntryDocument], openapi_extra=json_body(IndexBody, required=False))
+async def index(request: Request) -> Response:
+    """Every version of every model that is served, is on its way in or out, or lies in the bundles' folder."""
+    body = await decode(request, IndexBody, empty=b"{}")
+    entries = await catalog(request).index()
+    found = [document(one) for one in entries if one.condition == "READY" or not body.ready]
+    return Response(to_json(found), media_type="application/json")
+
+
+def document(entry: Entry) -> RepositoryEntryDocument:
+    return {"name": entry.name, "version": entry.version, "state": entry.condition, "reason": entry.reason}
+
+
+@router.post(
+    "/models/{name}/unload", response_model=UnloadedDocument, openapi_extra=json_body(UnloadBody, required=False)
+)
+async def unload(request: Request, name: str) -> Response:
+    """Serves a model no more. Its sessions are there again if it is loaded again before they expire."""
+    await decode(request, UnloadBody, empty=b"{}")
+    await catalog(request).unload_model(name)
+    unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
+    return encode.reply(unloaded)
+
+
+@router.post("/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False))
+async def load(request: Request, name: str) -> Response:
+    """Loads a model, or the version of it that its bundle now holds, beside the one that is served; then takes that
+    one's place. Answered when that is done. If it fails, what was served before still is, and `error` says why."""
+    await decode(request, LoadBody, empty=b"{}")
+    with until_hangup(request):
+        engine = await catalog(request).load_model(name, deadline(request))
+    note_model(request, engine)
+    loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}
+    return encode.reply(loaded)

@@ -1,0 +1,243 @@
+"""Sessions: a sequence that grows step by step, with its state kept between requests.
+
+Steps of many sessions in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.service.api import encode
+from wane.service.api.body import decode, headers, json_body, tokens_of
+from wane.service.api.deps import catalog, charge, deadline, header, named, note_answer, note_model, owner
+from wane.service.api.disconnect import until_hangup
+from wane.service.api.problem import failure_document
+from wane.service.api.schemas.common import (
+    IDEMPOTENCY,
+    RewindBody,
+    SessionBody,
+    SessionStepBody,
+    StepBody,
+    StepsBody,
+    anchored,
+)
+from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
+from wane.service.api.schemas.sessions import SessionDocument
+from wane.service.engine.engine import Engine
+from wane.service.errors import EarlierStepFailed, InvalidRequest, shown
+from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within
+
+# What is no id is refused by the engine, not by the framework, whose answer would be another.
+PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
+SessionId = Annotated[str, Path(examples=["demo"], description="the session's id", json_schema_extra=PATTERN)]
+POSITION = "x-wane-position"
+DIGITS = "[0-9]{1,15}"
+IDEMPOTENCY_KEY = "idempotency-key"
+STEP_HEADERS = headers(
+    {
+        POSITION: ("as `expected_position`", {"pattern": anchored(DIGITS)}),
+        IDEMPOTENCY_KEY: (
+            IDEMPOTENCY,
+            {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS},
+        ),
+    }
+)
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=SessionDocument,
+    openapi_extra=json_body(SessionBody),
+    responses={
+        200: {
+            "model": SessionDocument,
+            "description": "The session existed already with the same options, and no step was taken yet",
+        }
+    },
+)
+async def create(request: Request) -> Response:
+    """Starts a session under an id of your own or a new one: at position 0, or at `position` behind its last tokens.
+
+    Sent again before the first step, the same request is answered 200 with the session.
+    """
+    body = await decode(request, SessionBody)
+    engine = catalog(request).get(body.model)
+    note_model(request, engine)
+    with until_hangup(request):
+        history = await _history(engine, body, deadline(request))
+    view = await engine.create_session(body.session, body.mode, owner(request), history)
+    document = encode.session(engine, view)
+    return encode.reply(document, 201 if view.created else 200, {"location": f"/v1/sessions/{document['session']}"})
+
+
+async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
+    """What the session goes on from; None where it starts at position 0. Raises InvalidRequest, TooLarge."""
+    if body.position is None:
+        return None
+    if body.input is not None:
+        return History(await tokens_of(engine, body.input, until), body.position)
+    return History(tuple(body.history or ()), body.position)
+
+
+@router.head("/{session}", include_in_schema=False)
+@router.get("/{session}", response_model=SessionDocument)
+async def read(request: Request, session: SessionId) -> Response:
+    """Where a session is. Looking does not keep it alive."""
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
+    note_model(request, engine)
+    return encode.reply(encode.session(engine, await engine.get_session(name)))
+
+
+@router.delete("/{session}", status_code=204)
+async def delete(request: Request, session: SessionId) -> Response:
+    """Ends a session."""
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
+    note_model(request, engine)
+    with until_hangup(request):
+        await engine.delete_session(name, deadline(request))
+    return Response(status_code=204)
+
+
+@router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
+async def append(request: Request, session: SessionId) -> Response:
+    """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
+    body = await decode(request, StepBody)
+    given = position(request, body)
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
+    note_model(request, engine)
+    with until_hangup(request):
+        tokens = await tokens_of(engine, body.sequence, deadline(request))
+        answer = await engine.step(step(request, name, tokens, given, body))
+    note_answer(request.scope, answer)
+    return encode.reply(encode.answer(engine, answer))
+
+
+def step(
+    request: Request, session: str, tokens: tuple[int, ...], expected_position: int | None, body: StepBody
+) -> StepRequest:
+    """What a request asks of the engine; `session` as it goes by within. Raises InvalidRequest."""
+    return StepRequest(
+        session,
+        tokens,
+        body.mode,
+        expected_position,
+        header(request, IDEMPOTENCY_KEY),
+        body.top_k,
+        deadline(request),
+    )
+
+
+def position(request: Request, body: StepBody) -> int | None:
+    """Where the step says that it starts, in its body or in a header. Raises InvalidRequest if the two differ."""
+    given = header(request, POSITION)
+    if given is None:
+        return body.expected_position
+    if not re.fullmatch(DIGITS, given):
+        raise InvalidRequest(f"{POSITION} must be a whole number, not {shown(given)}", POSITION)
+    if body.expected_position not in (None, int(given)):
+        raise InvalidRequest(
+            f"expected_position is {body.expected_position}, but the header {POSITION} says {given}",
+            "expected_position",
+        )
+    return int(given)
+
+
+@router.post("/{session}/rewind", response_model=SessionDocument, openapi_extra=json_body(RewindBody))
+async def rewind(request: Request, session: SessionId) -> Response:
+    """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
+    body = await decode(request, RewindBody)
+    name = named(request, session)
+    engine = await catalog(request).engine_for(name)
+    note_model(request, engine)
+    with until_hangup(request):
+        view = await engine.rewind(name, body.position, deadline(request))
+    return encode.reply(encode.session(engine, view))
+
+
+Outcome = tuple[Engine, Answer] | Exception
+
+
+@router.post("/tokens", response_model=StepsDocument, openapi_extra=json_body(StepsBody))
+async def append_many(request: Request) -> Response:
+    """Appends to many sessions, and predicts what follows in each. A step that fails does not fail the others."""
+    body = await decode(request, StepsBody)
+    for name in (POSITION, IDEMPOTENCY_KEY):
+        if header(request, name) is not None:
+            raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
+    charge(request, len(body.steps))
+    with until_hangup(request):
+        outcomes = await _step_many(request, body.steps)
+    results: list[AnswerDocument | FailureDocument] = []
+    for index, outcome in enumerate(outcomes, 1):
+        results.append(_document(request, outcome))
+        if index % encode.MADE_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    document: StepsDocument = {"results": results}
+    return encode.reply(document)
+
+
+async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
+    """Every step at its session's engine, which is one for all of the session's, whatever is loaded meanwhile: so that
+    they come in their order. Raises Unavailable where nothing is served."""
+    models = catalog(request)
+    models.check_ready()
+    outcomes: list[Outcome | None] = [None] * len(bodies)
+    engines: dict[str, Engine] = {}
+    by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
+    failed: set[str] = set()
+    until, owner_name = deadline(request), owner(request).name
+    for index, body in enumerate(bodies):
+        try:
+            if body.session in failed:
+                raise EarlierStepFailed(body.session)
+            session = name_within(owner_name, body.session)
+            engine = engines.get(session) or models.engine_at_once(session) or await models.engine_for(session)
+            engines[session] = engine
+            step = StepRequest(
+                session,
+                await _tokens(engine, body, until),
+                body.mode,
+                body.expected_position,
+                body.idempotency_key,
+                body.top_k,
+                until,
+            )
+        except Exception as error:
+            failed.add(body.session)
+            outcomes[index] = error
+        else:
+            by_engine.setdefault(engine, []).append((index, step))
+
+    async def at(engine: Engine, steps: Sequence[tuple[int, StepRequest]]) -> None:
+        answered = await engine.step_many([step for _, step in steps])
+        for (index, _), outcome in zip(steps, answered, strict=True):
+            outcomes[index] = outcome if isinstance(outcome, Exception) else (engine, outcome)
+
+    await asyncio.gather(*(at(engine, steps) for engine, steps in by_engine.items()))
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) -> tuple[int, ...]:
+    if body.input is None:
+        return tuple(body.tokens or ())
+    await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+    return await tokens_of(engine, body.input, until)
+
+
+def _document(request: Request, outcome: Outcome) -> AnswerDocument | FailureDocument:
+    if isinstance(outcome, Exception):
+        return {"error": failure_document(request.scope, outcome)}
+    return encode.answer(*outcome)

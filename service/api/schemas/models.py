@@ -1,0 +1,112 @@
+"""The models that are served, and what is known of them.
+
+The repository of models, as the Open Inference Protocol has it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from wane.models.manifest import Certificate, Contraction, Quality, Role, Rounding, VocabularyInfo
+from wane.service.batching.cost_model import Cost
+
+
+class ModelFactsDocument(TypedDict):
+    """OpenAI's fields, and the manifest's beside them. `k_epsilon`: for a bound on the total variation, the smallest k
+    whose bound, and that of every larger k, is within it; null where no window's is."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    model_version: str
+    device: str
+    description: str
+    family: str
+    parameters: dict[str, object]
+    k: int
+    max_window: int
+    k_epsilon: dict[str, int | None]
+    vocabulary: VocabularyInfo
+    quality: Quality | None
+    attribution: str | None
+
+
+Costs = Annotated[
+    dict[Role, list[Cost]],
+    Field(
+        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over what was "
+        "served since, the latest counting most; auto chooses by it"
+    ),
+]
+
+
+class ModelCardDocument(ModelFactsDocument):
+    """One model, with the whole of its certificate, and what its runs cost here."""
+
+    certificate: Certificate
+    costs: Costs
+
+
+class CertificateSummaryDocument(TypedDict):
+    """The certificate without its curve; `reason` says why a model is not certified."""
+
+    contractive: bool
+    certified: bool
+    reason: str | None
+    layers: tuple[Contraction, ...]
+    head_diameter: float
+    rounding: Rounding | None
+
+
+class ModelSummaryDocument(ModelFactsDocument):
+    """One model of the list."""
+
+    certificate: CertificateSummaryDocument
+
+
+class ModelListDocument(TypedDict):
+    """Every model that is served, the default first."""
+
+    object: Literal["list"]
+    data: list[ModelSummaryDocument]
+
+
+Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+
+
+class LoadedDocument(TypedDict):
+    """A model that is served now."""
+
+    name: str
+    version: str
+    state: Condition
+
+
+class UnloadedDocument(TypedDict):
+    """A model that is not served any more."""
+
+    name: str
+    state: Condition
+
+
+class RepositoryEntryDocument(TypedDict):
+    """One version of a model; `version` is empty where its manifest cannot be read, `reason` where it is simply ready.
+    A model has several entries while one version takes another's place."""
+
+    name: str
+    version: str
+    state: Condition
+    reason: str
+
+
+class ProtocolFailureDocument(TypedDict):
+    """A failure, as the Open Inference Protocol has it; `code` as in a problem document."""
+
+    error: str
+    code: str
+    retryable: bool
+    request_id: str

@@ -1,0 +1,121 @@
+"""Predictions and steps: what comes next, and how that came about."""
+
+from __future__ import annotations
+
+from typing import Annotated, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from wane.service.types import Mode, Origin
+
+ErrorBound = Annotated[
+    float | None,
+    Field(
+        description="total variation from the never-interrupted model, at most, at temperature 1 and before top-k or "
+        "top-p; proved but for the rounding of float32 runs, which was measured; 0: exact, but for that; "
+        "null: nothing is certified. A bound of 1 is no guarantee"
+    ),
+]
+
+
+StateErrorBound = Annotated[
+    float | None,
+    Field(
+        description="2-norm distance from the never-interrupted model at the output layer's input, at most; "
+        "null: nothing is certified"
+    ),
+]
+
+
+Durable = Annotated[
+    bool,
+    Field(
+        description="of a session in a store that replicas share: whether the store has acknowledged it as it is here; "
+        "if not, its latest tokens may be lost"
+    ),
+]
+
+
+class PredictionDocument(TypedDict):
+    """One possible next token; `bytes` only where `token` is not whole text."""
+
+    token_id: int
+    token: str
+    probability: float
+    logprob: float
+    bytes: NotRequired[list[int]]
+
+
+class LatencyDocument(TypedDict):
+    """Where the time went once the tokens were there: tokenising text comes before."""
+
+    queue_ms: float
+    compute_ms: float
+    total_ms: float
+
+
+class AgreementDocument(TypedDict):
+    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone, by the margin its first
+    token leads by, proves that it is the recurrent one's too; `top1_match`: it was seen to be."""
+
+    top1_match: bool
+    top1_proved: bool
+    total_variation: float
+    kl: float
+    max_logit_difference: float
+    state_distance: float
+    state_error_bound: StateErrorBound
+    error_bound: ErrorBound
+
+
+class ModeDocument(TypedDict):
+    """One mode's part in an answer to `both`."""
+
+    predictions: list[PredictionDocument]
+    latency: LatencyDocument
+
+
+class ModelDocument(TypedDict):
+    """Who answered, and where it ran."""
+
+    model: str
+    model_version: str
+    device: str
+
+
+class AnswerDocument(ModelDocument):
+    """What comes next. `top1_proved`: the first prediction is proved to be the never-interrupted model's."""
+
+    mode: Mode
+    window: int | None
+    predictions: list[PredictionDocument]
+    latency: LatencyDocument
+    state: Origin
+    error_bound: ErrorBound
+    state_error_bound: StateErrorBound
+    top1_proved: bool
+    modes: NotRequired[dict[str, ModeDocument]]
+    agreement: NotRequired[AgreementDocument]
+    session: NotRequired[str]
+    position: NotRequired[int]
+    replayed: NotRequired[bool]
+    durable: NotRequired[Durable]
+
+
+class FailureDocument(TypedDict):
+    """One item of a batch that was not answered, as a problem document."""
+
+    error: dict[str, object]
+
+
+class BatchDocument(ModelDocument):
+    """An answer or an error for each input, in order."""
+
+    results: list[AnswerDocument | FailureDocument]
+
+
+class StepsDocument(TypedDict):
+    """An answer or an error for each step, in order."""
+
+    results: list[AnswerDocument | FailureDocument]

@@ -1,0 +1,108 @@
+"""Who may come through the door, and for what.
+
+A key comes as `Authorization: Bearer KEY`. What cannot set a header, which is a browser, sends it otherwise: a
+WebSocket as a subprotocol, `bearer.KEY` beside `wane`; a page that its user reads as the password of
+`Authorization: Basic`, which is taken for reading only, because a browser sends it along with what other sites make it
+ask. A subprotocol is a token (RFC 9110, 5.6.2), which `/` and `=` are not part of. A key that has them is sent as
+base64url without padding behind a prefix of its own, as Kubernetes has it; every other key may be.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from binascii import Error
+from collections.abc import Mapping, Sequence
+
+from starlette.types import Scope
+
+from wane.service.auth.keyring import Holder, Keyring
+from wane.service.auth.keys import Permission
+from wane.service.errors import Forbidden, Unauthorized
+
+OPEN = frozenset({"/healthz", "/readyz"})
+METRICS = "/metrics"
+REPOSITORY = "/v2/repository/models/"  # beneath it models are loaded and unloaded
+READING = frozenset({"GET", "HEAD"})
+SUBPROTOCOL = "wane"
+SUBPROTOCOL_KEY = "bearer."
+ENCODED_KEY = "base64url.bearer.authorization.k8s.io."  # Kubernetes' convention for keys that are no tokens
+HOW = "send a key as `Authorization: Bearer KEY`"
+
+
+class Guard:
+    """Lets in who has a key that is good for what is asked."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+
+    def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Holder | None:
+        """Who asks; None where nobody is asked for a key. Raises Unauthorized."""
+        if routed(scope) in OPEN:
+            return None
+        key = presented(scope, headers)
+        holder = None if key is None else self._keyring.find(key)
+        if holder is None:
+            why = f"there is no key; {HOW}" if key is None else "the key is not good"
+            raise Unauthorized(why, basic=b"text/html" in headers.get(b"accept", b"") and may_read(scope))
+        return holder
+
+    def admit(self, scope: Scope, holder: Holder) -> None:
+        """Lets in who was identified, and counts a request. Raises Forbidden, RateLimited."""
+        needed = permission(routed(scope))
+        if not holder.key.may(needed):
+            raise Forbidden(f"key {holder.key.name} has not the scope {needed}")
+        holder.charge(1.0)
+
+
+def routed(scope: Scope) -> str:
+    """The path that routes are found by: what is behind the one that the application is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def permission(path: str) -> Permission:
+    """What a key must be good for."""
+    if path == METRICS:
+        return Permission.METRICS
+    return Permission.ADMIN if path.startswith(REPOSITORY) else Permission.USE
+
+
+def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key that comes with a request, good or not; None where there is none."""
+    given = headers.get(b"authorization")
+    if given is None:
+        return None if scope["type"] == "http" else of_subprotocols(scope.get("subprotocols", ()))
+    scheme, _, credentials = given.partition(b" ")
+    scheme = scheme.lower()
+    if scheme == b"bearer":
+        return credentials.strip()
+    if scheme != b"basic" or not may_read(scope):
+        return None
+    try:
+        return b64decode(credentials, validate=True).partition(b":")[2]
+    except Error:
+        return None
+
+
+def of_subprotocols(offered: Sequence[str]) -> bytes | None:
+    """The key among the subprotocols of a WebSocket, as it is or encoded."""
+    for one in offered:
+        if one.startswith(SUBPROTOCOL_KEY):
+            return one.removeprefix(SUBPROTOCOL_KEY).encode()
+        if one.startswith(ENCODED_KEY):
+            encoded = one.removeprefix(ENCODED_KEY)
+            try:
+                return b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
+            except ValueError:  # of letters that are none of its alphabet, too
+                return b""
+    return None
+
+
+def may_read(scope: Scope) -> bool:
+    """Whether a request changes nothing, so that it may come by way of a browser."""
+    return scope["type"] == "http" and scope["method"] in READING
+
+
+def chosen(scope: Scope) -> str | None:
+    """The subprotocol that a WebSocket is accepted with: of those offered, the one that is no key."""
+    return SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None

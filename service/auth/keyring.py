@@ -1,0 +1,130 @@
+"""How much may be asked at a time: a token bucket, which fills at a rate and holds a burst.
+
+The keys that are good now, and their owners' buckets; given new keys while it is in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from hmac import compare_digest
+
+from wane.service.auth.keys import Key, digest
+from wane.service.errors import RateLimited, Unauthorized
+from wane.service.types import Owner
+
+ROUNDING = 1e-9
+"""What is missing by less than this is not missing: to take and give back is not exact."""
+
+
+class Bucket:
+    """Holds `burst` at most, and fills by `rate` a second. What is taken all at once, and is more than it can hold, is
+    given when it is full, and leaves a debt: so a large call is not refused for ever, and costs no less."""
+
+    __slots__ = ("_burst", "_clock", "_held", "_rate", "_since_s")
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
+        """`clock` in seconds. It is full at first."""
+        self._clock = clock
+        self._rate = rate
+        self._burst = self._held = burst
+        self._since_s = clock()
+
+    def take(self, amount: float, before: float = 0.0) -> float:
+        """0 where so much was taken; else nothing was, and it is how many seconds from now it may be.
+
+        What was taken `before` is part of the same call: the two are given as one, or it is given back."""
+        now_s = self._clock()
+        held = min(self._burst, self._held + (now_s - self._since_s) * self._rate)
+        self._since_s = now_s
+        missing = min(before + amount, self._burst) - (held + before)
+        if missing > ROUNDING:
+            self._held = min(self._burst, held + before)
+            return missing / self._rate
+        self._held = held - amount
+        return 0.0
+
+    def adopt(self, before: Bucket) -> None:
+        """Goes on from what another one holds, of the same owner under other limits."""
+        self._held = min(self._burst, before._held)
+        self._since_s = before._since_s
+
+
+SELECTOR_BYTES = 16
+"""By the first half of its digest a key is looked up, which may take longer or shorter; then the whole is compared, in
+a time that does not tell where two digests differ. Neither half tells anything of the key."""
+
+
+class Holder:
+    """Whoever has a key. It outlives changes of how much the key may do; once the key is good no more, or for less, or
+    for somebody else, it is `gone`, and whoever goes on with it, a WebSocket, has to come through the door again."""
+
+    __slots__ = ("_bucket", "_clock", "gone", "key", "owner")
+
+    def __init__(self, key: Key, clock: Callable[[], float], before: Holder | None = None) -> None:
+        """`before`: who had the key until now, whose spending goes on."""
+        self._clock = clock
+        self._bucket: Bucket | None = None if before is None else before._bucket
+        self.gone = False
+        self.give(key)
+
+    def give(self, key: Key) -> None:
+        """The key may do this from now on. What was spent of its rate stays spent."""
+        before = self._bucket
+        self.key = key
+        self.owner = Owner(key.name, key.sessions)
+        self._bucket = None
+        if key.rate is not None:
+            self._bucket = Bucket(key.rate, key.burst or max(key.rate, 1.0), self._clock)
+            if before is not None:
+                self._bucket.adopt(before)
+
+    def charge(self, requests: float, before: float = 0.0) -> None:
+        """So many requests are made, in one call with those that were charged `before`. Raises RateLimited where they
+        are too many together, and charges none of them; Unauthorized if the key is good no more."""
+        if self.gone:
+            raise Unauthorized("the key is good no more")
+        if self._bucket is None:
+            return
+        wait_s = self._bucket.take(requests, before)
+        if wait_s:
+            raise RateLimited(f"key {self.key.name} may make {self.key.rate:g} requests a second", wait_s)
+
+
+class Keyring:
+    """Finds the holder of a key."""
+
+    def __init__(self, keys: Sequence[Key], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
+        self._holders: dict[bytes, Holder] = {}
+        self.replace(keys)
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+        return len(self._holders)
+
+    def find(self, key: bytes) -> Holder | None:
+        """Who has this key; None for one that is not good."""
+        told = digest(key)
+        holder = self._holders.get(told[:SELECTOR_BYTES])
+        if holder is None or not compare_digest(holder.key.digest, told):
+            return None
+        return holder
+
+    def replace(self, keys: Sequence[Key]) -> None:
+        """These are the keys from now on, between one request and the next."""
+        before = self._holders
+        self._holders = {}
+        for key in keys:
+            holder = before.pop(key.digest[:SELECTOR_BYTES], None)
+            if holder is None:
+                holder = Holder(key, self._clock)
+            elif holder.key.name != key.name or not key.may_all(holder.key):
+                holder.gone = True
+                holder = Holder(key, self._clock, holder)
+            elif holder.key != key:
+                holder.give(key)
+            self._holders[key.digest[:SELECTOR_BYTES]] = holder
+        for gone in before.values():
+            gone.gone = True

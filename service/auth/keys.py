@@ -1,0 +1,193 @@
+"""API keys: who may ask, what for, and how much; as a file has them, and as the environment has them.
+
+A line of the file is one key: whose it is, the SHA-256 of the key, and what it may do. `wane key NAME`
+makes a key and its line. Every line ends in a newline.
+
+    # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate and burst (requests), sessions
+    alice:sha256:9f86d081884c7d65...
+    bob:sha256:60303ae22b998861...    rate=100 burst=200 sessions=1000
+    prometheus:sha256:fd61a03af4f7...   scope=metrics
+
+In the environment it is `name:key`, or `name:key:scope`, with commas between keys; the key itself, so that it is for
+one machine rather than for many. A name may have several keys at a time: they own the same sessions, so that a new key
+may take an old one's place.
+
+A key is drawn from 256 random bits, which nobody finds by trying, however quick the hash is: so it is hashed by SHA-256
+and not, as a password would have to be, by something slow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # what may stand behind `Bearer` (RFC 6750)
+DIGEST = re.compile(r"[0-9a-f]{64}")
+NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
+PREFIX = "wane_"  # by which those who look for lost secrets know one
+RANDOM_BYTES = 32
+WEAK_CHARACTERS = 20  # a key of fewer was hardly drawn at random
+ALGORITHM = "sha256"
+
+
+class KeysError(Exception):
+    """What should be keys is none; the message says where, and repeats nothing of it but names."""
+
+
+class Permission(StrEnum):
+    """What a key may do: `use` everything that is for clients; read the `metrics`; `admin` may load and unload models,
+    and all the rest."""
+
+    USE = "use"
+    METRICS = "metrics"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`name` is whose it is, `digest` its SHA-256. `rate`: requests a second, `burst` of them at once; `sessions`: how
+    many `name` may have; None: as many as there is room for."""
+
+    name: str
+    digest: bytes
+    permissions: frozenset[Permission] = frozenset({Permission.USE})
+    rate: float | None = None
+    burst: float | None = None
+    sessions: int | None = None
+
+    def may(self, permission: Permission) -> bool:
+        """Whether the key is good for that."""
+        return permission in self.permissions or Permission.ADMIN in self.permissions
+
+    def may_all(self, other: Key) -> bool:
+        """Whether the key is good for all that another one is good for."""
+        return Permission.ADMIN in self.permissions or other.permissions <= self.permissions
+
+    def line(self) -> str:
+        """The key's line in a file."""
+        words = [f"{self.name}:{ALGORITHM}:{self.digest.hex()}"]
+        if self.permissions != {Permission.USE}:
+            words.append(f"scope={'+'.join(sorted(self.permissions))}")
+        for option in ("rate", "burst", "sessions"):
+            value = getattr(self, option)
+            if value is not None:
+                words.append(f"{option}={value:g}" if option != "sessions" else f"{option}={value}")
+        return " ".join(words)
+
+
+def digest(key: bytes) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key).digest()
+
+
+def new_key() -> str:
+    """A key that nobody had before."""
+    return PREFIX + secrets.token_urlsafe(RANDOM_BYTES)
+
+
+def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
+    """A new key of `name`, to be given to whoever it is for, and what a file has of it. `words` as in the file. Raises
+    KeysError."""
+    key = new_key()
+    return key, _key(name, digest(key.encode()), words)
+
+
+def of_file(text: str) -> list[Key]:
+    """The keys that a file holds. Raises KeysError naming the line.
+
+    The last line must end in a newline like the others: cut off in its middle, by a disk that is full or somebody who
+    has not finished, it could be a key that may do more than was meant.
+    """
+    if text and not text.endswith("\n"):
+        raise KeysError(f"line {len(text.splitlines())}: it does not end in a newline, and may have been cut off")
+    keys: list[Key] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            name, algorithm, told = (*words[0].split(":"), "", "")[:3]
+            if words[0].count(":") != 2 or algorithm != ALGORITHM or DIGEST.fullmatch(told) is None:
+                raise KeysError(f"it must begin with NAME:{ALGORITHM}: and 64 hexadecimal digits in lower case")
+            keys.append(_key(name, bytes.fromhex(told), words[1:]))
+        except KeysError as error:
+            raise KeysError(f"line {number}: {error}") from None
+    return _checked(keys)
+
+
+def of_text(text: str) -> list[Key]:
+    """The keys of the environment: `name:key` or `name:key:scope`, with commas between. Raises KeysError naming which,
+    by its place."""
+    keys: list[Key] = []
+    for number, entry in enumerate(filter(None, map(str.strip, text.split(","))), 1):
+        name, _, rest = entry.partition(":")
+        key, _, scope = rest.partition(":")
+        try:
+            if KEY.fullmatch(key) is None:
+                raise KeysError(
+                    "it must be NAME:KEY or NAME:KEY:SCOPE, the key 1 to 256 letters, digits and . _ ~ + / - ="
+                )
+            keys.append(_key(name, digest(key.encode()), [f"scope={scope}"] if scope else ()))
+        except KeysError as error:
+            raise KeysError(f"key {number}: {error}") from None
+    return _checked(keys)
+
+
+def weak(text: str) -> list[str]:
+    """Of the keys of the environment, whose are too short to be safe."""
+    entries = (entry.strip().split(":") for entry in text.split(","))
+    return [entry[0] for entry in entries if len(entry) > 1 and len(entry[1]) < WEAK_CHARACTERS]
+
+
+def _key(name: str, told: bytes, words: Sequence[str]) -> Key:
+    if NAME.fullmatch(name) is None:
+        raise KeysError("a name must be 1 to 64 letters, digits and . _ -")
+    options: dict[str, str] = {}
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option not in ("scope", "rate", "burst", "sessions") or not equals:
+            raise KeysError(f"{name} has an option that is none; there are scope=, rate=, burst= and sessions=")
+        if option in options:
+            raise KeysError(f"{name} has {option} twice")
+        options[option] = value
+    rate, burst = _number(name, options, "rate"), _number(name, options, "burst")
+    sessions = _number(name, options, "sessions")
+    if rate is None and burst is not None:
+        raise KeysError(f"{name} has a burst, but no rate")
+    if sessions is not None and sessions != int(sessions):
+        raise KeysError(f"{name} has sessions={options['sessions']}, which is no whole number")
+    permissions = frozenset(_permissions(name, options.get("scope", Permission.USE)))
+    return Key(name, told, permissions, rate, burst, None if sessions is None else int(sessions))
+
+
+def _permissions(name: str, scope: str) -> Iterator[Permission]:
+    for word in scope.split("+"):
+        try:
+            yield Permission(word)
+        except ValueError:
+            there = ", ".join(Permission)
+            raise KeysError(f"{name} has a scope that is none; there are {there}") from None
+
+
+def _number(name: str, options: dict[str, str], option: str) -> float | None:
+    """The value of an option, over 0; None where there is none."""
+    value = options.get(option)
+    if value is None:
+        return None
+    if NUMBER.fullmatch(value) is None or float(value) <= 0:
+        raise KeysError(f"{name} has a {option} that is no number over 0")
+    return float(value)
+
+
+def _checked(keys: list[Key]) -> list[Key]:
+    """Raises KeysError where there are none, or one is there twice."""
+    if not keys:
+        raise KeysError("there is no key in it")
+    if len({key.digest for key in keys}) < len(keys):
+        raise KeysError("the same key is there twice")
+    return keys

@@ -1,0 +1,290 @@
+"""What a run put out for a batch, and what of it is wanted of every row: that is worked out once for all of them.
+
+One batch of like work: its arrays are put together, run, and taken apart again.
+
+Everything here happens on the runner's thread, and every item has its own result or its own error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Role
+from wane.service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.state.pool import HIDDEN, ZERO, Slab
+
+FEW = 5
+"""Of the largest logits, which a graph puts out a hundred of, as many are looked at unless more are asked for."""
+
+
+class Largest(NamedTuple):
+    """The largest of some logits, in falling order, the smaller id first among equals, and what they come to."""
+
+    ids: list[int]
+    logits: list[float]
+    logprobs: list[float]
+    probabilities: list[float]
+
+
+class Outputs:
+    """The outputs of one run by name, each (B, ...)."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
+        self._largest: dict[int, list[Largest]] = {}
+
+    def largest(self, row: int, count: int) -> Largest | None:
+        """At least the `count` largest logits of a row; None where the graph puts out fewer."""
+        few = self._largest.get(FEW)
+        if few is not None and count <= len(few[row].ids):
+            return few[row]
+        ids = self.arrays.get(TOP_IDS)
+        if ids is None or count > ids.shape[1]:
+            return None
+        width = FEW if count <= FEW else count
+        if width not in self._largest:
+            self._largest[width] = self._first(width)
+        return self._largest[width][row]
+
+    def _first(self, width: int) -> list[Largest]:
+        """Of every row."""
+        arrays = self.arrays
+        logits = arrays[TOP_LOGITS][:, :width].astype(np.float64)
+        # The sum is rounded: of a token that is all but certain the difference may be above 0.
+        logprobs = np.minimum(logits - arrays[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
+        columns = arrays[TOP_IDS][:, :width], logits, logprobs, np.exp(logprobs)
+        return [*map(Largest._make, zip(*[column.tolist() for column in columns], strict=True))]
+
+    @cached_property
+    def lengths(self) -> list[float]:
+        """The 2-norm of every row of `hidden`."""
+        hidden = self.arrays[HIDDEN].astype(np.float64)
+        lengths: list[float] = np.sqrt(np.einsum("bh,bh->b", hidden, hidden)).tolist()
+        return lengths
+
+
+class Top(NamedTuple):
+    """The largest logits of one row, as a graph put them out."""
+
+    outputs: Outputs
+    row: int
+
+    def first(self, count: int) -> Largest | None:
+        """At least so many of them; None where there are fewer."""
+        return self.outputs.largest(self.row, count)
+
+
+# A batch of sequences is padded to its longest. Two limits keep that bounded: padding is at most half of it, and
+# B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
+# size for scan) to some tens of megabytes. An item of its own is always let in.
+PADDED_SHARE = 2
+MOST_POSITIONS: dict[Role, int] = {"window": 16_384, "advance": 16_384, "scan": 4_096}
+
+FINITE = ("logits", HIDDEN, "logprobs")
+"""Outputs that no item is answered with unless they are finite."""
+
+ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
+"""Outputs that items are answered with; the others are written to the slab, or read here."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One item: a row of a batch of `role`.
+
+    tokens, targets: int64 (n); one token for step, which may be a tuple, none for head, n >= 1 otherwise; targets for
+    scan only.
+    The state is read from slot `read` (window starts from zero whatever it says) and the next one written to
+    slot `write`; None keeps nothing. `binding` work cannot be taken back once it is in a batch: its request is
+    then carried through, whether or not anybody waits for it. A `chunk` is one of those that a sequence was cut into
+    to be run side by side: whoever did that knows how many make a batch.
+    """
+
+    role: Role
+    tokens: NDArray[np.int64] | tuple[int, ...] | None = None
+    targets: NDArray[np.int64] | None = None
+    read: int = ZERO
+    write: int | None = None
+    binding: bool = False
+    chunk: bool = False
+
+    @property
+    def length(self) -> int:
+        """Positions that the item takes in a batch before padding."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """What a window's graph puts out for the directional test, of one row of `length` tokens: float32, all finite.
+
+    stream: (H), what the first layer's mixing matrix is added to; states, errors: by the state tensor's name, (units),
+    each layer's state and how far each unit may be from the run's.
+    """
+
+    length: int
+    stream: NDArray[np.float32]
+    states: Mapping[str, NDArray[np.float32]]
+    errors: Mapping[str, NDArray[np.float32]]
+
+
+class Row:
+    """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), all finite, and
+    the largest of the logits; None where the graph puts out none. Views, made when they are asked for.
+
+    radius: of a window, where its graph computes it: every run that ends in these tokens ends, in exact arithmetic,
+    within this 2-norm distance of `hidden`. None where it has no bound. ending: where its graph puts that out.
+    """
+
+    __slots__ = ("_outputs", "_row", "ending", "radius")
+
+    def __init__(self, outputs: Outputs, row: int, radius: float | None, ending: Ending | None) -> None:
+        """`row` of the `outputs` of a batch."""
+        self._outputs = outputs
+        self._row = row
+        self.radius = radius
+        self.ending = ending
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        return self._of("logits")
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        return self._of(HIDDEN)
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        return self._of("logprobs")
+
+    @property
+    def top(self) -> Top | None:
+        return Top(self._outputs, self._row) if TOP_IDS in self._outputs.arrays else None
+
+    def largest(self, count: int) -> Largest | None:
+        """As `Top.first`."""
+        return self._outputs.largest(self._row, count)
+
+    @property
+    def length(self) -> float:
+        """The 2-norm of `hidden`, which is there."""
+        return self._outputs.lengths[self._row]
+
+    def _of(self, name: str) -> NDArray[np.float32] | None:
+        outputs = self._outputs.arrays.get(name)
+        return None if outputs is None else outputs[self._row]
+
+
+def fits(role: Role, longest: int, total: int, items: int) -> bool:
+    """Whether a batch of `items` sequences, `longest` and `total` positions long, is within both limits."""
+    if role not in MOST_POSITIONS:
+        return True
+    padded = longest * items
+    return padded <= PADDED_SHARE * total and padded <= MOST_POSITIONS[role]
+
+
+def run(
+    works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, Array] | None = None
+) -> list[Row | Exception]:
+    """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
+
+    `room`: of the slab, for states to be gathered in; nobody else's while this runs.
+    """
+    try:
+        return _run(works, slab, runner, room)
+    except Exception as error:  # whatever a runner raises belongs to the items, not to the server
+        if len(works) == 1:
+            return [error]
+        return [row for work in works for row in run([work], slab, runner, room)]
+
+
+def _run(works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, Array] | None) -> list[Row | Exception]:
+    role = works[0].role
+    reads = [work.read for work in works]
+    feeds: dict[str, Array]
+    if role == "head":
+        feeds = {HIDDEN: slab.gather_hidden(reads)}
+    else:
+        feeds = _tokens(works)
+        if role != "window":
+            feeds |= slab.gather(reads, room)
+    outputs = runner.run(role, feeds)
+    if role != "head":
+        slab.scatter([work.write for work in works], outputs)
+    answers = {name: outputs[name] for name in ANSWERS if name in outputs}
+    shared = Outputs(answers)
+    radii = _radii(outputs, len(works))
+    endings = _endings(works, outputs)
+    return [
+        Row(shared, row, radii[row], endings[row]) if finite else FloatingPointError("the model's output is not finite")
+        for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
+    ]
+
+
+def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
+    """Of each of `count` rows, whether it is finite in all of the arrays, (B, ...)."""
+    flags = [np.isfinite(values) for values in arrays]
+    if all(flag.all() for flag in flags):  # as good as always
+        return [True] * count
+    rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
+    return rows
+
+
+def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
+    """Of each row; None where the graph puts out none, or knows no bound."""
+    if RADIUS not in outputs:
+        return [None] * count
+    return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
+
+
+def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[Ending | None]:
+    """Of each row; None where the graph puts out none, or what is not finite."""
+    if STREAM not in outputs:
+        return [None] * len(works)
+    names = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
+    stream, states = outputs[STREAM], {name: outputs[NEXT + name] for name in names}
+    errors = {name: outputs[ERROR + name] for name in names}
+    return [
+        Ending(
+            work.length,
+            stream[row],
+            {name: values[row] for name, values in states.items()},
+            {name: values[row] for name, values in errors.items()},
+        )
+        if finite
+        else None
+        for row, (work, finite) in enumerate(
+            zip(works, _finite([stream, *states.values(), *errors.values()], len(works)), strict=True)
+        )
+    ]
+
+
+def _tokens(works: Sequence[Work]) -> dict[str, Array]:
+    """tokens (B) for step; tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0, otherwise."""
+    tokens = [work.tokens for work in works if work.tokens is not None]
+    assert len(tokens) == len(works), "work without tokens: this is a bug"
+    if works[0].role == "step":
+        return {"tokens": np.array([ids[0] for ids in tokens], np.int64)}
+    lengths = np.array([len(ids) for ids in tokens], np.int64)
+    feeds = {"tokens": _padded([np.asarray(ids) for ids in tokens], int(lengths.max())), "lengths": lengths}
+    if works[0].role == "scan":
+        targets = [work.targets for work in works if work.targets is not None]
+        feeds["targets"] = _padded(targets, int(lengths.max()))
+    return feeds
+
+
+def _padded(rows: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
+    """int64 (B, width), every row filled up with 0 on the right.
+
+    Put together as bytes: numpy lets go of the interpreter's lock for every row that it copies, and beside a busy event
+    loop the runner's thread then waits for it again, each time for longer than the copy takes.
+    """
+    size = np.dtype(np.int64).itemsize * width
+    whole = bytearray().join([ids.tobytes().ljust(size, b"\0") for ids in rows])
+    return np.frombuffer(whole, np.int64).reshape(len(rows), width)

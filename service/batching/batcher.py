@@ -1,0 +1,340 @@
+"""From requests to batches: what queued up while the runner was busy is the next batch.
+
+There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves, as `queue.py` has
+it. The queue is bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left,
+or whose deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wane.models.bundle_checks import ROLES
+from wane.models.manifest import Role
+from wane.service.batching import batch
+from wane.service.batching.batch import Row, Work
+from wane.service.batching.cost_model import Costs, RunTimes
+from wane.service.batching.scheduler import ONE_TOKEN, FairQueue, Queue
+from wane.service.batching.ticket import Awaited, Item, Ticket, enter
+from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import Batch
+from wane.service.runners.runner import Runner
+from wane.service.state.pool import Slab
+
+logger = logging.getLogger("wane.engine")
+
+MOST_TAKEN = 2
+"""Batches that the runner has at a time: one that runs, and one to go on with."""
+
+NEWEST = 1 / 8
+"""Weight of the latest batch in an average."""
+
+Observe = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Observers:
+    """What is told of one role's batches."""
+
+    items: Observe
+    padding: Observe
+    seconds: Observe
+    waited: Observe
+
+
+class _Ran(NamedTuple):
+    """A batch that was run; `left`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
+
+    role: Role
+    items: Sequence[Item]
+    rows: Sequence[Row | Exception]
+    left: Sequence[Item]
+    started_s: float
+    seconds: float
+
+
+class Batcher:
+    """Feeds one runner from a queue, on one thread of its own, or on the event loop's what is quick.
+
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        slab: Slab,
+        metrics: Metrics,
+        model: str,
+        *,
+        max_batch: int,
+        max_queue: int,
+        costs: Costs | None = None,
+        inline_s: float = 0.0,
+    ) -> None:
+        """`max_queue`: items that may wait in each of the queue's lines. `costs`: told of every run. `inline_s`: what
+        a batch of one token each is expected to take at most to be run on the event loop's thread: the way to the other
+        one and back costs the loop more than such a run."""
+        self._runner = runner
+        self._slab = slab
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._costs = costs
+        self._inline_s = inline_s
+        self._times = RunTimes()
+        self._queue: Queue[Item] = FairQueue(max_batch, costs)
+        self._sequence_s = 0.0  # of a run, an item of the latest batches of sequences
+        self._starting = False
+        self._taken = 0  # batches with the runner: one that runs, and one that waits for it
+        self._ahead: tuple[list[Item], Future[None]] | None = None  # the one that waits
+        self._now = 0.0  # on the event loop's clock, when the latest batch was taken
+        self._closed = False
+        self.on_idle: Callable[[], None] | None = None
+        self.on_handed_out: Callable[[], None] | None = None
+        """Told when every item of a batch was given its row. Raises nothing."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
+        self._room = slab.room(max_batch)
+        self._observers = {
+            role: _Observers(
+                metrics.batch_items.labels(model, role).observe,
+                metrics.batch_padding.labels(model, role).observe,
+                metrics.batch_seconds.labels(model, role).observe,
+                metrics.queue_wait_seconds.labels(model, role).inc,
+            )
+            for role in ROLES
+        }
+        self._abandoned = metrics.skipped.labels(model, "abandoned")
+        self._late = metrics.skipped.labels(model, "deadline")
+        self._refused = metrics.refused.labels(model)
+        self._failed = metrics.failed.labels(model)
+        self._model = model
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait for the runner."""
+        return len(self._queue) + (0 if self._ahead is None else len(self._ahead[0]))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        return not self._taken and not self._starting
+
+    async def submit(self, work: Work, ticket: Ticket) -> Row:
+        """Queues work and waits for its row. Its slots are retained until it has run or been skipped.
+
+        Cancelling the wait before the work enters a batch takes it back.
+        Raises Overloaded when the queue is full, DeadlineExceeded, Unavailable after `close`, and WaneError when
+        the run failed.
+        """
+        future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
+        self.enqueue(Awaited(work, ticket, future))
+        return await future
+
+    def enqueue(self, item: Item) -> None:
+        """As `submit`, of an item that is told. Raises Overloaded, Unavailable."""
+        if self._closed:
+            raise Unavailable("the server is stopping")
+        work, ticket = item.work, item.ticket
+        if not ticket.admitted:
+            waiting = self._waiting(work.role)
+            if waiting >= self._max_queue:
+                self._refused.inc()
+                raise Overloaded(f"{waiting} requests are waiting, the most that may")
+            if waiting >= self._max_batch and work.role not in ONE_TOKEN and ticket.deadline is not None:
+                self._check_turn(waiting, ticket.deadline)
+            ticket.admitted = True
+        item.queued_s = time.perf_counter()
+        self._slab.retain(work.read)
+        if work.write is not None:
+            self._slab.retain(work.write)
+        self._queue.put(item)
+        if self._ahead is not None and work.role in ONE_TOKEN:
+            self._take_back(*self._ahead)
+        if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
+            self._start_soon()
+
+    def _check_turn(self, waiting: int, deadline: float) -> None:
+        """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
+        wait_s = waiting * self._sequence_s
+        left_s = deadline - asyncio.get_running_loop().time()
+        if 0 < left_s < wait_s:
+            self._refused.inc()
+            raise Overloaded(
+                f"{waiting} requests are ahead, which take about {wait_s:.1f} s; the request's deadline is in "
+                f"{left_s:.1f} s",
+                wait_s - left_s,
+            )
+
+    async def close(self) -> None:
+        """Refuses new work, fails what is queued and ends the thread once its batch is done."""
+        self._closed = True
+        if self._ahead is not None:
+            self._take_back(*self._ahead)
+        for item in self._queue.clear():
+            self._drop(item, Unavailable("the server is stopping"))
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def _waiting(self, role: Role) -> int:
+        """Items in the line that one of this role would join, or handed over from it and not yet begun."""
+        waiting = self._queue.before(role)
+        return waiting if self._ahead is None or role in ONE_TOKEN else waiting + len(self._ahead[0])
+
+    def _start(self) -> None:
+        """Starts the next batch, or goes idle. One that would not grow is handed over while another one runs: the
+        runner then goes on to it without waiting for the event loop. One that was run here is handed out once the next
+        one is on its way."""
+        self._starting = False
+        ran: _Ran | None = None
+        while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
+            items = self._take()
+            if not items:
+                break
+            if not self._quick(items):
+                self._hand_over(items)
+                continue
+            ran = self._run(items)
+            self._times.took(ran.role, len(items), ran.seconds, here=True)
+            self._queue.ran(ran.role, ran.seconds)
+            if self._queue.before(ran.role):  # they may be as quick, and do not hold up these
+                self._start_soon()
+                break
+        if ran is not None:
+            self._hand_out(ran)
+        if self.idle and self.on_idle is not None:
+            self.on_idle()
+
+    def _start_soon(self) -> None:
+        """Not at once: whatever else arrives in this turn of the event loop shares the batch."""
+        if not self._starting:
+            self._starting = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _quick(self, items: Sequence[Item]) -> bool:
+        """Whether a batch is to be run on this thread."""
+        role = items[0].work.role
+        return role in ONE_TOKEN and self._times.expected(role, len(items)) <= self._inline_s
+
+    def _hand_over(self, items: list[Item]) -> None:
+        """To the runner's thread."""
+        self._taken += 1
+        if self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
+            enter(items)
+        running = self._executor.submit(self._run_aside, items, asyncio.get_running_loop())
+        if self._taken == MOST_TAKEN:
+            self._ahead = items, running
+
+    def _take_back(self, items: list[Item], waiting: Future[None]) -> None:
+        """What waits for the runner waits in the queue again, if it has not begun."""
+        self._ahead = None
+        if waiting.cancel():
+            self._taken -= 1
+            self._queue.put_back(items)
+
+    def _run_aside(self, items: list[Item], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs a batch on the runner's thread; its results are handed back all at once."""
+        loop.call_soon_threadsafe(self._finish, self._run(items))
+
+    def _run(self, items: list[Item]) -> _Ran:
+        """Runs a batch. Of one that waited for the runner some waiters may have left."""
+        started_s = time.perf_counter()
+        wanted = [item for item in items if not item.left()]
+        enter(wanted)
+        rows = batch.run([item.work for item in wanted], self._slab, self._runner, self._room) if wanted else []
+        left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
+        return _Ran(items[0].work.role, wanted, rows, left, started_s, time.perf_counter() - started_s)
+
+    def _take(self) -> list[Item]:
+        """The next batch."""
+        self._now = asyncio.get_running_loop().time()
+        return self._queue.take(self._runs)
+
+    def _runs(self, item: Item) -> bool:
+        """Whether somebody still waits for it; if not, it is dropped."""
+        deadline = item.ticket.deadline
+        late = deadline is not None and deadline <= self._now
+        if item.left():  # by a client who left, or by whoever watches the deadline
+            self._skip(item, late=late)
+            return False
+        if late and not item.ticket.entered:
+            self._skip(item, late=True, error=DeadlineExceeded("the deadline passed before the request's turn came"))
+            return False
+        return True
+
+    def _skip(self, item: Item, *, late: bool, error: DeadlineExceeded | None = None) -> None:
+        """Counts, traces and drops what is not run."""
+        (self._late if late else self._abandoned).inc()
+        skipped_s = time.perf_counter()
+        self._observers[item.work.role].waited(skipped_s - item.queued_s)
+        if item.ticket.traced is not None:
+            item.ticket.traced.skipped(item.queued_s, skipped_s, "deadline" if late else "abandoned")
+        self._drop(item, error)
+
+    def _finish(self, ran: _Ran) -> None:
+        """A batch was run on the runner's thread: the next one is started, and then its results are handed out."""
+        self._queue.ran(ran.role, ran.seconds)
+        if ran.role in ONE_TOKEN and ran.items:
+            self._times.took(ran.role, len(ran.items), ran.seconds, here=False)
+        self._taken -= 1
+        self._ahead = None  # it runs now
+        self._start()
+        self._hand_out(ran)
+
+    def _hand_out(self, ran: _Ran) -> None:
+        """Tells whoever waits for a batch that was run."""
+        role, items, rows, left, started_s, compute_s = ran
+        for item in left:
+            deadline = item.ticket.deadline
+            self._skip(item, late=deadline is not None and deadline <= self._now)
+        if not items:
+            return
+        self._observe(role, items, started_s, compute_s)
+        if role not in ONE_TOKEN:
+            self._sequence_s += NEWEST * (compute_s / len(items) - self._sequence_s)
+        if self._costs is not None:
+            tokens = len(items) if role in ONE_TOKEN else sum(item.work.length for item in items)
+            self._costs.observe(role, len(items), tokens, compute_s)
+        self._slab.release_all([item.work.read for item in items])
+        self._slab.release_all([item.work.write for item in items if item.work.write is not None])
+        for item, row in zip(items, rows, strict=True):
+            ticket = item.ticket
+            ticket.queue_s += started_s - item.queued_s
+            ticket.compute_s += compute_s
+            ticket.batch_items = max(ticket.batch_items, len(items))
+            if isinstance(row, Row):
+                item.give(row)
+            else:
+                self._failed.inc()
+                logger.error("a run of %s failed", role, exc_info=row)
+                failure = WaneError("the model failed to run")
+                failure.__cause__ = row
+                item.fail(failure)
+        if self.on_handed_out is not None:
+            self.on_handed_out()
+        traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
+        if traced:
+            failed = sum(isinstance(row, Exception) for row in rows)
+            ended_s = started_s + compute_s
+            Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
+
+    def _observe(self, role: Role, items: Sequence[Item], started_s: float, compute_s: float) -> None:
+        """Counts a batch that has run."""
+        lengths = [1] if role in ONE_TOKEN else [item.work.length for item in items]
+        observer = self._observers[role]
+        observer.items(len(items))
+        observer.padding(1 - sum(lengths) / (max(lengths) * len(lengths)))
+        observer.seconds(compute_s)
+        observer.waited(sum([started_s - item.queued_s for item in items]))
+
+    def _drop(self, item: Item, error: WaneError | None) -> None:
+        """Lets go of what is not run, and tells whoever still waits for it."""
+        self._slab.release(item.work.read)
+        if item.work.write is not None:
+            self._slab.release(item.work.write)
+        if error is not None:
+            item.fail(error)

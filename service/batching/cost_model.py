@@ -1,0 +1,160 @@
+"""What batches of one token each take to run, by how many they are: quick ones need no thread of their own.
+
+What runs cost: seconds of compute an item, by role and length, measured at warm-up and kept up by what is served.
+
+A point is kept for every power of two of the length: the lengths seen there and what they took, both averaged with
+exponentially falling weights. Between points cost is taken to be linear, and beyond the last proportional to length.
+In a batch every item costs its share of the run: under load, that is what another item of its kind adds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+from wane.models.manifest import Role
+from wane.service.batching import batch
+from wane.service.batching.batch import Work
+from wane.service.runners.runner import Runner
+from wane.service.state.pool import START, Slab
+
+RUN_EMA_ALPHA = 1 / 8
+"""Weight of the latest run in an average."""
+
+
+class RunTimes:
+    """Kept for every power of two of the number of items, up to which a batch counts as one of so many.
+
+    A run on the runner's thread takes turns with the event loop at the interpreter, and seems to take as long as it
+    waits for that, too: of those only one that was quicker than is known says anything.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[Role, int], float] = {}
+
+    def expected(self, role: Role, items: int) -> float:
+        """Seconds that a batch is expected to take; infinitely many where none of its size was run."""
+        return self._seconds.get((role, (items - 1).bit_length()), math.inf)
+
+    def took(self, role: Role, items: int, seconds: float, *, here: bool) -> None:
+        """A batch was run, `here`, on the event loop's thread, or on the runner's."""
+        size = role, (items - 1).bit_length()
+        known = self._seconds.get(size, seconds)
+        self._seconds[size] = known + RUN_EMA_ALPHA * (seconds - known) if here else min(known, seconds)
+
+
+COST_EMA_ALPHA = 1 / 16
+"""Weight of the latest run in an average: a change of load is followed within some tens of runs."""
+
+REPEATS = 3
+"""Runs of each kind that warm-up measures; the quickest counts."""
+
+
+class Cost(TypedDict):
+    """What an item of about so many tokens takes of a run."""
+
+    tokens: float
+    compute_ms: float
+
+
+@dataclass(slots=True)
+class _Point:
+    tokens: float
+    seconds: float
+
+
+class Costs:
+    """One model's costs. Nothing is known before `measure` or the first `observe`, and then nothing costs anything."""
+
+    def __init__(self, piece_tokens: int) -> None:
+        """`piece_tokens`: the longest piece in which a sequence is run in order."""
+        self._piece = piece_tokens
+        self.side_by_side: Callable[[int], float | None] = _never
+        """Seconds that a sequence takes whose chunks are run side by side; None where it is not."""
+        self._points: dict[Role, dict[int, _Point]] = {}
+
+    def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
+        """One batch of `items` with `tokens` positions in all, padding not counted, took `seconds`."""
+        length, each = tokens / items, seconds / items
+        points = self._points.setdefault(role, {})
+        place = int(length).bit_length()
+        point = points.get(place)
+        if point is None:
+            points[place] = _Point(length, each)
+        else:
+            point.tokens += COST_EMA_ALPHA * (length - point.tokens)
+            point.seconds += COST_EMA_ALPHA * (each - point.seconds)
+
+    def run(self, role: Role, tokens: int) -> float:
+        """Seconds of compute that an item of `tokens` takes in one run."""
+        points = sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
+        if not points:
+            return 0.0
+        at = bisect_left(points, float(tokens), key=lambda point: point.tokens)
+        if at == len(points):
+            return points[-1].seconds * tokens / points[-1].tokens
+        if at == 0:
+            return points[0].seconds
+        before, after = points[at - 1], points[at]
+        share = (tokens - before.tokens) / (after.tokens - before.tokens)
+        return before.seconds + share * (after.seconds - before.seconds)
+
+    def window(self, k: int) -> float:
+        """Seconds of compute that a window of `k` tokens takes."""
+        return self.run("window", k)
+
+    def full(self, tokens: int) -> float:
+        """Seconds of compute that a whole sequence takes: in one run or, if it is long, in chunks or in pieces."""
+        if tokens <= self._piece:
+            return self.window(tokens)
+        chunks = self.side_by_side(tokens)
+        if chunks is not None:
+            return chunks + self.run("head", 1)
+        pieces, rest = divmod(tokens, self._piece)
+        last = self.run("advance", rest) if rest else 0.0
+        return pieces * self.run("advance", self._piece) + last + self.run("head", 1)
+
+    def measure(
+        self,
+        runner: Runner,
+        slab: Slab,
+        eos_id: int,
+        lengths: Sequence[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Runs what answers are made of, alone, over every one of the lengths. Blocks, and raises what the runner
+        raises. To be called once every graph has run: first runs are slow."""
+        eos = np.array([eos_id], np.int64)
+        works = [Work("step", eos, read=START), Work("head", read=START)]
+        for length in sorted(set(lengths)):
+            some = np.repeat(eos, length)
+            works += [Work("window", some), Work("advance", some, read=START)]
+        for work in works:
+            taken: list[float] = []
+            for _ in range(REPEATS):
+                started_s = clock()
+                (row,) = batch.run([work], slab, runner)
+                taken.append(clock() - started_s)
+                if isinstance(row, Exception):
+                    raise row
+            self.observe(work.role, 1, work.length, min(taken))
+
+    def document(self) -> dict[Role, list[Cost]]:
+        """By role, what is known: lengths, shortest first, and milliseconds an item."""
+        return {
+            role: [
+                {"tokens": point.tokens, "compute_ms": 1e3 * point.seconds}
+                for point in sorted(points.values(), key=lambda point: point.tokens)
+            ]
+            for role, points in self._points.items()
+        }
+
+
+def _never(_: int) -> None:
+    """Nothing is run side by side."""

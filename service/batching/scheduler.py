@@ -1,0 +1,200 @@
+"""What waits for one runner, and what of it is the next batch.
+
+There are two lines. In one are steps, and heads alone, of which a whole batch takes about a millisecond. In the other
+are sequences, each of which takes as long: windows, and states that are rebuilt, of which a thousand come at once when
+another replica dies. So that they hold up nobody:
+
+- a batch of sequences is cut where it is expected to take longer than a slice, which is half as long again where no
+  step has come since the last one. Larger ones win little: their intermediate values outgrow the caches. And where most
+  of what clients wait for is in one batch, there is nothing to be read or answered while it runs, and nothing to be run
+  while it is answered.
+- while both lines wait, each has as much of the runner's time as the other; and whoever comes to a line that was empty
+  finds that nothing was saved up against it.
+
+A step then waits for one slice at most, and for the steps before it; and sequences have half of the time however many
+steps come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from wane.models.manifest import Role
+from wane.service.batching import batch
+from wane.service.batching.batch import Work
+from wane.service.batching.cost_model import Costs
+
+SLICE_S = 0.005
+"""Seconds that a batch of sequences is to take at most, if it is of more than one."""
+
+ALONE_S = 1.5 * SLICE_S
+"""The same, where no step has come since the last batch of sequences."""
+
+SLICED: frozenset[Role] = frozenset({"window", "advance"})
+"""Roles whose batches are cut, but for chunks'. Of scans, those who score cut the pieces."""
+
+ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
+"""Roles whose items all take the same time: those of the first line."""
+
+
+class Queued(Protocol):
+    """Whatever waits."""
+
+    @property
+    def work(self) -> Work:
+        """What it is."""
+        ...
+
+
+I = TypeVar("I", bound=Queued)  # noqa: E741  (an item)
+
+
+class Queue(Protocol[I]):
+    """What a batcher asks of its queue."""
+
+    def __len__(self) -> int:
+        """How many items wait."""
+        ...
+
+    def before(self, role: Role) -> int:
+        """How many of them are in the line that one of this role would join."""
+        ...
+
+    def put(self, item: I) -> None:
+        """One item more."""
+        ...
+
+    def take(self, runs: Callable[[I], bool]) -> list[I]:
+        """The next batch, of one role; empty where there is none. What `runs` says no to is dropped."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether the next batch would not be a larger or a better one later."""
+        ...
+
+    def put_back(self, items: Sequence[I]) -> None:
+        """A batch of sequences that was taken, and did not run: it is first in its line again."""
+        ...
+
+    def ran(self, role: Role, seconds: float) -> None:
+        """A batch that was taken took so long."""
+        ...
+
+    def clear(self) -> list[I]:
+        """Takes everything out."""
+        ...
+
+
+class FairQueue(Queue[I]):
+    """See the module's text. Within a line the oldest item is first, and others of its role are with it."""
+
+    def __init__(self, max_batch: int, costs: Costs | None = None) -> None:
+        """`costs` tells what sequences are expected to take; without it no batch is cut."""
+        self._max_batch = max_batch
+        self._costs = costs
+        self._steps: deque[I] = deque()
+        self._sequences: deque[I] = deque()
+        self._latest_most = max_batch  # of the latest batch of sequences
+        self._stepped = False  # a step has come since the latest batch of sequences
+        self._contended = False
+        self._ahead_s = 0.0  # what steps had more of the runner's time than sequences, since both wait
+
+    def __len__(self) -> int:
+        return len(self._steps) + len(self._sequences)
+
+    def before(self, role: Role) -> int:
+        return len(self._steps if role in ONE_TOKEN else self._sequences)
+
+    def put(self, item: I) -> None:
+        if item.work.role in ONE_TOKEN:
+            self._stepped = True
+            self._steps.append(item)
+        else:
+            self._sequences.append(item)
+
+    def take(self, runs: Callable[[I], bool]) -> list[I]:
+        steps, sequences = self._steps, self._sequences
+        self._contended = bool(steps) and bool(sequences)
+        if steps and (not sequences or self._ahead_s <= 0):
+            return self._of_steps(runs) or self._of_sequences(runs)
+        return self._of_sequences(runs) or self._of_steps(runs)
+
+    @property
+    def full(self) -> bool:
+        return len(self._sequences) >= self._latest_most and not self._steps
+
+    def put_back(self, items: Sequence[I]) -> None:
+        self._sequences.extendleft(reversed(items))
+
+    def ran(self, role: Role, seconds: float) -> None:
+        if not self._contended:
+            self._ahead_s = 0.0
+        elif role in ONE_TOKEN:
+            self._ahead_s += seconds
+        else:
+            self._ahead_s -= seconds
+
+    def clear(self) -> list[I]:
+        items = [*self._steps, *self._sequences]
+        self._steps.clear()
+        self._sequences.clear()
+        return items
+
+    def _of_steps(self, runs: Callable[[I], bool]) -> list[I]:
+        line, taken, left = self._steps, list[I](), list[I]()
+        role: Role = "step"
+        while line and len(taken) < self._max_batch:
+            item = line.popleft()
+            if not runs(item):
+                continue
+            if not taken:
+                role = item.work.role
+            elif item.work.role != role:
+                left.append(item)
+                continue
+            taken.append(item)
+        if left:
+            line.extendleft(reversed(left))
+        return taken
+
+    def _of_sequences(self, runs: Callable[[I], bool]) -> list[I]:
+        line, taken, left = self._sequences, list[I](), list[I]()
+        role: Role = "window"
+        chunk = False
+        longest = total = 0
+        most = 1
+        while line and len(taken) < most:
+            item = line.popleft()
+            if not runs(item):
+                continue
+            work, items, length = item.work, len(taken) + 1, item.work.length
+            if not taken:
+                role, chunk = work.role, work.chunk
+            elif (work.role, work.chunk) != (role, chunk) or not batch.fits(
+                role, max(longest, length), total + length, items
+            ):
+                left.append(item)
+                continue
+            if length > longest:
+                fewer = self._max_batch if chunk else self._most(role, length)
+                if fewer < items:
+                    left.append(item)
+                    continue
+                longest, most = length, fewer
+            taken.append(item)
+            total += length
+        if left:
+            line.extendleft(reversed(left))
+        self._latest_most = most
+        if taken:
+            self._stepped = False
+        return taken
+
+    def _most(self, role: Role, longest: int) -> int:
+        """How many sequences a batch may hold whose longest is of so many tokens; at least one."""
+        each_s = self._costs.run(role, longest) if self._costs is not None and role in SLICED else 0.0
+        slice_s = SLICE_S if self._stepped else ALONE_S
+        return self._max_batch if self._max_batch * each_s <= slice_s else max(1, int(slice_s / each_s))

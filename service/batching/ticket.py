@@ -1,0 +1,114 @@
+"""One request's way through the batcher: what it may still expect, and where its time went.
+
+What waits for a runner, and who is told of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from wane.service.batching.batch import Row, Work
+from wane.service.errors import WaneError
+from wane.service.observability.tracing import CURRENT, Traced
+from wane.service.types import Latency
+
+
+class Ticket:
+    """One request's way through the batcher.
+
+    `admitted`: some work of it was let into the queue; what follows is not refused half-way.
+    `entered`: binding work of it is or was in a batch: the request will be carried through.
+    `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
+    """
+
+    __slots__ = (
+        "admitted",
+        "batch_items",
+        "compute_s",
+        "deadline",
+        "entered",
+        "queue_s",
+        "started_s",
+        "traced",
+    )
+
+    def __init__(self, deadline: float | None = None, *, admitted: bool = False) -> None:
+        self.deadline = deadline
+        self.admitted = admitted
+        self.entered = False
+        self.started_s = time.perf_counter()
+        self.queue_s = self.compute_s = 0.0
+        self.batch_items = 0
+        self.traced: Traced | None = CURRENT.get()
+
+    def latency(self, since: Ticket | None = None) -> Latency:
+        """Where the time went until now, since the ticket was made or `since` was copied from it."""
+        started_s = self.started_s if since is None else since.started_s
+        return Latency(
+            queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
+            compute_ms=1e3 * (self.compute_s - (since.compute_s if since else 0.0)),
+            total_ms=1e3 * (time.perf_counter() - started_s),
+            batch_items=self.batch_items,
+        )
+
+    def mark(self) -> Ticket:
+        """A copy to measure from."""
+        copy = Ticket()
+        copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
+        return copy
+
+
+class Item(Protocol):
+    """Work that waits, and since when."""
+
+    work: Work
+    ticket: Ticket
+    queued_s: float
+
+    def left(self) -> bool:
+        """Whether nobody waits any more, and the work may be skipped."""
+        ...
+
+    def fail(self, error: WaneError) -> None:
+        """There will be no row. Raises nothing."""
+        ...
+
+    def give(self, row: Row) -> None:
+        """Its row is there. Raises nothing."""
+        ...
+
+
+class Awaited:
+    """An item of somebody who awaits its row."""
+
+    __slots__ = ("_future", "queued_s", "ticket", "work")
+
+    def __init__(self, work: Work, ticket: Ticket, future: asyncio.Future[Row]) -> None:
+        self.work = work
+        self.ticket = ticket
+        self.queued_s = 0.0
+        self._future = future
+
+    def left(self) -> bool:
+        """See `Item`."""
+        return self._future.cancelled()
+
+    def fail(self, error: WaneError) -> None:
+        """See `Item`."""
+        if not self._future.done():
+            self._future.set_exception(error)
+
+    def give(self, row: Row) -> None:
+        """See `Item`."""
+        if not self._future.done():
+            self._future.set_result(row)
+
+
+def enter(items: Sequence[Item]) -> None:
+    """They are in a batch that begins."""
+    for item in items:
+        if item.work.binding:
+            item.ticket.entered = True

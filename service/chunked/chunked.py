@@ -1,0 +1,379 @@
+"""A stretch of a sequence whose chunks were run side by side: its cells, and the states between them.
+
+A cell is what one run takes of a chunk. A joint is where a cell started from another state than the cell before it
+ended in. Every chunk begins with one, the first excepted. Where a cell is run again from the end of the one before it,
+its joint moves on to its own end, and shrinks on the way if the model forgets. Without joints the sequence was run as
+if in order, bit for bit.
+
+A long sequence in chunks that run side by side, each warmed up over the tokens before it; and what that leaves open.
+
+A chunk that starts in the middle has to guess its state: it runs the tokens before it from the zero state. How far that
+is from where the chunk before it ended is then *measured*, unit by unit. Where it is more than the limit, the chunk is
+run again from that end, in order, until it is within the limit of the states that it went through the first time: from
+there on what was computed stands. At a limit of 0 states are equal bit for bit, and the result is that of a run in
+order, whatever the model; at worst every chunk is run again, and then what is left is run in order at once.
+
+Chunks go through the queue like any other work, a few tokens of each at a time, so that other requests' turns come.
+However long the sequence is, the states of one segment are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Manifest, Role
+from wane.service.batching.batch import Row, Work
+from wane.service.batching.batcher import Batcher
+from wane.service.batching.ticket import Ticket
+from wane.service.chunked.layout import SEGMENT_TOKENS, Layout, Pacing, lay_out
+from wane.service.runners.runner import NEXT, Array
+from wane.service.state.pool import HIDDEN, ZERO, Slab
+
+States = Mapping[str, Array]
+"""By the state tensor's name, one state a row: float32 (n, *shape)."""
+
+
+class Segment:
+    """tokens, targets: int64 (n), n at most the layout's; targets for scan only. Cells are counted along the sequence:
+    cell g is part g % cells of chunk g // cells."""
+
+    def __init__(
+        self, role: Role, layout: Layout, tokens: NDArray[np.int64], targets: NDArray[np.int64] | None, like: States
+    ) -> None:
+        """`like`: any states, for names and shapes."""
+        self.layout = layout
+        self.role = role
+        self.tokens = tokens
+        self.targets = targets
+        self.cells = -(-len(tokens) // layout.steps)
+        self.logprobs = np.empty(len(tokens) if role == "scan" else 0)
+        self._starts = {name: np.zeros((self.cells, *value.shape[1:]), np.float32) for name, value in like.items()}
+        self._ends = {name: np.zeros_like(value) for name, value in self._starts.items()}
+
+    def column(self, part: int) -> range:
+        """The cells that are part `part` of a chunk, chunk by chunk; the last chunks may be too short to have one."""
+        return range(part, self.cells, self.layout.cells)
+
+    def work(self, cell: int, read: int, write: int, *, binding: bool) -> Work:
+        """The run of a cell, from the state in a slot."""
+        at = self._extent(cell)
+        targets = None if self.targets is None else self.targets[at]
+        return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding, chunk=True)
+
+    def length(self, cell: int) -> int:
+        """Tokens of a cell."""
+        at = self._extent(cell)
+        return len(self.tokens[at])
+
+    def started(self, cells: range, states: States) -> None:
+        """Keeps what cells start from."""
+        for name, value in self._starts.items():
+            value[cells.start : cells.stop : cells.step] = states[name]
+
+    def ended(self, cells: range, states: States, rows: list[Row]) -> None:
+        """Keeps what cells ended in, and the log-probabilities on the way."""
+        for name, value in self._ends.items():
+            value[cells.start : cells.stop : cells.step] = states[name]
+        for cell, row in zip(cells, rows, strict=True):
+            if row.logprobs is not None:
+                at = self._extent(cell)
+                self.logprobs[at] = row.logprobs[: at.stop - at.start]
+
+    def end(self, cell: int) -> States:
+        """What a cell ended in, as one row."""
+        return {name: value[cell : cell + 1] for name, value in self._ends.items()}
+
+    def residual(self, cell: int) -> float:
+        """The greatest difference of a unit at the joint before a cell that is not the first; 0 where there is none."""
+        return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
+
+    def residuals(self) -> NDArray[np.float64]:
+        """`residual` of every cell; the first has none: (cells)."""
+        found = np.zeros(self.cells)
+        for name, value in self._starts.items():
+            apart = _apart(value[1:], self._ends[name][:-1])
+            found[1:] = np.maximum(found[1:], apart.reshape(self.cells - 1, -1).max(axis=1))
+        return found
+
+    def joints(self) -> dict[str, Array]:
+        """By name, the greatest difference of each unit at any joint: (*shape)."""
+        return {
+            name: _apart(value[1:], self._ends[name][:-1]).max(axis=0, initial=0.0)
+            for name, value in self._starts.items()
+        }
+
+    def _extent(self, cell: int) -> slice:
+        return slice(cell * self.layout.steps, min((cell + 1) * self.layout.steps, len(self.tokens)))
+
+
+def _apart(one: Array, other: Array) -> Array:
+    """|one - other|, unit by unit: 0 where they are the same, and infinite where that cannot be said in numbers."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart: Array = np.abs(one - other)
+    if not np.isfinite(apart).all():
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        apart = np.where(same, np.float32(0), np.where(np.isnan(apart), np.float32(np.inf), apart))
+    return apart
+
+
+IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
+"""Tokens of one run of a sequence that is run in order."""
+
+OFTEN = 0.25
+"""Cells run again for each chunk of a segment, from which on the next are warmed up over twice as many tokens."""
+
+HOPELESS = 0.5
+"""Share of a segment's cells run again from which on the rest of the sequence is run in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a sequence was run, as far as it was.
+
+    chunks: 1 where all of it was run in order. rounds: 1, and 1 for every cell that was run again. warm_up: the fewest
+    tokens that a chunk was warmed up over; None if none was. residual: the greatest difference of a unit of the state
+    at any joint that is left, 0 where there is none and the run is exact; joints: by name, that of each unit; apart:
+    the fewest tokens from one joint to the next, None unless there are two; latest: where the latest joint is.
+    """
+
+    chunks: int = 1
+    rounds: int = 1
+    warm_up: int | None = None
+    residual: float = 0.0
+    joints: dict[str, Array] = field(default_factory=dict)
+    apart: int | None = None
+    latest: int | None = None
+
+    def then(self, segment: Segment, start: int, repeated: int) -> Course:
+        """With a segment more, whose first token is at `start`, and of which so many cells were run again."""
+        residuals = segment.residuals()
+        places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
+        if self.latest is not None:
+            places.insert(0, self.latest)
+        joints = segment.joints()
+        gaps = [after - before for before, after in pairwise(places)]
+        warm_up = segment.layout.warm_up
+        return Course(
+            chunks=self.chunks + segment.layout.chunks - 1,
+            rounds=self.rounds + repeated,
+            warm_up=warm_up if self.warm_up is None else min(warm_up, self.warm_up),
+            residual=max(self.residual, float(residuals.max())),
+            joints={name: np.maximum(value, self.joints.get(name, 0.0)) for name, value in joints.items()},
+            apart=min([*gaps, *([] if self.apart is None else [self.apart])], default=None),
+            latest=places[-1] if places else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """After a run, `done` tokens of the sequence were run. `logprobs`: float64 (n), of the next n tokens, once settled.
+
+    Nothing of a segment is settled before all of it is.
+    """
+
+    done: int
+    course: Course
+    logprobs: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The joints that a run may have: of at most `limit`, and such that `judge` accepts the course with them.
+
+    enough: tokens of warm-up after which a joint may be as large as it is; None where nothing says so.
+    """
+
+    limit: float
+    judge: Callable[[Course], Awaitable[bool]] | None = None
+    enough: int | None = None
+
+
+EXACT = Demand(0.0)
+
+
+class Parallel:
+    """Runs long sequences of one model."""
+
+    def __init__(self, manifest: Manifest, batcher: Batcher, slab: Slab, pacing: Pacing) -> None:
+        self._batcher = batcher
+        self._slab = slab
+        self._pacing = pacing
+        self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
+
+    def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> Layout | None:
+        """How the next segment is cut, of a sequence of which `tokens` are left. None: in order is quicker.
+
+        least: tokens that chunks are to be warmed up over at least, unless fewer are enough.
+        """
+        seen = self._pacing.warm_up(demand.limit)
+        known = [] if seen is None else [max(seen, least)]
+        known += [] if demand.enough is None else [demand.enough]
+        if not known:
+            return None
+        warm_up = max(min(known), self._reach, 1)
+        return lay_out(tokens, warm_up, role, self._pacing.pace(role), self._pacing.pace("advance"))
+
+    def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
+        """What `advance`, or `scan`, is expected to take over so many tokens. None: it runs them in order."""
+        first = self.layout(role, tokens, demand)
+        if first is None:
+            return None
+        segments, rest = divmod(tokens, SEGMENT_TOKENS)
+        if not segments:
+            return first.seconds
+        last = self.layout(role, rest, demand) if rest else None
+        in_order = rest * self._pacing.pace(role)[1]
+        return segments * first.seconds + (in_order if last is None else last.seconds)
+
+    async def advance(
+        self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
+    ) -> None:
+        """Runs tokens from the state in `read`, and leaves the last state in `write`: exactly."""
+        pieces = self.run("advance", tokens, None, ticket, EXACT, read=read, write=write, binding=binding)
+        async with aclosing(pieces):
+            async for _ in pieces:
+                pass
+
+    async def run(
+        self,
+        role: Role,
+        tokens: NDArray[np.int64],
+        targets: NDArray[np.int64] | None,
+        ticket: Ticket,
+        demand: Demand | None,
+        *,
+        read: int,
+        write: int,
+        binding: bool = False,
+    ) -> AsyncGenerator[Piece, None]:
+        """Runs tokens (n) from the state in `read` by `advance`, or by `scan` with targets (n), and leaves the last
+        state in `write`. demand: None runs them in order. To be closed however it ends.
+        """
+        course, start, least = Course(), 0, 0
+        while start < len(tokens):
+            here = write if start else read
+            layout = None if demand is None else self.layout(role, len(tokens) - start, demand, least)
+            size = IN_ORDER[role] if layout is None else layout.chunks * layout.length
+            stop = min(start + size, len(tokens))
+            part = None if targets is None else targets[start:stop]
+            if layout is None or demand is None:
+                work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
+                row = await self._batcher.submit(work, ticket)
+                yield Piece(stop, course, _logprobs(row, stop - start))
+            else:
+                segment = Segment(role, layout, tokens[start:stop], part, self._slab.gather([ZERO]))
+                with ExitStack() as held:
+                    slots = [held.enter_context(self._slab.lease()) for _ in range(layout.chunks)]
+                    again = held.enter_context(self._slab.lease())
+                    await self._warm_up(tokens, start, layout, slots, ticket)
+                    done = start
+                    for column in range(layout.cells):
+                        done += await self._column(segment, column, here, slots, ticket, binding=binding)
+                        yield Piece(done, course)
+                    limit = demand.limit
+                    if demand.enough is not None and layout.warm_up >= demand.enough:
+                        limit = math.inf
+                    repeated = await self._repair(segment, limit, again, slots[-1], ticket)
+                    after = course.then(segment, start, repeated)
+                    if demand.judge is not None and after.residual and not await demand.judge(after):
+                        repeated += await self._repair(segment, 0.0, again, slots[-1], ticket)
+                        after = course.then(segment, start, repeated)
+                    course = after
+                    self._copy(slots[-1], write)
+                if repeated > HOPELESS * segment.cells:
+                    demand = None
+                elif repeated > OFTEN * layout.chunks:
+                    least = 2 * layout.warm_up
+                yield Piece(stop, course, segment.logprobs if role == "scan" else None)
+            start = stop
+
+    async def _warm_up(
+        self, tokens: NDArray[np.int64], start: int, layout: Layout, slots: Sequence[int], ticket: Ticket
+    ) -> None:
+        """Runs what stands before every chunk but the first, from the zero state."""
+        starts = [start + chunk * layout.length for chunk in range(1, layout.chunks)]
+        for back in range(layout.warm_up, 0, -layout.warm_up_steps):
+            end = max(back - layout.warm_up_steps, 0)
+            first = back == layout.warm_up
+            await self._together(
+                [
+                    Work("advance", tokens[at - back : at - end], read=ZERO if first else slot, write=slot, chunk=True)
+                    for at, slot in zip(starts, slots[1:], strict=True)
+                ],
+                ticket,
+            )
+
+    async def _column(
+        self, segment: Segment, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
+    ) -> int:
+        """Runs the next cell of every chunk; returns their tokens. here: what the first chunk goes on from."""
+        cells = segment.column(column)
+        writes = slots[: len(cells)]
+        reads = [here, *writes[1:]] if column == 0 else writes
+        segment.started(cells, self._slab.gather(reads))
+        works = [
+            segment.work(cell, read, write, binding=binding and index == 0)
+            for index, (cell, read, write) in enumerate(zip(cells, reads, writes, strict=True))
+        ]
+        rows = await self._together(works, ticket)
+        segment.ended(cells, self._slab.gather(writes), rows)
+        return sum(map(segment.length, cells))
+
+    async def _repair(self, segment: Segment, limit: float, again: int, last: int, ticket: Ticket) -> int:
+        """Runs every cell again whose joint is over the limit, from the end of the one before, and so on from there.
+
+        Returns how many there were. again: a slot to run them in; last: that of the last chunk.
+        """
+        residuals = segment.residuals()
+        if not (residuals > limit).any():
+            return 0
+        repeated, resumed = 0, -1
+        for cell in range(1, segment.cells):
+            # What was run again has moved the joint behind it.
+            if (segment.residual(cell) if cell == resumed else residuals[cell]) <= limit:
+                continue
+            before = segment.end(cell - 1)
+            if cell != resumed:
+                self._put(before, again)
+            end = last if cell == segment.cells - 1 else again
+            row = await self._batcher.submit(segment.work(cell, again, end, binding=False), ticket)
+            here = range(cell, cell + 1)
+            segment.started(here, before)
+            segment.ended(here, self._slab.gather([end]), [row])
+            repeated, resumed = repeated + 1, cell + 1
+        return repeated
+
+    async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
+        """Runs work of one request side by side. The first of it is admitted, and timed, for all."""
+        others = Ticket(admitted=True)
+        tasks = [
+            asyncio.create_task(self._batcher.submit(work, others if index else ticket))
+            for index, work in enumerate(works)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    def _put(self, states: States, slot: int) -> None:
+        """Writes one state, whose hidden nobody will ask for."""
+        hidden = np.zeros_like(self._slab.gather_hidden([slot]))
+        self._slab.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
+
+    def _copy(self, slot: int, to: int) -> None:
+        states = {NEXT + name: value for name, value in self._slab.gather([slot]).items()}
+        self._slab.scatter([to], {HIDDEN: self._slab.gather_hidden([slot]), **states})
+
+
+def _logprobs(row: Row, tokens: int) -> NDArray[np.float64] | None:
+    return None if row.logprobs is None else row.logprobs[:tokens].astype(np.float64)

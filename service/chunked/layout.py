@@ -1,0 +1,201 @@
+"""After how many tokens a model was seen to have forgotten where it came from: measured at warm-up.
+
+It is the warm-up to begin with, and no promise: what a warm-up left is measured again wherever one is used.
+
+What a token costs where so many sequences run side by side: measured at warm-up, to choose chunks by.
+
+What decides how a long sequence is cut into chunks, measured at warm-up: paces, and how soon the model forgets.
+
+How a long sequence is cut into chunks that run side by side: as many as are quickest by what was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wane.models.manifest import Manifest, Role
+from wane.service.batching import batch
+from wane.service.batching.batch import MOST_POSITIONS, Work
+from wane.service.runners.runner import NEXT, Array, Runner
+from wane.service.state.pool import START, ZERO, Slab
+
+LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Warm-ups that are tried."""
+
+ROWS = 4
+MARGIN = 0.25
+"""For tokens that were not tried, over which a model may forget a little later."""
+
+PAST = 512
+"""Tokens that one of two runs knows before those that both read, in each of ROWS pairs."""
+
+
+class Forgetting:
+    """How far apart two runs over the same tokens were, by their number, at most in any unit of the state."""
+
+    def __init__(self, residuals: Sequence[tuple[int, float]]) -> None:
+        """`residuals`: (tokens, difference), fewest tokens first."""
+        self._residuals = tuple(residuals)
+
+    def warm_up(self, residual: float) -> int | None:
+        """The fewest tokens after which, and ever since, only MARGIN of this was left. None: there are none."""
+        found: int | None = None
+        for tokens, left in reversed(self._residuals):
+            if left > residual * MARGIN:
+                break
+            found = tokens
+        return found
+
+
+def measure_forgetting(runner: Runner, slab: Slab, vocabulary_size: int) -> Forgetting:
+    """Runs random tokens from where random tokens led to, and from the zero state. Blocks."""
+    random = np.random.default_rng(4)
+    zeros = slab.gather([ZERO] * ROWS)
+    past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
+    both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}
+    residuals: list[tuple[int, float]] = []
+    before = 0
+    for length in LENGTHS:
+        tokens = random.integers(vocabulary_size, size=(ROWS, length - before))
+        both = _advance(runner, np.concatenate([tokens, tokens]), both)
+        before = length
+        apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
+        residuals.append((length, apart if np.isfinite(apart) else np.inf))
+    return Forgetting(residuals)
+
+
+def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
+    """The states after tokens (B, T)."""
+    outputs = runner.run("advance", {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state})
+    return {name: outputs[NEXT + name] for name in state}
+
+
+WIDTHS = (1, 4, 8, 16, 32, 64)
+"""Sequences side by side that are tried, as far as a batch holds them."""
+
+POSITIONS = 512
+"""Tokens of a run that is measured, more where many sequences have to share them."""
+
+MEASURED_STEPS = 16
+
+REPEATS = 3
+"""Runs of each width, in turn; the quickest counts."""
+
+Pace = Mapping[int, float]
+"""Seconds a token, by the number of sequences side by side."""
+
+
+def measure_pace(
+    role: Role,
+    runner: Runner,
+    slab: Slab,
+    eos_id: int,
+    max_batch: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pace:
+    """The pace of `advance` or `scan`. Blocks, and raises what the runner raises. To be called once the graph has run:
+    first runs are slow."""
+    found: dict[int, float] = {}
+    for _ in range(REPEATS):
+        for width in WIDTHS:
+            if width > max_batch:
+                break
+            tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
+            work = Work(role, tokens, tokens if role == "scan" else None, read=START)
+            started_s = clock()
+            for row in batch.run([work] * width, slab, runner):
+                if isinstance(row, Exception):
+                    raise row
+            taken = (clock() - started_s) / (width * len(tokens))
+            found[width] = min(taken, found.get(width, taken))
+    return found
+
+
+class Pacing:
+    """One model's. Nothing is known before `measure`: until then every sequence is best run in order."""
+
+    def __init__(self) -> None:
+        self._paces: dict[Role, Pace] = {}
+        self._forgetting = Forgetting(())
+
+    def pace(self, role: Role) -> Pace:
+        """Of `advance` or `scan`."""
+        return self._paces.get(role, {})
+
+    def warm_up(self, residual: float) -> int | None:
+        """The fewest tokens after which no more than this was left of where a run came from."""
+        return self._forgetting.warm_up(residual)
+
+    def measure(self, runner: Runner, slab: Slab, manifest: Manifest, max_batch: int) -> None:
+        """Blocks, and raises what the runner raises. To be called once every graph has run."""
+        for role in ("advance", "scan"):
+            self._paces[role] = measure_pace(role, runner, slab, manifest.vocabulary.eos_id, max_batch)
+        self._forgetting = measure_forgetting(runner, slab, manifest.vocabulary.size)
+
+
+SEGMENT_TOKENS = 65_536
+"""Tokens whose chunks run side by side, at most: a longer sequence takes one segment after another."""
+
+FEWEST_TOKENS = 64
+"""Tokens of a chunk, at least; and twice its warm-up."""
+
+RUN_SECONDS = 0.025
+"""What one run should take at most, so that other requests' turns come."""
+
+FEWEST_STEPS = 16
+"""Tokens that every chunk goes on by in a run, at least."""
+
+WORTHWHILE = 0.9
+"""Chunks are run side by side where that is expected to take less than this share of the time in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`chunks` of `cells` times `steps` tokens each, the last perhaps of fewer; every chunk but the first is warmed up
+    over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is what one run takes of a chunk.
+    `seconds`: what all of it is expected to take."""
+
+    chunks: int
+    cells: int
+    steps: int
+    warm_up: int
+    warm_up_steps: int
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a chunk."""
+        return self.cells * self.steps
+
+
+def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pace) -> Layout | None:
+    """The quickest layout of the next segment of a sequence of which `tokens` are left. None: in order is quickest.
+
+    `role`: what the chunks are run by; the paces are its, and that of `advance`, which warms up.
+    """
+    tokens = min(tokens, SEGMENT_TOKENS)
+    best = WORTHWHILE * pace.get(1, 0.0) * tokens
+    found: Layout | None = None
+    for width, seconds in pace.items():
+        length = -(-tokens // width)
+        if width == 1 or width not in warm_up_pace or length < max(2 * warm_up, FEWEST_TOKENS):
+            continue
+        taken = seconds * tokens + warm_up_pace[width] * warm_up * (width - 1)
+        if taken < best:
+            best = taken
+            most = _steps(role, width, seconds)
+            cells = -(-length // most)
+            steps = -(-length // cells)
+            chunks = -(-tokens // (cells * steps))
+            found = Layout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)
+    return found
+
+
+def _steps(role: Role, width: int, seconds: float) -> int:
+    """Tokens that each of `width` chunks goes on by in a run."""
+    most = MOST_POSITIONS[role] // width
+    return max(1, min(most, max(FEWEST_STEPS, int(RUN_SECONDS / (seconds * width)))))

@@ -1,0 +1,57 @@
+"""`wane compare`: runs both modes of one model over a text, and shows how long they take and how far they are apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from wane.service.cli import render
+from wane.service.cli.client import Client, ClientError, CommandError, traced
+from wane.service.cli.measure import choose, measure, requests_needed
+from wane.service.cli.render import agreement_table, latency_table
+
+FAILURES = (CommandError, ClientError, OSError, UnicodeError)
+CHARACTERS_OF_A_TOKEN = 32  # at most, on the average of a text: no more of it is sent to be tokenised
+SAMPLE = Path(__file__).with_name("sample.txt")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; `arguments[0]` is its name."""
+    parser = argparse.ArgumentParser("wane compare", description=__doc__)
+    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--file", type=Path, default=SAMPLE, metavar="TEXT", help="UTF-8 text; default: a short one")
+    parser.add_argument("--model", metavar="NAME", help="default: the server's")
+    parser.add_argument("--window", type=int, metavar="K", help="tokens of a window; default: the model's own k")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="leading tokens to use (default 256)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf")
+    options = parser.parse_args(arguments[1:])
+    for name in ("tokens", "window"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise CommandError(f"--{name} is {value}, but must be at least 1")
+    if options.plot is not None and options.plot.suffix not in render.FORMATS:
+        raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(render.FORMATS)}")
+    text = options.file.read_text(encoding="utf-8")[: options.tokens * CHARACTERS_OF_A_TOKEN]
+
+    screen = Console(stderr=True)
+    bar = Progress(console=screen, transient=True, disable=not screen.is_terminal)
+    with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:
+        card = choose(client, options.model)
+        k = card["k"] if options.window is None else options.window
+        tokens = client.score(card["id"], text)["tokens"][: options.tokens]
+        task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(len(tokens)))
+        compared = measure(client, options.url, card, k, tokens, advance=lambda: progress.advance(task))
+
+    console = Console()
+    console.print(latency_table(compared), agreement_table(compared))
+    if options.json is not None:
+        options.json.write_text(json.dumps(compared.document(), indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        render.save(compared, options.plot)
+    return 0

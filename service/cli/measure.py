@@ -1,0 +1,178 @@
+"""Both modes of a model driven over one text: how long each takes, and how far apart their answers are.
+
+Three passes over the same positions: recurrent (one session, one token a step), window (no session, the last k + 1
+tokens each time), and both at once, whose answers are compared. Then windows of several sizes are compared at a few
+positions, to see agreement as a function of k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+import numpy as np
+
+from wane.service.cli.client import Client, ClientError, Document
+
+PHASES = ("queue", "compute", "total", "round_trip")
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
+COMPARED_POSITIONS = 16  # where windows of every size are compared
+COMPARED_HISTORY = 1024  # tokens before such a position that are sent
+REPEAT = 5
+
+Advance = Callable[[], None]
+"""Called after each request, for a progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of one duration, in milliseconds, by linear interpolation."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        return cls(*(float(value) for value in np.percentile(values, (50, 90, 99))))
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementSummary:
+    """Over every pair of answers compared. `error_bound`: the largest given; null where any was not certified."""
+
+    compared: int
+    top1_match_rate: float
+    top1_proved_rate: float
+    total_variation_mean: float
+    total_variation_max: float
+    max_logit_difference: float
+    error_bound: float | None
+
+    @classmethod
+    def of(cls, agreements: Sequence[Document]) -> AgreementSummary:
+        bounds = [one["error_bound"] for one in agreements]
+        variations = [one["total_variation"] for one in agreements]
+        return cls(
+            compared=len(agreements),
+            top1_match_rate=float(np.mean([one["top1_match"] for one in agreements])),
+            top1_proved_rate=float(np.mean([one["top1_proved"] for one in agreements])),
+            total_variation_mean=float(np.mean(variations)),
+            total_variation_max=max(variations),
+            max_logit_difference=max(one["max_logit_difference"] for one in agreements),
+            error_bound=None if None in bounds else max(bounds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSummary:
+    """Windows of one size: compute time on the server, median over positions, and agreement with recurrent."""
+
+    window: int
+    compute_ms: float
+    agreement: AgreementSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured: latency by mode and phase, agreement at the model's k, and by window size."""
+
+    url: str
+    model: str
+    model_version: str
+    device: str
+    k: int
+    steps: int
+    latency: dict[str, dict[str, Quantiles]]
+    agreement: AgreementSummary
+    recurrent_compute_ms: float
+    windows: list[WindowSummary]
+
+    def document(self) -> Document:
+        """As JSON; durations are milliseconds."""
+        return asdict(self)
+
+
+def choose(client: Client, name: str | None) -> Document:
+    """The card of the model `name`, or of the server's default. Raises ClientError, also for a model of events."""
+    cards = client.models()
+    for card in cards:
+        if name in (None, card["id"]):
+            if card["vocabulary"]["kind"] == "events":
+                raise ClientError(f"compare reads text, and the vocabulary of the model {card['id']} is of events")
+            return card
+    if not cards:
+        raise ClientError("the server has no models")
+    raise ClientError(f"there is no model {name!r}; there are {', '.join(card['id'] for card in cards)}")
+
+
+def requests_needed(steps: int) -> int:
+    """How often `measure` calls `advance`."""
+    return 3 * steps + min(steps, COMPARED_POSITIONS)
+
+
+def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
+    """Drives both modes over `tokens`, one request a token and mode. Raises ClientError."""
+    model = card["id"]
+
+    def window(index: int) -> Document:
+        # One token more than the window: what fits into it whole is run from its start, which is a token more again.
+        return client.predict(model, tokens[max(0, index - k) : index + 1], "window", k)
+
+    recurrent = _drive_session(client, model, tokens, "recurrent", advance)
+    windowed = _drive(window, len(tokens), advance)
+    both = _drive_session(client, model, tokens, "both", advance)
+    sizes = sorted({*(size for size in WINDOWS if size <= card["max_window"]), k})
+    compared = []
+    for end in np.linspace(1, len(tokens), min(len(tokens), COMPARED_POSITIONS), dtype=int):
+        compared.append(client.compare(model, tokens[max(0, end - COMPARED_HISTORY) : end], sizes, REPEAT))
+        advance()
+    return Measurements(
+        url=url,
+        model=model,
+        model_version=card["model_version"],
+        device=card["device"],
+        k=k,
+        steps=len(tokens),
+        latency={"recurrent": _quantiles(recurrent), "window": _quantiles(windowed)},
+        agreement=AgreementSummary.of([answer["agreement"] for answer, _ in both]),
+        recurrent_compute_ms=_median_compute_ms([one["recurrent"] for one in compared]),
+        windows=[_summary(size, [one["windows"][index] for one in compared]) for index, size in enumerate(sizes)],
+    )
+
+
+Timed = tuple[Document, float]
+"""An answer, and the milliseconds from asking to having it."""
+
+
+def _drive(ask: Callable[[int], Document], count: int, advance: Advance) -> list[Timed]:
+    answers = []
+    for index in range(count):
+        started = perf_counter()
+        answer = ask(index)
+        answers.append((answer, (perf_counter() - started) * 1000))
+        advance()
+    return answers
+
+
+def _drive_session(client: Client, model: str, tokens: Sequence[int], mode: str, advance: Advance) -> list[Timed]:
+    session = client.create_session(model)
+    try:
+        return _drive(lambda index: client.step(session, [tokens[index]], index, mode), len(tokens), advance)
+    finally:
+        client.delete_session(session)
+
+
+def _quantiles(answers: Sequence[Timed]) -> dict[str, Quantiles]:
+    phases = {phase: [answer["latency"][f"{phase}_ms"] for answer, _ in answers] for phase in PHASES[:3]}
+    phases["round_trip"] = [round_trip_ms for _, round_trip_ms in answers]
+    return {phase: Quantiles.of(values) for phase, values in phases.items()}
+
+
+def _median_compute_ms(lines: Sequence[Document]) -> float:
+    return float(np.median([line["latency"]["compute"]["p50_ms"] for line in lines]))
+
+
+def _summary(size: int, lines: Sequence[Document]) -> WindowSummary:
+    return WindowSummary(size, _median_compute_ms(lines), AgreementSummary.of([line["agreement"] for line in lines]))

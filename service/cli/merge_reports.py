@@ -1,0 +1,148 @@
+"""Reports of replicas as one: what a single process would have reported that did all that they did.
+
+Histograms are added bucket by bucket, and quantiles read from the sums: a process tells them of its latest 4096 values,
+which do not add up. Counts are added; means are weighted by what they are means of; the largest is the largest. Models
+go by name: where replicas serve different versions of one, the versions are listed, and added up all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from wane.service.cli.client import Document
+
+QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
+
+
+class MergeError(Exception):
+    """Reports that do not go together; the message says why not."""
+
+
+def merge(reports: Sequence[Document]) -> Document:
+    """One report of many, which has `replicas`: how many they were, for the whole and for each model. `costs`, of what
+    a run takes on one machine, are left out. Raises MergeError where histograms have different buckets."""
+    assert reports, "a merge of nothing: this is a bug"
+    models: dict[str, list[Document]] = {}
+    for report in reports:
+        for model in report["models"]:
+            models.setdefault(model["model"], []).append(model)
+    serving = Counter(name for report in reports for name in {model["model"] for model in report["models"]})
+    return {
+        "device": _listed(report["device"] for report in reports),
+        "replicas": len(reports),
+        "models": [_model(name, serving[name], parts) for name, parts in models.items()],
+    }
+
+
+def _model(name: str, replicas: int, parts: Sequence[Document]) -> Document:
+    return {
+        "model": name,
+        "model_version": _listed(part["model_version"] for part in parts),
+        "device": _listed(part["device"] for part in parts),
+        "replicas": replicas,
+        "modes": _by_name([part["modes"] for part in parts], _mode),
+        "operations": _counts([part["operations"] for part in parts]),
+        "agreement": _agreement_with_sources([part["agreement"] for part in parts]),
+        "shadow": _counts([part["shadow"] for part in parts]),
+        "sessions": _counts([part["sessions"] for part in parts]),
+        "integrity": _counts([part["integrity"] for part in parts]),
+    }
+
+
+def _mode(parts: Sequence[Document]) -> Document:
+    return {
+        "requests": sum(part["requests"] for part in parts),
+        "latency": _by_name([part["latency"] for part in parts], _durations),
+    }
+
+
+def _durations(parts: Sequence[Document]) -> Document:
+    bounds = [[bucket["le_ms"] for bucket in part["buckets"]] for part in parts]
+    if any(other != bounds[0] for other in bounds[1:]):
+        raise MergeError("the replicas' histograms have different buckets: they are not of one version of the service")
+    counts = [
+        sum(bucket["count"] for bucket in same) for same in zip(*(part["buckets"] for part in parts), strict=True)
+    ]
+    return {
+        **{name: quantile(bounds[0], counts, share) for name, share in QUANTILES.items()},
+        "count": counts[-1],
+        "sum_ms": math.fsum(part["sum_ms"] for part in parts),
+        "buckets": [{"le_ms": bound, "count": count} for bound, count in zip(bounds[0], counts, strict=True)],
+    }
+
+
+def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float) -> float | None:
+    """The value below which a share of all values is, as Prometheus's `histogram_quantile` reads it from cumulative
+    buckets: values are taken to be spread evenly within theirs, and those of the last, which has no bound, to be at the
+    largest one. None where there are no values."""
+    rank = share * counts[-1]
+    if not counts[-1]:
+        return None
+    buckets = [(0.0, 0), *zip(bounds, counts, strict=True)]
+    for (low, before), (high, count) in pairwise(buckets):
+        if count >= rank and count > before:
+            if low is None or high is None:
+                return low
+            return low + (high - low) * (rank - before) / (count - before)
+    raise AssertionError("this is a bug: the last bucket holds everything")
+
+
+def _agreement_with_sources(parts: Sequence[Document]) -> Document:
+    return {**_agreement(parts), "sources": _by_name([part["sources"] for part in parts], _agreement)}
+
+
+def _agreement(parts: Sequence[Document]) -> Document:
+    compared = [part["compared"] for part in parts]
+    bounds = [part["error_bound"] for part in parts]
+    bounded = [bound["bounded"] for bound in bounds]
+    variations = [part["total_variation"] for part in parts]
+    return {
+        "compared": sum(compared),
+        "top1_match_rate": _rate([part["top1_match_rate"] for part in parts], compared),
+        "total_variation": {
+            "mean": _mean([variation["mean"] for variation in variations], compared),
+            "max": _largest(variation["max"] for variation in variations),
+        },
+        "max_logit_difference": _largest(part["max_logit_difference"] for part in parts),
+        "error_bound": {
+            "bounded": sum(bounded),
+            "mean": _mean([bound["mean"] for bound in bounds], bounded),
+            "max": _largest(bound["max"] for bound in bounds),
+        },
+        "bound_violations": sum(part["bound_violations"] for part in parts),
+        "top1_proved_rate": _rate([part["top1_proved_rate"] for part in parts], compared),
+    }
+
+
+def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Document]], Document]) -> Document:
+    """Every name that a part has, with what is merged of it from those that have it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: merged([part[name] for part in parts if name in part]) for name in names}
+
+
+def _counts(parts: Sequence[Document]) -> Document:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+
+
+def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
+    """Of counted things: the rates are made whole numbers again, so that nothing is lost."""
+    total = sum(counts)
+    return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None
+
+
+def _mean(means: Sequence[float | None], counts: Sequence[int]) -> float | None:
+    total = sum(counts)
+    return math.fsum((mean or 0) * count for mean, count in zip(means, counts, strict=True)) / total if total else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _listed(values: Iterable[str]) -> str:
+    """Those that differ, in the order in which they come."""
+    return ", ".join(dict.fromkeys(values))

@@ -1,0 +1,182 @@
+"""Comparisons and reports for people: rich tables on a terminal, and a plot.
+
+The plot of a comparison: latency by mode, and agreement by window size.
+
+matplotlib takes a second to import, and is imported only where a plot is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from wane.service.cli.client import Document
+from wane.service.cli.measure import PHASES, AgreementSummary, Measurements
+
+
+def latency_table(compared: Measurements) -> Table:
+    """Milliseconds by mode and phase."""
+    title = f"Latency of one next token, ms ({compared.steps} tokens, {compared.device})"
+    table = _table(title, ("mode", "phase"), ("p50", "p90", "p99"))
+    for mode, phases in compared.latency.items():
+        label = mode if mode == "recurrent" else f"window of {compared.k}"
+        for phase in PHASES:
+            row = phases[phase]
+            values = [f"{value:.3f}" for value in (row.p50, row.p90, row.p99)]
+            table.add_row(label, phase.replace("_", " "), *values, end_section=phase == PHASES[-1])
+            label = ""
+    return table
+
+
+def agreement_table(compared: Measurements) -> Table:
+    """How far windows are from recurrent: the model's k over all tokens, then every size at a few positions."""
+    columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
+    table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
+    table.caption = "ms: compute, median over positions"
+
+    def add(label: str, agreement: AgreementSummary, compute: str, last: bool = False) -> None:
+        table.add_row(
+            label,
+            str(agreement.compared),
+            f"{agreement.top1_match_rate:.1%}",
+            f"{agreement.top1_proved_rate:.1%}",
+            f"{agreement.total_variation_mean:.2e}",
+            f"{agreement.total_variation_max:.2e}",
+            "none" if agreement.error_bound is None else f"{agreement.error_bound:.2e}",
+            compute,
+            end_section=last,
+        )
+
+    add(str(compared.k), compared.agreement, "", last=True)
+    for line in compared.windows:
+        add(str(line.window), line.agreement, f"{line.compute_ms:.3f}")
+    return table
+
+
+def report_tables(report: Document) -> list[Table]:
+    """What a server has measured so far: latency by model and mode, agreement by model, sessions by model."""
+    of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
+    latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
+    agreement = _table(
+        "Agreement (TV: total variation)",
+        ("model",),
+        ("pairs", "top-1", "proved", "TV mean", "TV max", "bound mean", "bound max", "over bound"),
+    )
+    if "replicas" in report:
+        latency.caption = "quantiles are read from the buckets' sums"
+    sessions = _table("Sessions", ("model", "version"), ("resident", "parked", "rebuilt"))
+    for model in report["models"]:
+        name = model["model"]
+        for mode, measured in model["modes"].items():
+            for phase, durations in measured["latency"].items():
+                quantiles = [_number(durations[f"{quantile}_ms"], ".3f") for quantile in ("p50", "p90", "p99")]
+                latency.add_row(name, mode, phase, str(measured["requests"]), *quantiles)
+        found = model["agreement"]
+        agreement.add_row(
+            name,
+            str(found["compared"]),
+            _number(found["top1_match_rate"], ".1%"),
+            _number(found["top1_proved_rate"], ".1%"),
+            _number(found["total_variation"]["mean"], ".2e"),
+            _number(found["total_variation"]["max"], ".2e"),
+            _number(found["error_bound"]["mean"], ".2e"),
+            _number(found["error_bound"]["max"], ".2e"),
+            str(found["bound_violations"]),
+        )
+        sessions.add_row(
+            name, model["model_version"], *(str(model["sessions"][kind]) for kind in ("resident", "parked", "rebuilt"))
+        )
+    return [latency, agreement, sessions]
+
+
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name)
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # Okabe and Ito's: told apart by everybody
+FORMATS = (".png", ".svg", ".pdf")
+FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn here
+
+
+def save(compared: Measurements, path: Path) -> None:
+    """Writes the plot to `path`, in the format of its suffix, one of FORMATS. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    latency, distance, top1 = figure.subplots(1, 3)
+    figure.suptitle(f"{compared.model} {compared.model_version} on {compared.device}: recurrent against window")
+    _draw_latency(latency, compared)
+    _draw_distance(distance, compared)
+    _draw_top1(top1, compared)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_latency(axes: Axes, compared: Measurements) -> None:
+    """For each phase and mode a mark at the median, with a line to the 99th percentile."""
+    for offset, (mode, phases) in zip((-0.12, 0.12), compared.latency.items(), strict=True):
+        places = [index + offset for index in range(len(PHASES))]
+        medians = [phases[phase].p50 for phase in PHASES]
+        tails = [phases[phase].p99 - phases[phase].p50 for phase in PHASES]
+        label = mode if mode == "recurrent" else f"window of {compared.k}"
+        lines = ([0.0] * len(PHASES), tails)
+        axes.errorbar(places, medians, lines, fmt="o", capsize=3, color=COLOURS[mode], label=label)
+    axes.set_xticks(range(len(PHASES)), [phase.replace("_", " ") for phase in PHASES])
+    axes.set_yscale("log")
+    axes.set_title(f"Latency of one next token ({compared.steps} tokens)")
+    axes.set_ylabel("ms, from p50 to p99")
+    axes.legend(loc="lower right")
+
+
+def _draw_distance(axes: Axes, compared: Measurements) -> None:
+    """Total variation by window size: mean and largest measured, and the bound where every answer has one."""
+    sizes = [line.window for line in compared.windows]
+    for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
+        values = [max(getattr(line.agreement, name), FLOOR) for line in compared.windows]
+        axes.plot(
+            sizes, values, style, color=COLOURS["window"], label=name.rsplit("_", 1)[-1].replace("max", "largest")
+        )
+    certified = [(line.window, line.agreement.error_bound) for line in compared.windows]
+    bounds = [(size, max(bound, FLOOR)) for size, bound in certified if bound is not None]
+    if bounds:
+        axes.plot(*zip(*bounds, strict=True), ":", color="black", label="bound")
+    axes.set_yscale("log")
+    axes.set_title("Total variation from recurrent")
+    floored = any(line.agreement.total_variation_mean < FLOOR for line in compared.windows)
+    axes.set_ylabel("total variation" + (f" (under {FLOOR:g} drawn there)" if floored else ""))
+    _finish_window_axis(axes, compared, "lower left")
+
+
+def _draw_top1(axes: Axes, compared: Measurements) -> None:
+    """How often the most probable token is the same, by window size."""
+    sizes = [line.window for line in compared.windows]
+    shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
+    axes.plot(sizes, shares, "o-", color=COLOURS["window"], label="top-1 equal")
+    axes.set_ylim(min(*shares, 90) - 2, 102)
+    axes.set_title("The same most probable token")
+    axes.set_ylabel("% of positions")
+    _finish_window_axis(axes, compared, "lower right")
+
+
+def _finish_window_axis(axes: Axes, compared: Measurements, legend: str) -> None:
+    sizes = [line.window for line in compared.windows]
+    axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("window, tokens")
+    axes.legend(loc=legend)

@@ -1,0 +1,45 @@
+"""`wane report`: shows what one server, or the replicas of one together, have measured so far."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from wane.service.cli.client import Client, ClientError, CommandError, Document, traced
+from wane.service.cli.merge_reports import MergeError, merge
+from wane.service.cli.render import report_tables
+
+FAILURES = (CommandError, ClientError, MergeError, OSError)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; `arguments[0]` is its name."""
+    parser = argparse.ArgumentParser("wane report", description=__doc__)
+    parser.add_argument("urls", nargs="+", metavar="URL", help="of a server, such as http://127.0.0.1:8000")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments[1:])
+    urls = dict.fromkeys(url.rstrip("/") for url in options.urls)
+    reports: list[Document] = []
+    failures: list[str] = []
+    with traced() as tracing:
+        for url in urls:
+            try:
+                with Client(url, tracing=tracing) as client:
+                    found = client.report()
+                merge([*reports, found])
+                reports.append(found)
+            except (ClientError, MergeError) as error:
+                failures.append(str(error) if url in str(error) else f"{url}: {error}")
+    if reports:
+        found = reports[0] if len(urls) == 1 else merge(reports)
+        if options.json:
+            print(json.dumps(found, indent=2))  # noqa: T201  (what was asked for)
+        else:
+            Console().print(*report_tables(found))
+    if failures:
+        missing = f"{len(failures)} of {len(urls)} did not report, and are not in it: " if reports else ""
+        raise CommandError(missing + "; ".join(failures))
+    return 0

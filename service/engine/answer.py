@@ -1,0 +1,267 @@
+"""The return leg: what was run for a question becomes an Answer, with its latencies, bounds and agreement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Certificate, Manifest
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.batch import Row
+from wane.service.batching.ticket import Ticket
+from wane.service.engine import agreement, bounds
+from wane.service.engine.agreement import Source
+from wane.service.engine.bounds import Bound
+from wane.service.engine.forward import Forward, Outcome, last
+from wane.service.engine.logits import predictions
+from wane.service.engine.stats import Report
+from wane.service.engine.top1_proof import MOST_RIVALS, Direction, Margin
+from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin, Prediction
+
+MOST_PROOFS = 1
+"""Proofs that are sought or wait at a time. An answer that comes when there are as many, or while other work is queued
+or running, goes out without: by direction a proof takes several times as long as the window's run, and to be late is
+worse than not to be proved."""
+
+
+class Course(NamedTuple):
+    """How a question at `position` is answered.
+
+    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` and `known` are about the
+    recurrent part: where its state comes from, and how many of the latest tokens it knows.
+    """
+
+    mode: Mode
+    position: int
+    window: int | None
+    origin: Origin
+    known: int
+
+    @classmethod
+    def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> Course:
+        """Of a question that brings `tokens` tokens: a whole sequence, or the end of a longer one.
+
+        The position of a truncated sequence is not known. It counts as one more than the tokens that were given, so
+        no k covers it, and a window has at most those tokens.
+        """
+        if not truncated:
+            return cls(mode, tokens, window, Origin.FULL, tokens)
+        return cls(mode, tokens + 1, None if window is None else min(window, tokens), Origin.FULL, tokens)
+
+    @property
+    def state(self) -> Origin:
+        """Where the state behind the answer comes from."""
+        return Origin.WINDOW if self.mode is Mode.WINDOW else self.origin
+
+    def bound(self, certificate: Certificate) -> Bound | None:
+        """The bound of the answer, as far as it is known before anything was run."""
+        return self.bound_of(certificate, self.mode is not Mode.WINDOW)
+
+    def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
+        """The bound of the recurrent part, or of the window's; `radius` as its run gave it."""
+        known = self.known if recurrent else self.window
+        assert known is not None, "a window's part without a k: this is a bug"
+        return bounds.bound(certificate, known, self.position, radius)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One mode's run, what is claimed of its answer, and the time it took."""
+
+    outcome: Outcome
+    bound: Bound | None
+    latency: Latency
+
+
+class Sampler(Protocol):
+    """Who wants some of the answers, to give them once more by the other mode."""
+
+    def chosen(self) -> bool:
+        """Whether the next answer is one of them; to be asked once of each."""
+        ...
+
+    def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
+        """One that was chosen: given by one mode, from `fed`, which ends at the course's position."""
+        ...
+
+
+class Answering:
+    """Runs the window's part of a course, and makes answers of parts."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        margin: Margin,
+        forward: Forward,
+        report: Report,
+        prover: Executor,
+    ) -> None:
+        """`prover` is where proofs are sought that are too long for the event loop."""
+        self._certificate = manifest.certificate
+        self._vocabulary = vocabulary
+        self._margin = margin
+        self._forward = forward
+        self._report = report
+        self._prover = prover
+        self._proofs = 0
+        self.direction: Direction | None = None
+        self.sampler: Sampler | None = None
+
+    def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
+        """A part that was run: the recurrent one of a course, or the window's."""
+        return Part(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
+
+    async def window(
+        self, course: Course, fed: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
+    ) -> Part | None:
+        """The window's part of a course, if it has one. `fed` ends at the course's position and holds k tokens.
+
+        To be run after the recurrent part, not beside it: then neither waits for the other, and each latency is
+        what its mode alone would have taken.
+        """
+        if course.window is None:
+            return None
+        mark = ticket.mark()
+        seen = last(fed, course.position, course.window)
+        outcome = await self._forward.window(seen, ticket, binding=binding)
+        return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
+
+    async def answer(
+        self,
+        course: Course,
+        fed: NDArray[np.int64],
+        recurrent: Part | None,
+        window: Part | None,
+        top_k: int,
+        ticket: Ticket,
+        *,
+        session: str | None = None,
+        replayed: bool | None = None,
+    ) -> Answer:
+        """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers.
+
+        `fed` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
+        """
+        answering = recurrent or window
+        assert answering is not None, "a course without a run: this is a bug"
+        found = self._predictions(answering.outcome, top_k)
+        pair: Agreement | None = None
+        modes: dict[Mode, ModeAnswer] | None = None
+        if recurrent is not None and window is not None:
+            pair = await self.agreement(course, recurrent, window)
+            of_window = self._predictions(window.outcome, top_k)
+            modes = {
+                Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
+                Mode.WINDOW: ModeAnswer(of_window, window.latency),
+            }
+            for mode, part in modes.items():
+                self._report.took(mode, part.latency)
+        elif self.sampler is not None and self.sampler.chosen():
+            self.sampler.offer(course, fed, answering)
+        proved = await self._proved(answering, answering.bound)
+        bound, latency = answering.bound, ticket.latency()
+        self._report.took(course.mode, latency)
+        self._report.claimed(course.mode, bound, proved)
+        return Answer(
+            mode=course.mode,
+            predictions=found,
+            latency=latency,
+            state=course.state,
+            error_bound=None if bound is None else bound.variation,
+            state_error_bound=None if bound is None else bound.state,
+            top1_proved=proved,
+            window=course.window,
+            modes=modes,
+            agreement=pair,
+            session=session,
+            position=None if session is None else course.position,
+            replayed=replayed,
+        )
+
+    def of_window(
+        self, course: Course, fed: Callable[[], NDArray[np.int64]], window: Part, row: Row, top_k: int
+    ) -> Answer:
+        """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `fed` gives
+        what `answer` is given; the window ended in `row` just now."""
+        if self.sampler is not None and self.sampler.chosen():
+            self.sampler.offer(course, fed(), window)
+        bound, latency = window.bound, window.latency
+        proved = bound is not None and bound.runs is not None and self._margin.proves_of_row(row, bound.runs)
+        self._report.took(Mode.WINDOW, latency)
+        self._report.claimed(Mode.WINDOW, bound, proved)
+        return Answer(
+            mode=Mode.WINDOW,
+            predictions=self._predictions(window.outcome, top_k),
+            latency=latency,
+            state=Origin.WINDOW,
+            error_bound=None if bound is None else bound.variation,
+            window=course.window,
+            state_error_bound=None if bound is None else bound.state,
+            top1_proved=proved,
+        )
+
+    def seeks(self, part: Part, bound: Bound | None) -> bool:
+        """Whether a proof by direction is sought where the margin alone does not prove the part's first token."""
+        if bound is None or bound.runs is None or self.direction is None or part.outcome.ending is None:
+            return False
+        return bound is part.bound and bound.state > 0 and self._proofs < MOST_PROOFS and self._forward.idle
+
+    def _predictions(self, outcome: Outcome, top_k: int) -> tuple[Prediction, ...]:
+        return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
+
+    async def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+        """How far the parts are apart, counted in the report."""
+        bound = _bound(course, recurrent, window)
+        pair = _apart(recurrent, window, bound, await self._proved(window, bound))
+        self._report.compared(pair, Source.BOTH)
+        return pair
+
+    def apart(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+        """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
+        bound = _bound(course, recurrent, window)
+        return _apart(recurrent, window, bound, self._leads(window.outcome, bound))
+
+    async def _proved(self, part: Part, bound: Bound | None) -> bool:
+        """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
+        outcome, ending, direction = part.outcome, part.outcome.ending, self.direction
+        if not self.seeks(part, bound):
+            return self._leads(outcome, bound)
+        assert bound is not None and bound.runs is not None and ending is not None and direction is not None
+        rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
+        if rivals is None or not len(rivals):
+            return rivals is not None
+        first = int(outcome.logits.argmax())
+        self._proofs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._prover, direction.proves, ending, first, rivals
+            )
+        finally:
+            self._proofs -= 1
+
+    def _leads(self, outcome: Outcome, bound: Bound | None) -> bool:
+        """Whether the margin alone proves it."""
+        if bound is None or bound.runs is None:
+            return False
+        return self._margin.proves(outcome.logits, outcome.hidden, bound.runs, outcome.top)
+
+
+def _bound(course: Course, recurrent: Part, window: Part) -> Bound | None:
+    """Of the distance of the two. Both have read the same last tokens, so the bound of the one that knows fewer holds
+    for it too, as it does for its distance from the never-interrupted model."""
+    assert course.window is not None, "two parts without a k: this is a bug"
+    return window.bound if course.window <= course.known else recurrent.bound
+
+
+def _apart(recurrent: Part, window: Part, bound: Bound | None, proved: bool) -> Agreement:
+    of_recurrent, of_window = recurrent.outcome, window.outcome
+    return agreement.compare(
+        of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
+    )

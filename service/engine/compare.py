@@ -1,0 +1,90 @@
+"""Recurrent against windows, measured side by side on one question."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.cost_model import Costs
+from wane.service.batching.ticket import Ticket
+from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.backlog import Share
+from wane.service.engine.forward import Forward, Outcome, last, sequence
+from wane.service.engine.logits import predictions
+from wane.service.state.pool import Slab
+from wane.service.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Origin, Percentiles
+
+PREDICTIONS = 5
+
+
+def seconds(costs: Costs, request: CompareRequest) -> float:
+    """What the runs of a comparison are expected to take."""
+    each_s = costs.run("step", 1) + sum(costs.window(k) for k in request.windows)
+    return costs.full(len(request.tokens)) + request.repeat * each_s
+
+
+async def compare(
+    forward: Forward,
+    slab: Slab,
+    answering: Answering,
+    vocabulary: Vocabulary,
+    request: CompareRequest,
+    ticket: Ticket,
+    share: Share,
+) -> Comparison:
+    """Runs everything `repeat` times, in turns, so that a busy moment of the machine falls on all alike. The `share` of
+    the backlog is told how far it is."""
+    fed = sequence(vocabulary.eos_id, request.tokens)
+    position = len(request.tokens)
+    with slab.lease() as before, slab.lease() as after:
+        await forward.full(fed[:-1], ticket, write=before)
+
+        def of_window(k: int) -> Callable[[], Awaitable[Outcome]]:
+            return lambda: forward.window(last(fed, position, k), ticket)
+
+        runs = [
+            lambda: forward.append(fed[-1:], ticket, read=before, write=after),
+            *map(of_window, request.windows),
+        ]
+        latencies: list[list[Latency]] = [[] for _ in runs]
+        outcomes: list[Outcome] = []
+        for repeat in range(request.repeat):
+            for run, measured in zip(runs, latencies, strict=True):
+                mark = ticket.mark()
+                outcome = await run()
+                measured.append(ticket.latency(since=mark))
+                if repeat == 0:
+                    outcomes.append(outcome)
+            share.progress((repeat + 1) / request.repeat)
+
+    def part(index: int, course: Course) -> Part:
+        return answering.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
+
+    async def line(index: int, window: int | None) -> ComparedMode:
+        outcome = outcomes[index]
+        course = Course(Mode.BOTH, position, window, Origin.RESIDENT, known=position)
+        own = part(index, course)
+        return ComparedMode(
+            mode=Mode.RECURRENT if window is None else Mode.WINDOW,
+            window=window,
+            state=Origin.RESIDENT if window is None else Origin.WINDOW,
+            predictions=predictions(outcome.logits, PREDICTIONS, vocabulary, outcome.top),
+            queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
+            compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
+            total=_percentiles([latency.total_ms for latency in latencies[index]]),
+            error_bound=None if own.bound is None else own.bound.variation,
+            agreement=None if window is None else await answering.agreement(course, part(0, course), own),
+        )
+
+    return Comparison(
+        repeat=request.repeat,
+        recurrent=await line(0, None),
+        windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
+    )
+
+
+def _percentiles(values_ms: Sequence[float]) -> Percentiles:
+    p50, p99 = np.percentile(values_ms, (50, 99))
+    return Percentiles(float(p50), float(p99))

@@ -1,0 +1,237 @@
+"""Text that grows token by token, and stops where it should.
+
+One continuation, token by token: an asynchronous iterator that holds a state while it lasts.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Manifest
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.ticket import Ticket
+from wane.service.engine.backlog import Share
+from wane.service.engine.bounds import bound, largest
+from wane.service.engine.deadline import until
+from wane.service.engine.forward import Forward, Outcome, last
+from wane.service.engine.logits import Sampler
+from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
+
+
+class TextStream:
+    """Turns generated tokens into text as soon as it is certain.
+
+    Withheld are the bytes of an unfinished UTF-8 character, and an end of the text that may be the beginning of
+    a stop string. The text never holds a stop string nor anything behind it. A sequence of events also stops at
+    its `<eos>`; in text that is only a line break.
+
+    `tokens` holds every token pushed, one that stopped the text among them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
+        self.tokens: list[int] = []
+        self.stopped = False
+        self._vocabulary = vocabulary
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._withheld = ""
+        self._text: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All that is certain so far."""
+        return "".join(self._text)
+
+    def push(self, token: int, *, final: bool = False) -> str:
+        """Takes one token and returns the text that it made certain; `final` withholds nothing any more."""
+        assert not self.stopped, "a token after the stop: this is a bug"
+        self.tokens.append(token)
+        if self._vocabulary.kind == "events" and token == self._vocabulary.eos_id:
+            self.stopped = True
+            return self._give(len(self._withheld))
+        self._withheld += self._piece(token, final)
+        found = [at for stop in self._stop if (at := self._withheld.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._give(min(found))
+        return self._give(len(self._withheld) - (0 if final else self._open()))
+
+    def _give(self, length: int) -> str:
+        """Makes the first `length` withheld characters certain."""
+        certain, self._withheld = self._withheld[:length], self._withheld[length:]
+        self._text.append(certain)
+        return certain
+
+    def _open(self) -> int:
+        """Length of the longest end of the withheld text that a stop string begins with."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._withheld)), 0, -1):
+            if any(stop.startswith(self._withheld[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _piece(self, token: int, final: bool) -> str:
+        """What a token adds to the text: `Vocabulary.decode` of all of them, in pieces."""
+        vocabulary = self._vocabulary
+        if vocabulary.kind == "bpe":
+            raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
+            return self._decoder.decode(raw, final)
+        separator = "\n" if vocabulary.kind == "events" else " "
+        return (separator if len(self.tokens) > 1 else "") + vocabulary.decode([token])
+
+
+class Source(Protocol):
+    """Where a generation's distributions come from. `window` is the k of a windowed one."""
+
+    @property
+    def window(self) -> int | None: ...
+
+    async def prompt(self) -> Outcome:
+        """What follows the prompt."""
+        ...
+
+    async def feed(self, token: int) -> Outcome:
+        """What follows one token more."""
+        ...
+
+
+class RecurrentSource:
+    """One step for each token, from the state in a slot."""
+
+    window = None
+
+    def __init__(self, forward: Forward, fed: NDArray[np.int64], slot: int, ticket: Ticket) -> None:
+        self._forward = forward
+        self._fed = fed
+        self._slot = slot
+        self._ticket = ticket
+
+    async def prompt(self) -> Outcome:
+        return await self._forward.full(self._fed, self._ticket, write=self._slot)
+
+    async def feed(self, token: int) -> Outcome:
+        tokens = np.array([token], np.int64)
+        return await self._forward.append(tokens, self._ticket, read=self._slot, write=self._slot)
+
+
+class WindowSource:
+    """A run of the last k tokens for each token. `position`: where the sequence is after `fed`; of a truncated one it
+    counts one token more than there are."""
+
+    def __init__(self, forward: Forward, fed: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
+        self.window = k
+        self._forward = forward
+        self._position = position
+        self._seen = last(fed, position, k)
+        self._ticket = ticket
+
+    async def prompt(self) -> Outcome:
+        return await self._forward.window(self._seen, self._ticket)
+
+    async def feed(self, token: int) -> Outcome:
+        self._position += 1
+        self._seen = last(np.append(self._seen, token), self._position, self.window)
+        return await self._forward.window(self._seen, self._ticket)
+
+
+class Generation:
+    """The tokens as they come, a `Finish` last. To be closed (`contextlib.aclosing`) however it ends."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        ticket: Ticket,
+        source: Source,
+        prompted: Outcome,
+        share: Share,
+        end: Callable[[], None],
+    ) -> None:
+        """`prompted` is what the source said to the prompt; `share` is told how far the generation is, and takes
+        no turns while no token is awaited; `end` gives back
+        what it holds, and is called once."""
+        self._request = request
+        self._manifest = manifest
+        self._vocabulary = vocabulary
+        self._ticket = ticket
+        self._source = source
+        self._prompted = prompted
+        self._share = share
+        share.pause()
+        self._end: Callable[[], None] | None = end
+        self._items = self._generate()
+
+    @property
+    def mode(self) -> Mode:
+        """Recurrent or window."""
+        return Mode.RECURRENT if self._source.window is None else Mode.WINDOW
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> GeneratedToken | Finish:
+        self._share.resume()
+        try:
+            return await anext(self._items)
+        except BaseException:
+            self._over()
+            raise
+        finally:
+            self._share.pause()
+
+    async def aclose(self) -> None:
+        """Ends the generation, however far it came."""
+        await self._items.aclose()
+        self._over()
+
+    def _over(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    async def _generate(self) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        request, vocabulary = self._request, self._vocabulary
+        sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+        stream = TextStream(vocabulary, request.stop)
+        outcome = self._prompted
+        bounds: list[float | None] = []
+        while True:
+            bounds.append(self._bound(outcome, len(request.tokens) + len(stream.tokens)))
+            token, logprob = sampler.draw(outcome.logits)
+            is_last = len(stream.tokens) + 1 == request.max_tokens
+            yield GeneratedToken(
+                token_id=token,
+                token=vocabulary.token(token),
+                text=stream.push(token, final=is_last),
+                logprob=logprob,
+                token_bytes=vocabulary.partial_bytes(token),
+            )
+            self._share.progress(len(stream.tokens) / request.max_tokens)
+            if is_last or stream.stopped:
+                break
+            with until(request.deadline):
+                outcome = await self._source.feed(token)
+        window = self._source.window
+        yield Finish(
+            reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
+            text=stream.text,
+            tokens=tuple(stream.tokens),
+            mode=self.mode,
+            state=Origin.FULL if window is None else Origin.WINDOW,
+            error_bound=largest(bounds),
+            window=window,
+            latency=self._ticket.latency(),
+        )
+
+    def _bound(self, outcome: Outcome, tokens: int) -> float | None:
+        """The bound of one distribution, which follows so many tokens."""
+        k = tokens if self._source.window is None else min(self._source.window, tokens)
+        position = tokens + self._request.truncated
+        found = bound(self._manifest.certificate, k, position, outcome.radius)
+        return None if found is None else found.variation

@@ -1,0 +1,90 @@
+"""What logits say of the next token: log-probabilities, and the most probable tokens.
+
+One token drawn from logits, by temperature, top-k and top-p.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.batch import Largest, Top
+from wane.service.types import Prediction
+
+_made = partial(tuple.__new__, Prediction)
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities at temperature 1: float64 (V), from finite logits."""
+    shifted = logits.astype(np.float64) - logits.max()
+    normalised: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return normalised
+
+
+def predictions(
+    logits: NDArray[np.float32], count: int, vocabulary: Vocabulary, top: Top | None = None
+) -> tuple[Prediction, ...]:
+    """The `count` most probable tokens, most probable first, the smaller id first among equals.
+
+    `top`: of the same logits; where it holds as many, they are not looked at.
+    """
+    count = min(count, len(logits))
+    found = None if top is None else top.first(count)
+    if found is not None:
+        return listed(found, count, vocabulary)
+    of_all = log_softmax(logits)
+    least = np.partition(of_all, -count)[-count]
+    candidates = np.flatnonzero(of_all >= least)  # with all that tie for the last places
+    order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
+    logprobs = of_all[order]
+    return listed(
+        Largest(order.tolist(), logits[order].tolist(), logprobs.tolist(), np.exp(logprobs).tolist()), count, vocabulary
+    )
+
+
+def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
+    """The first `count` of them. There are some with every answer: hence no call for each of their fields."""
+    texts, partials = vocabulary.texts, vocabulary.partials
+    ids = found.ids[:count]
+    return tuple(
+        [
+            _made((token, texts[token], probability, logprob, partials[token]))
+            for token, probability, logprob in zip(ids, found.probabilities, found.logprobs, strict=False)
+        ]
+    )
+
+
+class Sampler:
+    """Draws tokens; the same seed and the same logits give the same tokens."""
+
+    def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
+        """`temperature` 0 always takes the most probable token; top_k and top_p of None keep all of them."""
+        self._temperature = temperature
+        self._top_k = top_k
+        self._top_p = top_p
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, logits: NDArray[np.float32]) -> tuple[int, float]:
+        """A token and its log-probability at temperature 1, before anything was left out."""
+        logprobs = log_softmax(logits)
+        token = int(logprobs.argmax()) if self._temperature == 0 else self._sample(logprobs)
+        return token, float(logprobs[token])
+
+    def _sample(self, logprobs: NDArray[np.float64]) -> int:
+        """Temperature first, then the k most probable, then the fewest that make up the share p."""
+        # The largest becomes exactly 0, so that the smallest temperatures end in 0 and -inf, never in NaN.
+        with np.errstate(over="ignore"):
+            scaled = (logprobs - logprobs.max()) / self._temperature
+        order = np.argsort(-scaled, kind="stable")[: self._top_k]
+        weights = np.exp(scaled[order])
+        weights /= weights.sum()
+        cumulative = np.cumsum(weights)
+        if self._top_p is not None:
+            # A token stays while those before it fall short of the share; so at least one does.
+            keep = int(np.searchsorted(cumulative, self._top_p, side="left")) + 1
+            order, cumulative = order[:keep], cumulative[:keep]
+        drawn = self._random.random() * cumulative[-1]
+        return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), len(order) - 1)])

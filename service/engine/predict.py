@@ -1,0 +1,140 @@
+"""Requests that bring everything along: choose the way, run, answer."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Manifest
+from wane.models.vocabulary import Vocabulary
+from wane.service.batching.cost_model import Costs
+from wane.service.batching.ticket import Ticket
+from wane.service.engine import routing
+from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.backlog import Share
+from wane.service.engine.bounds import Bound, meets
+from wane.service.engine.forward import Forward, sequence
+from wane.service.engine.generate import Generation, RecurrentSource, Source, WindowSource
+from wane.service.engine.limits import Limits
+from wane.service.state.pool import Slab
+from wane.service.types import Answer, GenerateRequest, Mode, PredictRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A course, what it was fed, and the parts that it had."""
+
+    course: Course
+    fed: NDArray[np.int64]
+    recurrent: Part | None
+    window: Part | None
+
+    @property
+    def bound(self) -> Bound | None:
+        """The bound of its answer."""
+        part = self.recurrent or self.window
+        return None if part is None else part.bound
+
+
+class Prompts:
+    """Answers and generations from the zero state."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        limits: Limits,
+        slab: Slab,
+        forward: Forward,
+        answering: Answering,
+        costs: Costs,
+        *,
+        beside: bool,
+    ) -> None:
+        """`beside`: runs of windows compute a bound for their own tokens."""
+        self._manifest = manifest
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._slab = slab
+        self._forward = forward
+        self._answering = answering
+        self._costs = costs
+        self._beside = beside
+
+    def seconds(self, request: PredictRequest) -> float:
+        """What the runs of a prediction are expected to take."""
+        if request.mode is Mode.WINDOW:
+            return self._costs.window(request.window or self._limits.window)
+        if request.mode is Mode.AUTO:
+            ways = self._ways(request)
+            if None not in ways:
+                return sum(self._costs.window(k) for k in ways if k is not None)
+        return self._costs.full(1 + len(request.tokens))
+
+    def generation_seconds(self, request: GenerateRequest) -> float:
+        """What the runs of a generation are expected to take, if nothing stops it early."""
+        if request.mode is Mode.WINDOW:
+            return request.max_tokens * self._costs.window(request.window or self._limits.window)
+        return self._costs.full(1 + len(request.tokens)) + request.max_tokens * self._costs.run("step", 1)
+
+    async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
+        """What follows the tokens."""
+        fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
+        if request.mode is not Mode.AUTO:
+            k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
+            return await self._answer(await self._run(request, request.mode, k, fed, ticket), request, ticket)
+        for k in self._ways(request):
+            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
+            if request.tolerance is not None and meets(run.bound, request.tolerance):
+                break
+        return await self._answer(run, request, ticket)
+
+    def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:
+        """The k that `auto` answers with, one after the other until one will do; None is all tokens."""
+        position = len(request.tokens)
+        return routing.ways(
+            self._manifest.certificate,
+            position,
+            window=request.window,
+            own=self._limits.window,
+            largest=self._limits.max_window,
+            tolerance=request.tolerance,
+            beside=self._beside,
+            cost=lambda k: self._costs.full(1 + position) if k is None else self._costs.window(k),
+        )
+
+    async def _run(
+        self, request: PredictRequest, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket
+    ) -> _Run:
+        """One way of answering."""
+        course = Course.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
+        recurrent: Part | None = None
+        if mode is not Mode.WINDOW:
+            outcome = await self._forward.full(fed, ticket)
+            recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
+        return _Run(course, fed, recurrent, await self._answering.window(course, fed, ticket))
+
+    async def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
+        return await self._answering.answer(run.course, run.fed, run.recurrent, run.window, request.top_k, ticket)
+
+    async def generate(self, request: GenerateRequest, ticket: Ticket, share: Share, held: ExitStack) -> Generation:
+        """Runs the prompt. What the generation needs while it lasts is taken over from `held`; its `share` of the
+        backlog is told how far it is.
+
+        `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
+        for a token.
+        """
+        fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
+        source: Source
+        if request.mode is Mode.WINDOW:
+            position = len(request.tokens) + request.truncated
+            source = WindowSource(self._forward, fed, position, request.window or self._limits.window, ticket)
+        else:
+            slot = held.enter_context(self._slab.lease())
+            source = RecurrentSource(self._forward, fed, slot, ticket)
+        prompted = await source.prompt()
+        end = held.pop_all().close
+        return Generation(request, self._manifest, self._vocabulary, ticket, source, prompted, share, end)

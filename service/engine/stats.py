@@ -1,0 +1,201 @@
+"""What an engine has measured since it was started, for `/v1/report` and for Prometheus at once."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from wane.service.engine.agreement import AgreementStatistics, Source, violates
+from wane.service.engine.bounds import Bound
+from wane.service.observability.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
+from wane.service.types import Agreement, Answer, Latency, Mode
+
+logger = logging.getLogger("wane.engine")
+
+PHASES = ("queue", "compute", "total")
+BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
+ShadowOutcome = Literal["compared", "dropped", "failed"]
+SHADOW_OUTCOMES: tuple[ShadowOutcome, ...] = get_args(ShadowOutcome)
+RECENT = 4096  # latest durations that percentiles are taken over, exactly
+
+
+@dataclass(slots=True)
+class Durations:
+    """One duration: its latest values, and a histogram of all of them."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_MS) + 1))
+    total_ms: float = 0.0
+
+    def add(self, value_ms: float) -> None:
+        """Counts one value."""
+        self.recent.append(value_ms)
+        self.counts[bisect_left(BUCKETS_MS, value_ms)] += 1
+        self.total_ms += value_ms
+
+    def add_all(self, values_ms: Sequence[float]) -> list[int]:
+        """Counts many values; their buckets."""
+        buckets = [bisect_left(BUCKETS_MS, value_ms) for value_ms in values_ms]
+        counts = self.counts
+        for bucket in buckets:
+            counts[bucket] += 1
+        self.recent.extend(values_ms)
+        self.total_ms += sum(values_ms)
+        return buckets
+
+    def document(self) -> dict[str, object]:
+        """Percentiles of the latest values; cumulative buckets of all, which add up over replicas."""
+        p50, p90, p99 = np.percentile(self.recent, (50, 90, 99)) if self.recent else (None, None, None)
+        cumulative = np.cumsum(self.counts)
+        return {
+            "p50_ms": None if p50 is None else float(p50),
+            "p90_ms": None if p90 is None else float(p90),
+            "p99_ms": None if p99 is None else float(p99),
+            "count": int(cumulative[-1]),
+            "sum_ms": self.total_ms,
+            "buckets": [
+                *({"le_ms": bound, "count": int(n)} for bound, n in zip(BUCKETS_MS, cumulative, strict=False)),
+                {"le_ms": None, "count": int(cumulative[-1])},
+            ],
+        }
+
+
+class OfMode:
+    """What is counted of one mode's predictions, here and for Prometheus, whose metrics are looked up once."""
+
+    def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
+        self.durations = {phase: Durations() for phase in PHASES}
+        self._phases = [
+            (durations, metrics.answer_seconds.labels(model, mode.value, phase))
+            for phase, durations in self.durations.items()
+        ]
+        self._error_bound = metrics.error_bound.labels(model, mode.value)
+        self._proved = metrics.top1_proved.labels(model, mode.value)
+
+    def took(self, latency: Latency) -> None:
+        """One prediction took this long."""
+        values_ms = (latency.queue_ms, latency.compute_ms, latency.total_ms)
+        for (durations, seconds), value_ms in zip(self._phases, values_ms, strict=True):
+            durations.add(value_ms)
+            seconds.observe(value_ms / 1e3)
+
+    def stepped(self, answers: Sequence[Answer]) -> None:
+        """As `took` and `claimed`, of many answers that nothing but one prediction was made for."""
+        columns = zip(*[answer.latency for answer in answers], strict=True)
+        for (durations, seconds), values_ms in zip(self._phases, columns, strict=False):
+            seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
+        for variation, count in Counter([answer.error_bound for answer in answers]).items():
+            if variation is not None:
+                self._error_bound.observe_all([bisect_left(ERROR_BOUND, variation)] * count, variation * count)
+        proved = sum([answer.top1_proved for answer in answers])
+        if proved:
+            self._proved.inc(proved)
+
+    def claimed(self, bound: Bound | None, proved: bool) -> None:
+        """What one answer was said to be worth."""
+        if bound is not None:
+            self._error_bound.observe(bound.variation)
+        if proved:
+            self._proved.inc()
+
+
+class Report:
+    """Counts one model's answers, their latencies by mode and phase, and agreement."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._requests: Counter[Mode] = Counter()
+        self._operations: Counter[str] = Counter()
+        self._modes: dict[Mode, OfMode] = {}
+        self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
+        self._agreement = AgreementStatistics()
+        self._by_source = {source: AgreementStatistics() for source in Source}
+        self._shadows: Counter[ShadowOutcome] = Counter()
+        self._shadow_cpu_s = 0.0
+        metrics.bound_violations.labels(model)  # there from the start, at 0
+
+    def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
+        """A request was answered, or several; `mode` is the one that was used."""
+        self._operations[operation] += requests
+        if operation in ("predict", "step"):
+            self._requests[mode] += requests
+        count = self._answers.get((operation, mode))
+        if count is None:
+            count = self._metrics.answers.labels(self._model, operation, mode.value).inc
+            self._answers[operation, mode] = count
+        count(requests)
+
+    def took(self, mode: Mode, latency: Latency) -> None:
+        """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
+        self._of(mode).took(latency)
+
+    def stepped(self, answers: Sequence[Answer]) -> None:
+        """As `took` and `claimed`, of steps that were answered from their states: a batch of them at a time."""
+        if answers:
+            self._of(Mode.RECURRENT).stepped(answers)
+
+    def claimed(self, mode: Mode, bound: Bound | None, proved: bool) -> None:
+        """What one answer was said to be worth."""
+        self._of(mode).claimed(bound, proved)
+
+    def _of(self, mode: Mode) -> OfMode:
+        found = self._modes.get(mode)
+        if found is None:
+            found = self._modes[mode] = OfMode(self._metrics, self._model, mode)
+        return found
+
+    def shadowed(self, outcome: ShadowOutcome) -> None:
+        """One answer that was sampled has been compared, or failed, or was dropped because there was no time for it."""
+        self._shadows[outcome] += 1
+        self._metrics.shadow.labels(self._model, outcome).inc()
+
+    def shadow_took(self, cpu_s: float) -> None:
+        """A shadow had the processor for so long."""
+        self._shadow_cpu_s += cpu_s
+        self._metrics.shadow_cpu_seconds.labels(self._model).inc(cpu_s)
+
+    def compared(self, agreement: Agreement, source: Source) -> None:
+        """One pair of answers was compared."""
+        self._agreement.add(agreement)
+        self._by_source[source].add(agreement)
+        self._metrics.compared.labels(self._model).inc()
+        self._metrics.top1_matches.labels(self._model).inc(agreement.top1_match)
+        self._metrics.agreement_top1_proved.labels(self._model).inc(agreement.top1_proved)
+        self._metrics.total_variation.labels(self._model).observe(agreement.total_variation)
+        if violates(agreement):
+            self._metrics.bound_violations.labels(self._model).inc()
+            logger.error(
+                "a window and the recurrent model are further apart than is claimed",
+                extra={"fields": {"model": self._model, **asdict(agreement)}},
+            )
+
+    def document(self) -> dict[str, object]:
+        """`modes`, `operations`, `agreement` and `shadow` of the report."""
+        modes = {
+            mode.value: {
+                "requests": self._requests[mode],
+                "latency": {phase: durations.document() for phase, durations in self._modes[mode].durations.items()},
+            }
+            for mode in Mode
+            if mode in self._modes
+        }
+        shadows: dict[str, int] = {outcome: self._shadows[outcome] for outcome in SHADOW_OUTCOMES}
+        return {
+            "modes": modes,
+            "operations": dict(self._operations),
+            "agreement": {
+                **self._agreement.document(),
+                "sources": {source.value: found.document() for source, found in self._by_source.items()},
+            },
+            "shadow": {
+                **shadows,
+                "cpu_s": self._shadow_cpu_s,
+            },
+        }

@@ -1,0 +1,292 @@
+"""Requests to sessions: check out, run, commit, answer.
+
+Everything here happens in the session's turn. The store is read first, or remembered, and written last; in between, the
+next state is made in a slot of its own, so whatever fails on the way has changed nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import Manifest
+from wane.service.batching.cost_model import Costs
+from wane.service.batching.ticket import Ticket
+from wane.service.engine import routing
+from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.bounds import Bound, bound, meets
+from wane.service.engine.forward import PIECE_TOKENS, Forward, last
+from wane.service.engine.limits import Limits
+from wane.service.errors import InvalidRequest
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.sessions import Place, Sessions, conflict
+from wane.service.sessions.stores.store import Record
+from wane.service.state.cache import Resident
+from wane.service.state.pool import ZERO, Slab
+from wane.service.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
+
+RETRIES = 3  # of a step without a position, after comparisons lost to another writer
+NO_TOKENS = np.empty(0, np.int64)
+NEWEST = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
+MOST_USED = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
+
+
+class Steps:
+    """Answers from sessions; the only place, under the engine, that knows both a session and a run."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        limits: Limits,
+        slab: Slab,
+        forward: Forward,
+        sessions: Sessions,
+        answering: Answering,
+        costs: Costs,
+        metrics: Metrics,
+        *,
+        beside: bool,
+    ) -> None:
+        """`beside`: runs of windows compute a bound for their own tokens."""
+        self._manifest = manifest
+        self._limits = limits
+        self._slab = slab
+        self._forward = forward
+        self._sessions = sessions
+        self._answering = answering
+        self._costs = costs
+        self._beside = beside
+        self._found = 1.0
+        self._replayed = metrics.replayed.labels(manifest.name)
+
+    async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
+        """What the session says comes next; nothing is appended. Raises UnknownSession, InvalidRequest."""
+        async with self._sessions.turn(session):
+            record = await self._sessions.read(session)
+            await self._sessions.touch(session)
+            mode = routing.of_session(request.mode, record.mode)
+            if request.window is not None and mode is Mode.RECURRENT:
+                raise InvalidRequest(
+                    "window is given, but the session answers by mode recurrent; it is for window and both", "window"
+                )
+            free = routing.is_free(request.mode, record.mode)
+            return await self._recall(record, mode, free, request.window, request.top_k, ticket, request.tolerance)
+
+    async def step(self, request: StepRequest, ticket: Ticket, *, lost: int = 0) -> Answer:
+        """Appends and answers, or answers again. A comparison lost to another writer is tried again on what that
+        one left; `lost` of them were lost before. Raises UnknownSession, PositionConflict."""
+        async with self._sessions.turn(request.session):
+            for _ in range(lost, 1 + RETRIES):
+                record, place = await self._sessions.check_out(request)
+                mode = routing.of_session(request.mode, record.mode)
+                if place is Place.REPLAY:
+                    self._replayed.inc()
+                    await self._sessions.touch(request.session)
+                    free = routing.is_free(request.mode, record.mode)
+                    return await self._recall(record, mode, free, None, request.top_k, ticket, replayed=True)
+                appended = await self._append(record, request, mode, ticket)
+                if appended is not None:
+                    return appended
+            raise conflict(await self._sessions.read(request.session), request.expected_position)
+
+    def seconds(self, request: StepRequest) -> float:
+        """What the runs of a step are expected to take; 0 of one that is short."""
+        tokens = len(request.tokens)
+        return self._costs.full(tokens) if tokens > PIECE_TOKENS else 0.0
+
+    def view(self, record: Record) -> SessionView:
+        """A session as its owner may see it."""
+        resident = self._sessions.resident(record, behind=True, use=False)
+        mode = routing.of_session(None, record.mode)
+        kept = resident or self._sessions.kept(record)
+        cut = record.cut if kept is None else kept.cut
+        if kept is None and routing.is_free(None, record.mode):
+            _, cut = self._rebuilding(record.position, record.tail.ids(), cut)
+        course = self._course(mode, record.position, None, len(record.tail), resident is None, cut)
+        found = course.bound(self._manifest.certificate)
+        return SessionView(
+            session=record.session,
+            model=record.model,
+            model_version=self._manifest.version,
+            mode=record.mode,
+            position=record.position,
+            state=course.state,
+            error_bound=None if found is None else found.variation,
+            idle_s=record.idle_s,
+            durable=record.durable,
+        )
+
+    async def _append(self, record: Record, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
+        """Runs a step that comes next and commits it; None if the comparison was lost."""
+        tokens = np.array(request.tokens, np.int64)
+        position = record.position + len(tokens)
+        held = len(record.tail) + len(tokens)
+        own = routing.of_session(None, record.mode)
+        base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
+        cut = record.cut if base is None else base.cut
+        # One run from a state that is there needs no more than the new tokens, unless a shadow may follow.
+        needs_all = base is None or mode is not Mode.RECURRENT or self._answering.sampler is not None
+        fed = seen = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
+        if base is None and routing.is_free(request.mode, record.mode):
+            seen, cut = self._rebuilding(position, fed, cut)
+        course = self._course(mode, position, None, held, rebuilt, cut)
+        # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
+        keeps = base is not None and own is not Mode.WINDOW
+        recurrent: Part | None = None
+        read = ZERO if base is None else base.slot
+        write: int | None = None
+        self._slab.retain(read)
+        try:
+            if mode is not Mode.WINDOW or keeps:
+                write = self._slab.acquire()
+                self._used(record, found=not rebuilt)
+                if base is not None:
+                    missed = self._missed(record, base)
+                    new = np.concatenate([missed, tokens]) if len(missed) else tokens
+                    outcome = await self._forward.append(new, ticket, read=read, write=write, binding=True)
+                else:
+                    outcome = await self._forward.full(seen, ticket, write=write, binding=True)
+                if rebuilt:
+                    self._sessions.count_rebuilt()
+                if mode is not Mode.WINDOW:
+                    recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
+            window = await self._answering.window(course, fed, ticket, binding=True)
+            committed = await self._sessions.commit(record, request, write, cut)
+        finally:
+            self._slab.release(read)
+            if write is not None:
+                self._slab.release(write)
+        if committed is None:
+            return None
+        answer = await self._answering.answer(
+            course, fed, recurrent, window, request.top_k, ticket, session=record.session, replayed=False
+        )
+        return _vouched(answer, committed)
+
+    async def _recall(
+        self,
+        record: Record,
+        mode: Mode,
+        free: bool,
+        window: int | None,
+        top_k: int,
+        ticket: Ticket,
+        tolerance: float | None = None,
+        *,
+        replayed: bool | None = None,
+    ) -> Answer:
+        """The answer of a session as it stands, however it is cheapest if `free`. A state that had to be rebuilt for
+        it stays resident.
+
+        Raises InvalidRequest where the answer's bound does not meet the tolerance: before anything is run, if that
+        can be known.
+        """
+        fed = seen = record.tail.ids()
+        base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
+        if base is not None and free and tolerance is not None and record.cut < base.cut:
+            known = record.position - base.cut
+            if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
+                base, rebuilt = None, True  # the tail tells more than the state, and may be enough
+        cut = record.cut if base is None else base.cut
+        if base is None and free:
+            seen, cut = self._rebuilding(record.position, fed, cut, tolerance)
+        course = self._course(mode, record.position, window, len(fed), rebuilt, cut)
+        if not self._beside or course.state is Origin.RESIDENT:  # else the run itself may bring a better one
+            _check(course.bound(self._manifest.certificate), tolerance)
+        recurrent: Part | None = None
+        if mode is not Mode.WINDOW:
+            self._used(record, found=not rebuilt)
+            if base is not None and base.position == record.position:
+                with self._slab.hold(base.slot):
+                    outcome = await self._forward.again(base.slot, ticket)
+            else:
+                with self._slab.hold(ZERO if base is None else base.slot), self._slab.lease() as slot:
+                    if base is None:
+                        outcome = await self._forward.full(seen, ticket, write=slot)
+                    else:
+                        missed = self._missed(record, base)
+                        outcome = await self._forward.append(missed, ticket, read=base.slot, write=slot)
+                    self._sessions.keep(record, slot, cut)
+            if rebuilt:
+                self._sessions.count_rebuilt()
+            recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
+        part = await self._answering.window(course, fed, ticket)
+        answering = recurrent or part
+        assert answering is not None, "a course without a run: this is a bug"
+        _check(answering.bound, tolerance)
+        answer = await self._answering.answer(
+            course, fed, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
+        )
+        return _vouched(answer, record)
+
+    def _rebuilding(
+        self, position: int, fed: NDArray[np.int64], cut: int, tolerance: float | None = None
+    ) -> tuple[NDArray[np.int64], int]:
+        """What to run for the state after `fed`, which ends at `position` and lacks the first `cut` tokens; and how
+        many the state will then lack."""
+        k = routing.rebuilt_from(
+            self._manifest.certificate,
+            position,
+            len(fed),
+            own=self._limits.window,
+            largest=self._limits.max_window,
+            tolerance=tolerance,
+            used=min(self._found / max(1 - self._found, 1 / MOST_USED), MOST_USED),
+            cost=lambda k: self._costs.full(len(fed)) if k is None else self._costs.window(k),
+        )
+        return (fed, cut) if k is None else (last(fed, position, k), position - k)
+
+    def _base(self, record: Record, *, needed: bool) -> tuple[Resident | None, bool]:
+        """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
+        is `needed`, that which the store keeps; and whether what comes of it, or of the tail alone, is rebuilt."""
+        resident = self._sessions.resident(record, behind=True)
+        if resident is not None or not needed:
+            return resident, resident is None
+        return self._sessions.restore(record), True
+
+    def _missed(self, record: Record, base: Resident) -> NDArray[np.int64]:
+        """The tokens that a state which is behind has not seen."""
+        missed = record.position - base.position
+        if not missed:
+            return NO_TOKENS
+        self._sessions.count_caught_up()
+        return record.tail.ids()[-missed:]
+
+    def _used(self, record: Record, *, found: bool) -> None:
+        """A state was needed, and found or not. That of no tokens always is."""
+        if record.position:
+            self.used(found)
+
+    def used(self, found: bool) -> None:
+        """A state was needed; whether it was found resident."""
+        self._found += NEWEST * (found - self._found)
+
+    def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> Course:
+        """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.
+
+        Raises InvalidRequest for a window longer than what is held of it.
+        """
+        k: int | None = None
+        if mode is not Mode.RECURRENT:
+            k = self._limits.window if window is None else window
+            if held <= position and k > held:  # held > position is all of the sequence: any k will do
+                if window is not None:
+                    raise InvalidRequest(
+                        f"window is {window}, but only the last {held} tokens are kept of the session", "window"
+                    )
+                k = held
+        origin = Origin.REBUILT if rebuilt else Origin.RESIDENT
+        return Course(mode, position, k, origin, known=position - cut)
+
+
+def _vouched(answer: Answer, record: Record) -> Answer:
+    """The answer, with what the session's store vouches for."""
+    return answer if record.durable is None else answer._replace(durable=record.durable)
+
+
+def _check(found: Bound | None, tolerance: float | None) -> None:
+    """Raises InvalidRequest where the bound of a session's answer does not meet the tolerance, if there is one."""
+    if tolerance is None or meets(found, tolerance):
+        return
+    has = "no error bound" if found is None else f"an error bound of {found.variation:g}"
+    raise InvalidRequest(f"tolerance is {tolerance:g}, but the session's answer has {has}", "tolerance")

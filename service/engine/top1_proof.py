@@ -1,0 +1,268 @@
+"""Whether the first token of an answer is proved to be the never-interrupted model's, by the margin it leads by.
+
+With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at most E apart, the lead l_a - l_b of
+a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved where, for every other b,
+
+    l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
+
+Tokens for which that fails are rivals: whether they are by direction too, `direction.py` says.
+
+The rounding is a theorem too: n terms summed in float32, in whatever order, are off by at most gamma = n u / (1 - n u)
+of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
+here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
+
+Whether the first token of an answer is proved by direction, where the margin test leaves rivals open.
+
+The margin test lets the output layer's input move anywhere within a radius. A gated model's window says more: how far
+each unit of each state may be from the run's. A lead is a function of these, so it moves by `sum_i |gradient_i|
+error_i` and what the gradient leaves out (`models/certificate/top1.py`). Let h be where exact arithmetic leads from
+the state and the stream that the graph put out. Token a is first, in the never-interrupted run in float32, if for
+every rival b
+
+    (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
+
+What is theorem in this, and what is measured:
+
+- `moved` bounds how far the lead of any *exact* run that ends in these tokens is from that at h. Theorem, given that
+  stream, states and errors as put out are within R of those of an exact window: the two runs are then both around h,
+  and R is part of how far. Evaluated in float64, whose rounding is counted.
+- R is, of states, the certificate's `rounding.states`. The stream is what a front of finite reach makes of the last few
+  tokens, and the errors are products of gates: how far they are off is measured when the model is made ready, for
+  windows of random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
+- E is the certificate's rounding of two runs at `hidden`: one step's error as it was measured, carried by the theorem.
+- The rounding of the logits is a theorem (`margin.py`). The one that answers needs none: a is what it says.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.certificate.outward import Matrix, roundoff
+from wane.models.certificate.request import RequestBound, WindowBound
+from wane.models.certificate.top1 import Top1
+from wane.models.manifest import Manifest
+from wane.models.weights import Weights, head_weight
+from wane.service.batching.batch import Ending, Row, Top
+from wane.service.runners.runner import ERROR, STREAM, Runner
+
+UNIT = 2.0**-24  # u of float32
+OUTWARD = 1 + 1e-9  # relative: far above what float64 makes of distances and norms
+AT_ONCE = 64  # rows whose distance from the first token's row is computed in one go
+
+
+class Margin:
+    """The output layer's geometry, of which whatever does not depend on a request is computed once."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._rows = head_weight(weights)
+        rows = self._rows.astype(np.float64)
+        self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
+        terms = rows.shape[1] + 2  # the products, the bias, and one to spare
+        self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
+        self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
+        self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
+        # By token, as plain floats: of one or two at a time that is a good deal less work.
+        self._norm_of: list[float] = self._norms.tolist()
+        self._rounding_of: list[tuple[float, float]] = list(
+            zip(self._of_norm.tolist(), self._of_bias.tolist(), strict=True)
+        )
+        self._largest_norm = float(self._norms.max())
+        self._largest_of_norm = float(self._of_norm.max())
+        self._largest_of_bias = float(self._of_bias.max())
+
+    def proves(
+        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
+    ) -> bool:
+        """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
+        of it, in any float32 run of the output layer. `top`: of the same logits."""
+        settled = self._at_a_look(logits, hidden, error, top)
+        return self._has_no_rival(logits, hidden, error) if settled is None else settled
+
+    def proves_of_row(self, row: Row, error: float) -> bool:
+        """As `proves`, of a row that has logits and hidden."""
+        largest = row.largest(2)
+        settled: bool | None = None
+        if largest is not None:
+            ids, values = largest.ids, largest.logits
+            settled = self._over(ids[0], ids[1], values[0] - values[1], row.length, error)
+        if settled is not None:
+            return settled
+        logits, hidden = row.logits, row.hidden
+        assert logits is not None and hidden is not None, "a step without an answer: this is a bug"
+        return self.proves(logits, hidden, error)
+
+    def _at_a_look(
+        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
+    ) -> bool | None:
+        """Whether it is, or None, where that takes a look at all tokens and not only at the second.
+
+        If the second is so far behind that it would not matter which row was its own, nobody comes before the first:
+        where the error is that of rounding, that settles nearly all. And one rival is enough: mostly it is the second.
+        """
+        largest = None if top is None else top.first(2)
+        if largest is not None:
+            first, second = largest.ids[:2]
+        else:
+            first = int(logits.argmax())
+            others = logits.copy()
+            others[first] = -np.inf
+            second = int(others.argmax())
+        if first == second:  # there is one token
+            return math.isfinite(error)
+        exact = hidden.astype(np.float64)
+        lead = float(logits[first]) - float(logits[second])
+        return self._over(first, second, lead, math.sqrt(exact @ exact), error)
+
+    def _over(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
+        """The same, of the largest two and by how much one leads; `length` is the 2-norm of what they came of."""
+        length = length * OUTWARD + error
+        of_norm, of_bias = self._rounding_of[first]
+        lead -= of_norm * length + of_bias
+        most = self._largest_of_norm * length + self._largest_of_bias
+        if lead - most > (self._largest_norm + self._norm_of[first]) * error:
+            return True
+        of_norm, of_bias = self._rounding_of[second]
+        gap = self._rows[second].astype(np.float64) - self._rows[first]
+        if not lead - (of_norm * length + of_bias) > math.sqrt(gap @ gap) * OUTWARD * error:
+            return False
+        return None
+
+    def _has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
+        found = self.rivals(logits, hidden, error, most=0)
+        return found is not None and not len(found)
+
+    def rivals(
+        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, most: int
+    ) -> NDArray[np.intp] | None:
+        """The tokens that may come before the first one of `logits` for an h within `error`, those that follow it most
+        closely first; none are left where it is proved. None: more than `most`, or nothing could prove it."""
+        if not math.isfinite(error):
+            return None
+        first = int(logits.argmax())
+        length = float(np.sqrt(np.square(hidden, dtype=np.float64).sum())) * OUTWARD + error
+        lead: NDArray[np.float64] = float(logits[first]) - logits.astype(np.float64)
+        lead -= self.rounding(slice(None), length)
+        lead -= float(self.rounding(first, length))
+        lead[first] = np.inf
+        second = int(lead.argmin())
+        if lead[second] <= 0 or (most == 0 and not self._leads(lead, first, np.array([second]), error).all()):
+            return None
+        # |V_a - V_b| <= |V_a| + |V_b| settles nearly all; the rest are looked at, nearest first.
+        unsettled = np.flatnonzero(lead <= (self._norms + self._norms[first]) * error)
+        unsettled = unsettled[np.argsort(lead[unsettled])]
+        left: list[NDArray[np.intp]] = []
+        for start in range(0, len(unsettled), AT_ONCE):
+            chunk = unsettled[start : start + AT_ONCE]
+            left.append(chunk[~self._leads(lead, first, chunk, error)])
+            if sum(map(len, left)) > most:
+                return None
+        return np.concatenate([*left, unsettled[:0]])
+
+    def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
+        """Twice what float32 may put these tokens' logits off, for an h of at most this length: of two runs."""
+        result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
+        return result
+
+    def _leads(
+        self, lead: NDArray[np.float64], first: int, others: NDArray[np.intp], error: float
+    ) -> NDArray[np.bool_]:
+        """Whether the first token leads over each of the others by more than the error can take away."""
+        apart = np.sqrt(np.square(self._rows[others].astype(np.float64) - self._rows[first]).sum(axis=1)) * OUTWARD
+        result: NDArray[np.bool_] = lead[others] > apart * error
+        return result
+
+
+MOST_RIVALS = 2048
+"""Of more, the test is not tried. A nearest rival that is not settled ends it after about a millisecond; one that goes
+through all of them takes some tens of milliseconds, on a thread of its own."""
+
+FIRST, AT_ONCE = 16, 512
+"""Rivals in the first go, and in any."""
+
+WINDOWS = 12
+"""As many are run to measure what float32 makes of stream and errors."""
+
+SHORTEST = np.zeros((1, 1), np.int64)
+"""A window of one token, whichever it is."""
+
+
+class Direction:
+    """The test for one model, whose `window` graph puts out what it needs. Blocks: belongs off the event loop."""
+
+    def __init__(self, manifest: Manifest, margin: Margin, runner: Runner) -> None:
+        """Measures the graph's rounding: runs windows of random tokens beside the oracle's own bound."""
+        assert manifest.certificate.rounding is not None, "nothing is claimed without: this is a bug"
+        self._architecture = manifest.architecture
+        self._margin = margin
+        self._request = RequestBound(self._architecture, margin.weights)
+        self._top1 = Top1(self._architecture, margin.weights, self._request)
+        self._rows: Matrix = head_weight(margin.weights).astype(np.float64)
+        self._squares = (self._rows**2).sum(axis=1)
+        self._longest = float(np.sqrt(self._squares.max())) * OUTWARD
+        self._slight = 8 * roundoff(self._rows.shape[1]) * self._longest**2
+        self._bias = margin.weights["head.bias"].astype(np.float64)
+        self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
+        rounding = manifest.certificate.rounding
+        self._error = rounding.between_runs
+        states = max(error.ball for error in rounding.states.values())
+        self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
+
+    def proves(self, ending: Ending, first: int, rivals: NDArray[np.intp]) -> bool:
+        """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
+        bound = self._bound(ending)
+        if not np.isfinite(bound.radius[0]):
+            return False
+        hidden = bound.hidden[0]
+        length = float(np.linalg.norm(hidden)) * OUTWARD
+        farthest = length + float(bound.radius[0]) + self._error
+        along = self._rows @ self._rows[first]
+        squares = along[first] + self._squares[rivals] - 2 * along[rivals]
+        apart = np.sqrt(np.maximum(0, squares) + self._slight) * OUTWARD
+        biases = np.abs(self._bias[first]) + np.abs(self._bias[rivals])
+        logits = self._rows @ hidden + self._bias
+        lead = logits[first] - logits[rivals]
+        lead -= 4 * roundoff(len(hidden)) * (2 * self._longest * length + biases)
+        lead -= self._margin.rounding(first, farthest) + self._margin.rounding(rivals, farthest)
+        lead -= apart * self._error
+        left = np.flatnonzero(~(lead > apart * bound.radius[0]))  # the others are proved by the radius already
+        start, size = 0, FIRST  # mostly it is one of the nearest that is not settled
+        while start < len(left):
+            now = left[start : start + size]
+            start, size = start + size, min(8 * size, AT_ONCE)
+            gap = self._rows[first] - self._rows[rivals[now]]
+            if not (lead[now] > self._top1.moved(bound, gap, np.zeros(len(now), np.intp))).all():
+                return False
+        return True
+
+    def rehearse(self) -> None:
+        """The largest piece of a test, for nothing: to be called on the thread of the tests, which then has the memory
+        that they take."""
+        gap = self._rows[0] - self._rows[1 : 1 + AT_ONCE]
+        self._top1.moved(self._request(SHORTEST), gap, np.zeros(len(gap), np.intp))
+
+    def _bound(self, ending: Ending) -> WindowBound:
+        """Where the exact run is that ends so."""
+        return self._request.resume(
+            ending.stream[None].astype(np.float64),
+            np.array([ending.length]),
+            [ending.states[name][None].astype(np.float64) for name in self._names],
+            [ending.errors[name][None].astype(np.float64) for name in self._names],
+            self.rounding,
+        )
+
+    def _measured(self, runner: Runner, window: int) -> float:
+        """The most that the stream is off, or an error too small, after windows of random, held and cycling tokens."""
+        random = np.random.default_rng(3)
+        tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
+        for row, period in enumerate((1, 1, 1, 2, 2, 3)):
+            tokens[row] = np.resize(tokens[row, :period], window)
+        exact = self._request(tokens)
+        outputs = runner.run("window", {"tokens": tokens, "lengths": np.full(WINDOWS, window)})
+        off = [outputs[STREAM] - exact.stream]
+        for name, step in zip(self._names, exact.steps, strict=True):
+            off.append(np.maximum(0, step.error[0].box - outputs[ERROR + name]))
+        return float(max(np.linalg.norm(each, axis=1).max() for each in off))

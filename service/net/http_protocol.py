@@ -1,0 +1,429 @@
+"""One write for one answer.
+
+uvicorn writes an answer's head and its body one after the other, and its WebSockets a frame's likewise; uvloop hands
+each to the system at once. A system call, and a packet to wake the other side for, takes as long as a good part of
+what an answer takes otherwise. Here what is written in one turn of the event loop is written together.
+
+HTTP with clients that are slow, or send too much: 408, 429, 431 and 503 before there is a request to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from wane.service.net.connection import DEAF_S, SMALL_BYTES, Patient, Reason, abort_unread, bare_answer
+
+LINGER_S = 30  # for the other side to take what is left to it when a connection is closed
+
+
+def _never() -> bool:
+    return False
+
+
+class Corked:
+    """A transport that holds back what is written until the event loop's next turn, or until there is a good deal."""
+
+    MOST_BYTES = 1 << 16
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held: list[bytes] = []
+        self._bytes = 0
+        self._has_ended = False
+        self.delays_closing: Callable[[], bool] = _never  # whether whoever is asked will close it later
+
+    def write(self, data: bytes) -> None:
+        """As a transport's."""
+        if not self._held:
+            self._loop.call_soon(self.flush)
+        self._held.append(data)
+        self._bytes += len(data)
+        if self._bytes >= self.MOST_BYTES:
+            self.flush()
+
+    def write_whole(self, data: bytes) -> None:
+        """As `write`, of what nothing follows: it need not wait for that."""
+        if self._held:
+            self.write(data)
+        else:
+            self._write(data)
+
+    def flush(self) -> None:
+        """Writes what is held back."""
+        if self._held:
+            data = b"".join(self._held)
+            self._held.clear()
+            self._bytes = 0
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        if not self._has_ended and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def write_eof(self) -> None:
+        """As a transport's: what was written before it still goes out, and nothing that is written later."""
+        self.flush()
+        self._has_ended = True
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        """As a transport's: what was written before it still goes out."""
+        self.flush()
+        if self.delays_closing():
+            return
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def let_go(self) -> None:
+        """The connection is over. Whoever would be asked holds this, and would wait for the garbage collector."""
+        self.delays_closing = _never
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the transport's own."""
+        return getattr(self._transport, name)
+
+
+class CorkedProtocol(HttpToolsProtocol):
+    """uvicorn's, on such a transport."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(cast(asyncio.Transport, Corked(transport, self.loop)))
+
+
+Headers = list[tuple[bytes, bytes]]
+
+HEAD_END = b"\r\n\r\n"
+PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
+"""Where the parser's own words would not tell a client what is wrong."""
+
+
+def malformed(error: HttpParserError) -> bytes:
+    """What a client is told of a request that the parser refused."""
+    reason = str(error)
+    if isinstance(error, HttpParserCallbackError):
+        reason = "the request target cannot be read"  # nothing else is read in a callback of ours or of uvicorn's
+    return f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}".encode()
+
+
+class Trailers(Headers):
+    """Where the fields behind a chunked body go: nobody reads them, and a request's headers are those of its head."""
+
+    def append(self, field: tuple[bytes, bytes]) -> None:
+        """Keeps nothing."""
+
+
+TRAILERS = Trailers()
+
+
+class PatientHttp(Patient, CorkedProtocol):
+    """HTTP, with an end to patience."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.last_whole: object = None  # the scope of the last request that came in whole
+        self.completed = False  # a request, by what has come in last
+        self.head_bytes = 0  # of a head that is not whole; without its beginning, if that came behind another request
+        self.head_end = b""  # the last of them
+        self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
+        self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
+        self.graced = False  # the timer has run out once
+        self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
+        self.deaf = False  # no request is taken any more
+        self.lingers = False  # the last answer is given, and the connection is closed a little later
+        self.at_last: Callable[[], None] | None = None  # what is done once the requests that were taken are answered
+        self.upgrades = False  # a WebSocket's handshake waits for them
+        self.unanswered_bytes = 0  # that came with requests, but for what came at once and is small
+        self.is_unread = False  # something that came, and it is the last
+        self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        is_full = len(self.connections) >= self.patience.connections
+        super().connection_made(transport)
+        cast(Corked, self.transport).delays_closing = self.delays_closing
+        if is_full:
+            self.refuse(Reason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
+        else:
+            abort_unread(transport, self.patience.send_s)
+            self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        cast(Corked, self.transport).let_go()
+        self.share.is_now(0)
+        self.drop_requests()
+        self._unset_keepalive_if_required()  # uvicorn leaves it where the connection failed, and it holds this
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.deaf:
+            self.came_late()
+            return
+        most = self.patience.header_bytes
+        if self.scope is not self.last_whole and self.in_body():
+            self.go_on(data)
+        elif len(data) > most - self.head_bytes and self.is_long_head(data):
+            self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
+        elif len(data) > SMALL_BYTES and not self.takes(len(data)):
+            self.refuse_unread()
+            return
+        else:
+            self.feed(data)
+        if self.scope is self.last_whole:
+            if self.completed:
+                self.completed, self.head_bytes, self.head_end = False, 0, b""
+                if self.timer is not None:
+                    self.at_ease()
+            elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
+                self.begin_timer()  # an empty line may stand before a request, and begins none
+            return
+        if self.deaf:
+            return
+        is_behind, self.completed = self.completed, False
+        if self.timer is None:
+            self.begin_timer()
+        if not self.in_body():
+            if not is_behind:
+                self.head_bytes += len(data)
+            self.head_end = (self.head_end + data)[1 - len(HEAD_END) :]
+            return
+        self.head_bytes, self.head_end = 0, b""
+        if self.measured is not self.scope and not self.has_room():
+            self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+        elif self.bare_bytes > most:
+            self.refuse(Reason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
+            self.cycle.keep_alive = False
+            self.withheld = self.cycle
+
+    def feed(self, data: bytes) -> None:
+        """Parses what came in. In place of uvicorn's `data_received`, which answers a malformed request at once, and
+        forgets what came behind a request to upgrade."""
+        self._unset_keepalive_if_required()
+        rest: bytes | memoryview = data
+        behind: bytes | memoryview = b""  # what is parsed after `rest`
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                rest, behind = behind, b""
+            except HttpParserError as error:
+                self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, malformed(error))
+                return
+            except HttpParserUpgrade as upgrade:
+                rest = memoryview(rest)[upgrade.args[0] :]
+                if self.scope["method"] == "CONNECT":
+                    if self.declares_body():
+                        text = b"malformed HTTP request: CONNECT takes no body"
+                        self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, text)
+                        return
+                elif super()._should_upgrade():
+                    self.handle_websocket_upgrade()
+                    if rest and self.upgrades:
+                        self.came_late()
+                    return
+                else:
+                    rest, behind = self.head_without_upgrade(), rest
+                    # The old parser takes nothing more where the head says `Connection: close`.
+                    self.parser = HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _should_upgrade(self) -> bool:
+        """Whether the parser stopped at a head that `feed` has to look at before its request begins. uvicorn asks this
+        where a head asks for another protocol or is a CONNECT; it begins no request where the answer is true.
+
+        httptools takes no body for such a head: a declared body would be parsed as the next request.
+        """
+        return self.scope["method"] != "CONNECT" or self.declares_body()
+
+    def declares_body(self) -> bool:
+        """Whether the head says that a body follows it."""
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        )
+
+    def head_without_upgrade(self) -> bytes:
+        """The head that was parsed last, without its Upgrade fields. A protocol that is not spoken here is ignored
+        (RFC 9110, 7.8): parsed again without it, the request has the body that its head declares."""
+        lines = [f"{self.scope['method']} ".encode() + self.url + f" HTTP/{self.scope['http_version']}".encode()]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + HEAD_END
+
+    def came_late(self) -> None:
+        """Throws away what comes when no request is taken any more. A WebSocket whose handshake waits is refused,
+        because its client must wait too (RFC 6455, 4.1)."""
+        self.is_unread = True
+        if self.upgrades:
+            self.deaf = self.upgrades = False
+            self.refuse(Reason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered")
+
+    def is_long_head(self, data: bytes) -> bool:
+        """Whether the head that `data` begins, or goes on with, is longer than it may be."""
+        before = self.head_end  # what ends it may come in two
+        found = (before + data).find(HEAD_END)
+        return found < 0 or found - len(before) > self.patience.header_bytes - self.head_bytes
+
+    def begin_timer(self) -> None:
+        """From now on a head is waited for, and no longer than it may take."""
+        self.graced = False
+        self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+
+    def go_on(self, data: bytes) -> None:
+        """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
+        cycle, before = self.cycle, len(self.cycle.body)
+        if not cycle.response_complete and not self.takes(len(data)):
+            self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+            return
+        self.feed(data)
+        is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
+        self.bare_bytes = self.bare_bytes + len(data) if is_bare else 0
+
+    def takes(self, count: int) -> bool:
+        """Whether there is room for so many bytes more, which are then taken."""
+        if self.share.is_now(self.unanswered_bytes + count):
+            self.unanswered_bytes += count
+            return True
+        return False
+
+    def has_room(self) -> bool:
+        """Whether there is room for a body of the length that its head says; where it says none, that is seen when it
+        comes. What is too long at any time is refused elsewhere."""
+        self.measured = self.scope
+        most, taken = self.share.intake.most, self.share.intake.taken
+        if 2 * taken <= most:  # a body is at most half of it
+            return True
+        declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
+        length = int(declared) if declared.isdigit() else 0
+        return length <= SMALL_BYTES or length > most or self.share.intake.has_room(length - self.share.counted)
+
+    def on_response_complete(self) -> None:
+        if self.unanswered_bytes:
+            self.unanswered_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+            self.share.is_now(self.unanswered_bytes)
+        super().on_response_complete()
+        if self.at_last is not None and self.is_answered() and not self.transport.is_closing():
+            at_last, self.at_last = self.at_last, None
+            at_last()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """In place of uvicorn's. White space around a value is no part of it (RFC 9110, 5.5)."""
+        name = name.lower()
+        value = value.strip(b" \t")
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self.running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_chunk_header(self) -> None:
+        """The length of a chunk has come: from here on, fields are trailers."""
+        if self.in_body():
+            self.headers = TRAILERS
+
+    def on_message_complete(self) -> None:
+        self.last_whole = self.scope
+        self.completed = True
+        if self.withheld is not None:
+            self.withheld.keep_alive = not self.withheld.response_started
+            self.withheld = None
+        super().on_message_complete()
+
+    def shutdown(self) -> None:
+        self.withheld = None
+        super().shutdown()
+
+    def in_body(self) -> bool:
+        """Whether the head of the request that comes in is whole, and its body is not."""
+        return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
+
+    def too_slow(self) -> None:
+        """The time is up for what comes in: for a body once the door has had the time to say so itself."""
+        self.timer = None
+        if self.in_body() and not self.graced:
+            self.graced = True
+            self.timer = self.loop.call_later(self.patience.body_s, self.too_slow)
+        elif self.scope is None:  # not a byte has come
+            self.transport.close()
+        else:
+            reason = Reason.SLOW_BODY if self.in_body() else Reason.SLOW_HEAD
+            self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
+
+    def refuse(self, reason: Reason, status: HTTPStatus, text: bytes = b"") -> None:
+        """Ends the connection, once: with an answer, behind the answers to the requests before. There is none where the
+        request that is refused is being answered already, or where the request before is the last by its own wish."""
+        if self.deaf or self.transport.is_closing():
+            return
+        self.at_ease()
+        self.deaf = True
+        running, waits = self.running, not self.is_answered()
+        if self.in_body() and self.cycle is running:
+            is_silent, waits = running.response_started, False
+        else:
+            is_silent = waits and running is not None and not running.keep_alive
+            if self.in_body():
+                self.pipeline.popleft()  # nobody has begun it
+        self.tell(reason, None if is_silent else status)
+        last = partial(self.say_last, b"" if is_silent else bare_answer(status, text))
+        if waits:
+            self.at_last = last
+        else:
+            last()
+
+    def say_last(self, answer: bytes) -> None:
+        """Gives the last answer, if there is one, and closes the connection."""
+        if answer:
+            self.transport.write(answer)
+        self.transport.close()
+
+    def refuse_unread(self) -> None:
+        """There is no room for what came, and nobody has looked at it."""
+        self.is_unread = True
+        self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Gives the connection to a WebSocket; once the requests before it are answered, as answers go in order."""
+        if not self.is_answered():
+            self.deaf = self.upgrades = True
+            self.at_last = self.handle_websocket_upgrade
+            return
+        self._unset_keepalive_if_required()
+        super().handle_websocket_upgrade()
+        cast(Corked, self.transport).let_go()
+        self.parser = None  # type: ignore[assignment]  # it holds this, and both would wait for the garbage collector
+        self.share.is_now(0)
+
+    def delays_closing(self) -> bool:
+        """Whether the connection is closed a little later: while a request still comes in. A connection with something
+        unread in it is not closed but reset, and whoever sent too much would not be told so."""
+        if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
+            return False
+        self.deaf = self.lingers = True
+        self.at_ease()
+        self.drop_requests()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self.timer = self.loop.call_later(DEAF_S, self.transport.close)
+        return True
+
+    def drop_requests(self) -> None:
+        """Nothing is answered any more: what runs is told so, and what waits is not begun."""
+        self.pipeline.clear()
+        self.at_last = None
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True  # so that nothing more is written
+            self.running.message_event.set()
+
+    def is_answered(self) -> bool:
+        """Whether every request that was begun is answered. If so, none waits either."""
+        return self.running is None or self.running.response_complete

@@ -1,0 +1,298 @@
+"""Prometheus histograms for what is observed at every token.
+
+prometheus_client's take a lock and walk through their buckets for each value. These are observed on the event loop's
+thread only, find their bucket by bisection, and are made into metrics when somebody asks. A value that has a trace is
+its bucket's exemplar until the next one that has.
+
+Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
+
+One `Metrics` is made by whoever builds the application and is passed on: there is no global registry, so that
+tests may have as many servers as they like.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
+
+
+class Observed:
+    """The values of one set of labels."""
+
+    __slots__ = ("_bounds", "counts", "exemplars", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: the largest value of each bucket but the last, which has none."""
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """Counts one value, and remembers by its bucket of which trace it was."""
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
+        self.total += value
+        if trace_id is not None:
+            self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def observe_all(self, buckets: Sequence[int], total: float) -> None:
+        """Counts many values, of which it is known which buckets they belong to and what they come to."""
+        counts = self.counts
+        for bucket in buckets:
+            counts[bucket] += 1
+        self.total += total
+
+
+class Histogram(Collector):
+    """A metric of one name, as prometheus_client's `Histogram`."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = tuple(labels)
+        self._bounds = tuple(buckets)
+        self._observed: dict[tuple[str, ...], Observed] = {}
+        if not labels:
+            self.labels()  # there from the start, at 0
+        registry.register(self)
+
+    def labels(self, *values: str) -> Observed:
+        """What is observed of these labels."""
+        if len(values) != len(self._labels):
+            raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)} of them")
+        found = self._observed.get(values)
+        if found is None:
+            found = self._observed[values] = Observed(self._bounds)
+        return found
+
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        """Counts one value of a histogram without labels."""
+        self.labels().observe(value, trace_id)
+
+    def describe(self) -> Iterator[Metric]:
+        """Its name, for the registry."""
+        yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every value so far."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        names: list[str] = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
+        for values, observed in list(self._observed.items()):
+            pairs = zip(names, map(float, accumulate(observed.counts)), strict=True)
+            exemplars = observed.exemplars
+            counts = [(*pair, exemplars[index]) if index in exemplars else pair for index, pair in enumerate(pairs)]
+            family.add_metric(values, counts, sum_value=observed.total)
+        yield family
+
+
+# From 20 microseconds (a wait in an idle queue) to a minute (twice the longest deadline by default). Between 0.1 ms,
+# which is one small step's run, and 10 ms, where sessions' steps and windows are, each bound is a third to two thirds
+# above the one before, which is as far as a quantile read from them can be off; beyond it is 2 to 3 times that. Round
+# numbers, so that "how many took longer than 5 ms" has an exact answer.
+REQUEST_SECONDS = (
+    *(0.000_02, 0.000_05),
+    *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
+    *(0.001, 0.001_5, 0.002, 0.003, 0.005, 0.007),
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+)
+# Runs are shorter than requests: to 1 s.
+RUN_SECONDS = REQUEST_SECONDS[:21]
+# Batches are counted, and their size is bounded by max_batch: powers of two.
+BATCH_ITEMS = tuple(float(2**power) for power in range(11))
+# Share of a batch's positions that is padding: bounded by one half, see the batcher.
+PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
+# Total variation of two distributions, in [0, 1]: float32 noise to entirely different, by decades.
+TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
+# The same scale, with a bucket for exact answers.
+ERROR_BOUND = (0.0, *TOTAL_VARIATION)
+
+
+class Metrics:
+    """The metrics, as attributes; `render` writes them all down."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets, registry)
+
+        # The door.
+        self.http_requests = counter("wane_http_requests", "HTTP requests answered.", "route", "method", "status")
+        self.http_request_seconds = histogram(
+            "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
+        )
+        self.failures = counter(
+            "wane_failures",
+            "Requests and messages that failed, by the failure's code and the name of the key, which may be none.",
+            "code",
+            "key",
+        )
+        self.websockets = gauge("wane_websockets", "WebSockets that are open.")
+        self.websocket_messages = counter("wane_websocket_messages", "Messages answered, by their status.", "status")
+        self.websocket_message_seconds = histogram(
+            "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
+        )
+        self.refused_connections = counter(
+            "wane_refused_connections",
+            "Connections that the server ended, by reason: too_many, long_head, long_trailers, slow_head, slow_body, "
+            "full (of bodies and messages), malformed, handshake (of a WebSocket), unread (cut off), frames (of a "
+            "WebSocket, without a message).",
+            "reason",
+        )
+        self._message_children: dict[int, Counter] = {}
+        self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
+        self.ready = gauge("wane_ready", "1 while the server takes requests.")
+        self.loads = counter(
+            "wane_model_loads", "Models asked to be loaded while serving: outcome loaded, same or failed.", "outcome"
+        )
+        self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
+
+        # Answers, by operation (predict, step, score, generate, compare) and the mode that was used.
+        self.answers = counter("wane_answers", "Requests answered by an engine.", "model", "operation", "mode")
+        self.answer_seconds = histogram(
+            "wane_answer_seconds",
+            "Predictions and steps, by phase: queue, compute, total.",
+            REQUEST_SECONDS,
+            "model",
+            "mode",
+            "phase",
+        )
+
+        self.error_bound = histogram(
+            "wane_answer_error_bound",
+            "Error bounds of predictions and steps, total variation; answers without a bound are not counted.",
+            ERROR_BOUND,
+            "model",
+            "mode",
+        )
+        self.top1_proved = counter(
+            "wane_answers_top1_proved",
+            "Predictions and steps whose first token is proved to be the never-interrupted model's.",
+            "model",
+            "mode",
+        )
+
+        # The batcher.
+        self.queue_items = gauge("wane_queue_items", "Work that waits for the runner.", "model")
+        self.queue_wait_seconds = counter(
+            "wane_queue_wait_seconds",
+            "Time that work has waited for the runner, summed over all of it, once it was run or dropped; its rate is "
+            "how much was waiting on average. What is refused waits for nothing.",
+            "model",
+            "role",
+        )
+        self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
+        self.batch_seconds = histogram("wane_batch_seconds", "Runs of a graph.", RUN_SECONDS, "model", "role")
+        self.batch_padding = histogram(
+            "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
+        )
+        self.skipped = counter(
+            "wane_skipped_items",
+            "Work dropped before its batch: reason abandoned (the client left) or deadline.",
+            "model",
+            "reason",
+        )
+        self.refused = counter("wane_refused_items", "Work refused because the queue was full.", "model")
+        self.failed = counter("wane_failed_items", "Work whose run failed.", "model")
+
+        # Sessions.
+        self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
+        self.sessions_parked = gauge(
+            "wane_sessions_parked", "Sessions that were used here and have no state in memory; once a second.", "model"
+        )
+        self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
+        self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
+        self.caught_up = counter(
+            "wane_sessions_caught_up", "States brought up to tokens that other replicas had appended.", "model"
+        )
+        self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
+        self.squeezed = counter("wane_sessions_squeezed", "Sessions ended early for lack of memory.", "model")
+        self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")
+        self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
+        self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
+
+        # The store that replicas share.
+        self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
+        self.store_trip_seconds = histogram(
+            "wane_store_trip_seconds", "Round trips to the session store.", REQUEST_SECONDS, "store"
+        )
+        self.store_trip_commands = histogram(
+            "wane_store_trip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
+        )
+        self.not_durable = gauge("wane_sessions_not_durable", "Sessions with tokens that only this process has.")
+        self.overruled = counter("wane_sessions_overruled", "Sessions whose tokens that were not durable were lost.")
+
+        # Agreement of window and recurrent answers.
+        self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
+        self.top1_matches = counter("wane_agreement_top1_matches", "Pairs with the same first token.", "model")
+        self.agreement_top1_proved = counter(
+            "wane_agreement_top1_proved", "Pairs whose first tokens the window alone proves to be the same.", "model"
+        )
+        self.total_variation = histogram(
+            "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
+        )
+        self.bound_violations = counter(
+            "wane_agreement_bound_violations", "Pairs further apart than is claimed: must stay 0.", "model"
+        )
+
+        # Shadows: live answers that were sampled, to be given by the other mode too.
+        self.shadow = counter(
+            "wane_shadow",
+            "Sampled answers, by outcome: compared, dropped (there was no idle time), failed.",
+            "model",
+            "outcome",
+        )
+        self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "Processor time of shadows.", "model")
+
+    def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
+        """Counts an HTTP request. The metrics of these labels are looked up once: there are few, and many requests.
+        `trace_id`: of one that is traced."""
+        children = self._http_children.get((route, method, status))
+        if children is None:
+            children = (
+                self.http_requests.labels(route, method, str(status)),
+                self.http_request_seconds.labels(route),
+            )
+            self._http_children[route, method, status] = children
+        requests, durations = children
+        requests.inc()
+        durations.observe(seconds, trace_id)
+
+    def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
+        """Counts a message of a WebSocket that was answered."""
+        counted = self._message_children.get(status)
+        if counted is None:
+            counted = self._message_children[status] = self.websocket_messages.labels(str(status))
+        counted.inc()
+        self.websocket_message_seconds.observe(seconds, trace_id)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """All metrics as text, and its content type: OpenMetrics, which has the exemplars, for whoever accepts it,
+        else Prometheus's own."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type

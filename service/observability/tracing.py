@@ -1,0 +1,299 @@
+"""Traces of requests, by OpenTelemetry: the extra `otel`, switched on by `OTEL_EXPORTER_OTLP_ENDPOINT`.
+
+    POST /v1/sessions/{session}/tokens      the request: what the door knows of it; its parent is the client's span
+      queue                                 from queued until the runner begins; once for each batch that it waits for
+      batch                                 from then until its results are handed out; linked to every sampled
+                                            request in it
+        run                                 of the model's graph
+
+A batch is run once, and stands once in what is exported: in the trace of the first sampled request in it. The `queue`
+spans of the others are linked to it.
+
+Whether a request is sampled is decided here, from two bytes of `traceparent` or a random number, before OpenTelemetry
+is asked anything: a request that is not sampled pays for no more. Spans of one that is are made when it, or its batch,
+is over, from times that are taken anyway. They are exported on a thread of OpenTelemetry's own, which drops what it
+cannot keep up with. Without the extra, everything here is there but `Tracing.open` finds nothing to open.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from random import getrandbits
+from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple
+
+from wane.service.observability.logs import SERVICE
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, SpanKind, Tracer
+
+TRACEPARENT = re.compile(
+    rb"(?!ff)(?!00.{53}-)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+PROTOCOL = "http/protobuf"
+SAMPLER = "OTEL_TRACES_SAMPLER"
+SHARE = "OTEL_TRACES_SAMPLER_ARG"
+SAMPLERS = ("always_on", "always_off", "traceidratio")
+PARENT_BASED = "parentbased_"
+SERVICE_NAME = "wane"
+NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+FLUSH_S = 5  # at most, for the last spans to go out when the server ends
+
+Attribute = str | bool | int | float
+
+
+class Parent(NamedTuple):
+    """What a `traceparent` says: of which trace the request is part, which span it comes from, and whether that one is
+    sampled."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+    @classmethod
+    def of(cls, traceparent: bytes | None) -> Parent | None:
+        """None where there is none, or none that the W3C's recommendation allows."""
+        found = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
+        return None if found is None else cls(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
+
+
+class Sampling:
+    """Which requests are traced, as `OTEL_TRACES_SAMPLER` and its argument have it; by default all whose parent is
+    sampled, and all without a parent."""
+
+    BITS = 64  # of a trace's id, the lower ones, which decide about it
+
+    def __init__(self, name: str = "", share: str = "") -> None:
+        own = name.removeprefix(PARENT_BASED)
+        if own not in SAMPLERS:
+            if name:
+                _warn(f"{SAMPLER} is {name}, which is not known here; parentbased_always_on is taken")
+            name, own = f"{PARENT_BASED}always_on", "always_on"
+        self.follows_parent = name.startswith(PARENT_BASED)
+        part = {"always_on": 1.0, "always_off": 0.0}.get(own)
+        if part is None:
+            try:
+                part = float(share or 1)
+            except ValueError:
+                part = -1.0
+            if not 0 <= part <= 1:
+                _warn(f"{SHARE} is {share}, but must be a number from 0 to 1; 1 is taken")
+                part = 1.0
+        self.below = round(part * (1 << self.BITS))
+
+    def takes(self, parent: Parent | None) -> bool:
+        """Whether a request is traced."""
+        if parent is None:
+            return getrandbits(self.BITS) < self.below
+        if self.follows_parent:
+            return parent.sampled
+        return parent.trace_id % (1 << self.BITS) < self.below
+
+
+class Traced:
+    """A request that is sampled. What has its times is given seconds of `time.perf_counter`."""
+
+    __slots__ = ("_offset_ns", "_span", "_tracer")
+
+    def __init__(self, tracer: Tracer, span: Span, offset_ns: int) -> None:
+        """`offset_ns`: from `time.perf_counter` to the epoch, one for all spans of a request, so that they fit."""
+        self._tracer = tracer
+        self._span = span
+        self._offset_ns = offset_ns
+
+    @property
+    def trace_id(self) -> str:
+        """Of the trace that the request is part of, as `traceparent` writes it."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
+        """The request is over. `attributes` that are None are left out; an `error` from status 500 on is the span's."""
+        from opentelemetry.trace import Status, StatusCode
+
+        span = self._span
+        span.update_name(name)
+        span.set_attributes({key: value for key, value in attributes.items() if isinstance(value, Attribute)})
+        if error is not None:
+            span.set_attribute("error.type", error)
+        if status >= 500:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(self._ns(ended_s))
+
+    def skipped(self, queued_s: float, left_s: float, reason: str) -> None:
+        """Work for the request left the queue without being run."""
+        from opentelemetry.trace import Status, StatusCode
+
+        span = self._child("queue", queued_s)
+        span.set_attribute("error.type", reason)
+        span.set_status(Status(StatusCode.ERROR, reason))
+        span.end(self._ns(left_s))
+
+    def _child(self, name: str, started_s: float, of: Span | None = None, to: Sequence[Span] = ()) -> Span:
+        """A span of the request, or `of` another of its spans, linked `to` some."""
+        from opentelemetry.trace import Link, set_span_in_context
+
+        return self._tracer.start_span(
+            name,
+            set_span_in_context(of or self._span),
+            links=[Link(span.get_span_context()) for span in to],
+            start_time=self._ns(started_s),
+        )
+
+    def _ns(self, seconds: float) -> int:
+        return int(seconds * 1e9) + self._offset_ns
+
+
+class Batch(NamedTuple):
+    """A batch that is over, and when the runner began and ended. `failed`: how many of its items have no result."""
+
+    model: str
+    role: str
+    device: str
+    items: int
+    failed: int
+    began_s: float
+    ended_s: float
+
+    def trace(self, waiting: Mapping[Traced, float]) -> None:
+        """Its spans; `waiting`: the sampled requests in it, and since when each of them was in the queue."""
+        from opentelemetry.trace import Status, StatusCode
+
+        first = next(iter(waiting))
+        handed_out_s = time.perf_counter()
+        batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
+        run = first._child("run", self.began_s, of=batch)
+        for traced, queued_s in waiting.items():
+            queue = traced._child("queue", queued_s, to=() if traced is first else [batch])
+            queue.set_attribute("wane.model", self.model)
+            queue.end(traced._ns(self.began_s))
+        batch.set_attributes({"wane.model": self.model, "wane.graph": self.role, "wane.batch.items": self.items})
+        run.set_attributes(
+            {
+                "wane.model": self.model,
+                "wane.graph": self.role,
+                "wane.device": self.device,
+                "wane.batch.items": self.items,
+            }
+        )
+        if self.failed:
+            for span in (run, batch):
+                span.set_attribute("wane.batch.failed", self.failed)
+                span.set_status(Status(StatusCode.ERROR, "the model failed to run"))
+        run.end(first._ns(self.ended_s))
+        batch.end(first._ns(handed_out_s))
+
+
+CURRENT: ContextVar[Traced | None] = ContextVar("wane.traced", default=None)
+"""The sampled request that is being answered, if it is one."""
+
+
+class Tracing:
+    """Makes spans and exports them, from `open` to `close`."""
+
+    def __init__(self, provider: TracerProvider, sampling: Sampling) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("wane")
+        self._sampling = sampling
+
+    @classmethod
+    def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
+        """As the OTEL_... variables have it; None where they name no endpoint, or want no traces. Where they do and
+        the extra is not installed, it says so in the log, and there are no traces."""
+        if not any(environment.get(name) for name in ENDPOINTS):
+            return None
+        if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+            return None
+        if environment.get("OTEL_TRACES_EXPORTER") == "none":
+            return None
+        if not _installed():
+            _warn("a trace endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]'")
+            return None
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+        protocol = next(filter(None, map(environment.get, PROTOCOLS)), PROTOCOL)
+        if protocol != PROTOCOL:
+            _warn(f"traces are exported by {PROTOCOL}, not by {protocol}: the endpoint must take that")
+        attributes: dict[str, Attribute] = {} if version is None else {"service.version": version}
+        if not environment.get("OTEL_SERVICE_NAME") and "service.name=" not in environment.get(
+            "OTEL_RESOURCE_ATTRIBUTES", ""
+        ):
+            attributes["service.name"] = SERVICE_NAME
+        # What is not sampled never comes here.
+        provider = TracerProvider(ALWAYS_ON, Resource.create(attributes), shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        return cls(provider, Sampling(environment.get(SAMPLER, ""), environment.get(SHARE, "")))
+
+    def begin(self, parent: Parent | None, tracestate: Sequence[bytes], started_s: float) -> Traced | None:
+        """A request that has begun, if it is to be traced."""
+        if not self._sampling.takes(parent):
+            return None
+        from opentelemetry.trace import SpanKind
+
+        return self._start("request", SpanKind.SERVER, parent, tracestate, started_s)
+
+    @contextmanager
+    def calling(self, method: str, path: str, parent: Parent | None) -> Iterator[dict[str, str]]:
+        """A call of another server, for the time of the block: the headers by which that goes on with the trace."""
+        if not self._sampling.takes(parent):
+            yield {}
+            return
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        span = self._start(f"{method} {path}", SpanKind.CLIENT, parent, (), time.perf_counter())._span
+        span.set_attribute("http.request.method", method)
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
+        try:
+            yield headers
+        except Exception as error:
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            raise
+        finally:
+            span.end()
+
+    def _start(
+        self, name: str, kind: SpanKind, parent: Parent | None, tracestate: Sequence[bytes], started_s: float
+    ) -> Traced:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
+
+        context = Context()
+        if parent is not None:
+            state = TraceState.from_header([value.decode("latin-1") for value in tracestate])
+            flags = TraceFlags(TraceFlags.SAMPLED if parent.sampled else TraceFlags.DEFAULT)
+            remote = SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags, trace_state=state)
+            context = set_span_in_context(NonRecordingSpan(remote), context)
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+        span = self._tracer.start_span(name, context, kind, start_time=int(started_s * 1e9) + offset_ns)
+        return Traced(self._tracer, span, offset_ns)
+
+    def close(self) -> None:
+        """Exports what is left, for `FLUSH_S` at most."""
+        ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
+
+
+def _installed() -> bool:
+    try:
+        return all(map(importlib.util.find_spec, NEEDED))
+    except ModuleNotFoundError:  # of what they are in
+        return False
+
+
+def _warn(message: str) -> None:
+    SERVICE.warning(message)

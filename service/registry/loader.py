@@ -1,0 +1,121 @@
+"""From a bundle to an engine: read it, verify all of it, open its graphs, warm up. Nothing of it is on the event loop.
+
+A model that is loaded beside others takes its time from them as any other thread would, a few milliseconds at once:
+arithmetic and graphs run without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wane.models.bundle import Bundle, CertificateError, verify_graphs
+from wane.models.bundle_checks import MANIFEST
+from wane.models.manifest import Certificate
+from wane.models.parity import compare_bits
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.subprocess import AsideRunner
+from wane.service.sessions.stores.store import Store
+from wane.service.settings import Settings
+
+logger = logging.getLogger("wane.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A bundle whose certificate holds, or that has none; a runner whose every graph computes what the bundle's weights
+    say; and another for shadows, if there are to be any. `bits`: the digest of what its graphs compute here."""
+
+    bundle: Bundle
+    margin: Margin
+    runner: OnnxRunner
+    shadow: AsideRunner | None
+    bits: bytes
+
+    def close(self) -> None:
+        """Ends what no engine has taken over."""
+        self.runner.close()
+        if self.shadow is not None:
+            self.shadow.kill()
+            self.shadow.wait()
+
+
+def read(path: Path) -> Bundle:
+    """A bundle that is verified but for its graphs, with a certificate that holds for its weights or with none. Blocks.
+
+    Raises BundleError.
+    """
+    bundle = Bundle.open(path)
+    try:
+        bundle.verify_certificate()
+    except CertificateError as error:
+        bundle = uncertified(bundle, error)
+    return bundle
+
+
+def open_graphs(bundle: Bundle, settings: Settings) -> Opened:
+    """A bundle's graphs, held against the oracle. Blocks. Raises BundleError, DeviceError."""
+    runner = OnnxRunner(bundle, settings.device, settings.threads)
+    try:
+        try:
+            verify_graphs(bundle, runner.run)
+        except CertificateError as error:
+            bundle = uncertified(bundle, error)
+        manifest = bundle.manifest
+        bits = compare_bits(manifest.architecture, runner.run, settings.max_batch)
+        if bits.differ is not None:
+            logger.warning("model %s claims no exact answers on this machine: %s", manifest.name, bits.differ)
+            certificate = manifest.certificate.model_copy(update={"bit_identical": False})
+            bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
+        margin = Margin(bundle.weights())
+        shadow = AsideRunner(bundle.path) if settings.shadow_rate else None
+    except BaseException:
+        runner.close()
+        raise
+    return Opened(bundle, margin, runner, shadow, bits.digest)
+
+
+async def start(opened: Opened, store: Store, settings: Settings, metrics: Metrics) -> Engine:
+    """An engine, ready for its first request; `opened` is its own, or is ended. Raises ValueError where the settings do
+    not fit the model, and whatever its graphs raise."""
+    bundle, manifest = opened.bundle, opened.bundle.manifest
+    try:
+        engine = Engine(
+            manifest,
+            bundle.vocabulary,
+            opened.margin,
+            opened.runner,
+            store,
+            settings,
+            metrics,
+            shadow_runner=opened.shadow,
+            bits=opened.bits,
+        )
+    except BaseException:
+        await asyncio.to_thread(opened.close)
+        raise
+    try:
+        propagation = await asyncio.to_thread(bundle.propagation)
+        await asyncio.to_thread(engine.warm_up, propagation)
+    except BaseException:
+        await engine.close()
+        raise
+    logger.info("loaded %s version %s on %s", manifest.name, manifest.version, opened.runner.device)
+    if not manifest.certificate.certified:
+        logger.info("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
+    return engine
+
+
+def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
+    """The bundle without its certificate, and with the reason for that, which names no place on this machine."""
+    logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
+    reason = str(error)
+    for place in (bundle.path / MANIFEST, bundle.path):
+        reason = reason.removeprefix(f"{place}: ")
+    certificate = Certificate(contractive=False, reason=f"the certificate does not hold: {reason}", layers=())
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"certificate": certificate}))

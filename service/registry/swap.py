@@ -1,0 +1,314 @@
+"""Who is here: requests that are being answered, told apart by whether they came before a moment or after it.
+
+A request may hold on to an engine that another one takes the place of meanwhile. It need not say so: what was replaced
+is ended once everybody is gone who was here when it was.
+
+The end of engines that others have taken the place of: each goes once its last request is over.
+
+An engine that was replaced by one of the same tokenizer has no sessions of its own any more. One whose tokenizer is
+another keeps those that it has, until it has not been asked for anything for as long as sessions live.
+
+What becomes of models while they are served: loaded beside what is there, put in its place, and unloaded.
+
+A model's new version is loaded beside the old one, verified and warmed up as at start. Then it takes the old one's
+place between two turns of the event loop: requests that come later are given the new one, those that are there already
+are answered by the old one, which goes once the last of them is over. If the load fails, nothing has changed.
+
+Sessions go on under the new version, from their tails, if its tokenizer is the same. Else they end where they are, on
+the old one, which is kept for as long as sessions live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from wane.models.bundle import BundleError
+from wane.service.engine.deadline import until
+from wane.service.engine.engine import Engine
+from wane.service.errors import LoadFailed, Unavailable, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.registry import loader
+from wane.service.registry.loader import Opened
+from wane.service.registry.repository import Found, Repository, look, tell
+from wane.service.runners.runner import DeviceError
+from wane.service.sessions.stores.store import Store
+from wane.service.settings import Settings
+
+
+class Wave:
+    """Requests that came between two moments."""
+
+    __slots__ = ("_count", "_gone")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._gone: asyncio.Event | None = None
+
+    def leave(self) -> None:
+        """One of its requests is over."""
+        self._count -= 1
+        if not self._count and self._gone is not None:
+            self._gone.set()
+
+    def join(self) -> Wave:
+        """One request more; it leaves the wave that this returns."""
+        self._count += 1
+        return self
+
+    async def gone(self) -> None:
+        """Waits until all of them are over. No more may join it."""
+        if self._count:
+            self._gone = self._gone or asyncio.Event()
+            await self._gone.wait()
+
+
+class Presence:
+    """All requests; all methods belong to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._latest = Wave()
+        self._earlier: list[Wave] = []
+
+    def enter(self) -> Wave:
+        """A request has come; it is to leave the wave that this returns."""
+        return self._latest.join()
+
+    async def depart(self) -> None:
+        """Waits until everybody is gone who is here now, whoever comes meanwhile."""
+        here = [*self._earlier, self._latest]
+        self._earlier.append(self._latest)
+        self._latest = Wave()
+        for wave in here:
+            await wave.gone()
+            if wave in self._earlier:
+                self._earlier.remove(wave)
+
+
+class Retirement:
+    """Engines on their way out. All methods belong to the event loop's thread."""
+
+    def __init__(self, presence: Presence, session_ttl_s: float) -> None:
+        """`presence`: of all who may hold an engine. `session_ttl_s`: how long a session lives unused."""
+        self._presence = presence
+        self._session_ttl_s = session_ttl_s
+        self._leaving: dict[Engine, asyncio.Task[None]] = {}
+        self._lingering: dict[Engine, asyncio.Task[None]] = {}
+        self._tidying: set[asyncio.Task[None]] = set()
+
+    @property
+    def leaving(self) -> Iterable[Engine]:
+        """Those that answer their last requests."""
+        return tuple(self._leaving)
+
+    @property
+    def lingering(self) -> Iterable[Engine]:
+        """Those that answer for sessions of their tokenizer."""
+        return tuple(self._lingering)
+
+    def of(self, model: str, vocabulary: str) -> Engine | None:
+        """The engine that lingers for the sessions of a tokenizer."""
+        return next((one for one in self._lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
+
+    def retire(self, engine: Engine) -> None:
+        """Ends an engine that nobody is given any more, once nobody is at it."""
+        lingering = self._lingering.pop(engine, None)
+        if lingering is not None:
+            lingering.cancel()
+        engine.retire()
+        task = self._leaving[engine] = asyncio.create_task(self._end(engine))
+        task.add_done_callback(lambda _: self._gone(engine))
+
+    def linger(self, engine: Engine) -> None:
+        """Keeps an engine for the sessions that it has."""
+        self._lingering[engine] = asyncio.create_task(self._watch(engine))
+
+    async def _end(self, engine: Engine) -> None:
+        await self._presence.depart()
+        await engine.drain()
+        await engine.close()
+        engine.discard()
+
+    def _gone(self, engine: Engine) -> None:
+        self._leaving.pop(engine, None)
+        task = asyncio.create_task(tidy())
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
+
+    async def _watch(self, engine: Engine) -> None:
+        """Retires an engine that no session can have any more: the last would have ended by itself."""
+        asked = -1
+        while asked != engine.asked:
+            asked = engine.asked
+            await asyncio.sleep(self._session_ttl_s)
+        del self._lingering[engine]
+        self.retire(engine)
+
+    async def settled(self) -> None:
+        """Waits until those that leave are gone, and their memory with them."""
+        while waited := [*self._leaving.values(), *self._tidying]:
+            await asyncio.wait(waited)
+
+    def stop(self) -> list[Engine]:
+        """Ends nothing any more by itself; whoever asks is to end these."""
+        engines = [*self._leaving, *self._lingering]
+        for task in (*self._leaving.values(), *self._lingering.values()):
+            task.cancel()
+        return engines
+
+
+async def tidy() -> None:
+    """What an engine leaves behind goes back to the system, not only to this process.
+
+    Its parts refer to one another, so that it takes the collector to find them: some milliseconds, for what was there
+    when the server became ready is not looked at. And what is freed the C library may keep, in pieces: tens of
+    megabytes of every engine, unless it is told to give them back.
+    """
+    await asyncio.sleep(0)  # until whoever called has let go of the engine
+    gc.collect()
+    await asyncio.to_thread(trim)
+
+
+def trim() -> None:
+    """Gives memory that is free back to the system, where the C library is one that keeps it (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+logger = logging.getLogger("wane.engine")
+
+
+class Changes:
+    """Loads and unloads models, one at a time.
+
+    `loading` is the bundle that is being loaded, if any; `failures` has, by model, why the last load of it failed;
+    `tasks` are the loads that go on. `store` is that of the sessions, once there is one.
+    """
+
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        digests: dict[str, str],
+        get: Callable[[str], Engine],
+        check_ready: Callable[[], None],
+        repository: Repository,
+        retirement: Retirement,
+        settings: Settings,
+        metrics: Metrics,
+    ) -> None:
+        """`engines`, and the `digests` of their bundles, by name, are changed in place. `get` gives one of them, or
+        raises UnknownModel; `check_ready` raises Unavailable while nothing is served."""
+        self._engines = engines
+        self._digests = digests
+        self._get = get
+        self._check_ready = check_ready
+        self._repository = repository
+        self._retirement = retirement
+        self._settings = settings
+        self._metrics = metrics
+        self._one = asyncio.Lock()
+        self.store: Store | None = None
+        self.tasks: set[asyncio.Task[Engine]] = set()
+        self.loading: Found | None = None
+        self.failures: dict[str, LoadFailed] = {}
+
+    async def load(self, name: str, deadline: float | None = None) -> Engine:
+        """See `Catalog.load_model`."""
+        self._check_ready()
+        task = asyncio.create_task(self._load(name))
+        self.tasks.add(task)
+        task.add_done_callback(self._changed)
+        with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
+            return await asyncio.shield(task)
+
+    async def unload(self, name: str) -> None:
+        """See `Catalog.unload_model`."""
+        self._check_ready()
+        async with self._one:
+            engine = self._get(name)
+            del self._engines[name], self._digests[name]
+            self._metrics.model_info.remove(name, engine.version, engine.device)
+            for one in (engine, *(other for other in self._retirement.lingering if other.name == name)):
+                self._retirement.retire(one)
+            logger.info("unloaded %s", name)
+
+    def replace(self, engine: Engine, digest: str) -> None:
+        """The engine takes its place, between two turns of the event loop."""
+        before, older = self._engines.get(engine.name), self._retirement.of(engine.name, engine.tokenizer)
+        self._engines[engine.name] = engine
+        self._digests[engine.name] = digest
+        if older is not None:  # of this tokenizer: its sessions go on here
+            self._retirement.retire(older)
+        if before is not None:
+            self._metrics.model_info.remove(before.name, before.version, before.device)
+            if before.tokenizer == engine.tokenizer:
+                self._retirement.retire(before)
+            else:
+                logger.info("version %s of %s is kept for the sessions that it has", before.version, before.name)
+                self._retirement.linger(before)
+        engine.publish()
+        engine.keep()
+
+    def _changed(self, task: asyncio.Task[Engine]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left
+
+    async def _load(self, name: str) -> Engine:
+        async with self._one:
+            self._check_ready()
+            current = self._engines.get(name)
+            try:
+                found = await asyncio.to_thread(self._repository.find, name)
+                if current is not None and found.digest == self._digests[name]:
+                    self.failures.pop(name, None)
+                    self._metrics.loads.labels("same").inc()
+                    return current
+                if current is not None and found.version == current.version:
+                    raise LoadFailed(
+                        name, f"its bundle has changed, but not its version, which is {found.version} as before"
+                    )
+                engine = await self._open(found)
+            except LoadFailed as error:
+                self.failures[name] = error
+                self._metrics.loads.labels("failed").inc()
+                logger.warning("%s", error.message)
+                raise
+            try:
+                self._check_ready()
+            except Unavailable:
+                await engine.close()
+                raise
+            self.failures.pop(name, None)
+            self._metrics.loads.labels("loaded").inc()
+            self.replace(engine, found.digest)
+            return engine
+
+    async def _open(self, found: Found) -> Engine:
+        """The engine of a bundle. Raises LoadFailed."""
+        assert self.store is not None, "ready without a store: this is a bug"
+        self.loading = found
+        try:
+            opened = await asyncio.to_thread(self._read, found)
+            self.store.tail_tokens = max(self.store.tail_tokens, opened.bundle.manifest.max_window)
+            return await loader.start(opened, self.store, self._settings, self._metrics)
+        except (BundleError, DeviceError, ValueError) as error:
+            raise LoadFailed(found.name, tell(error, found.path)) from error
+        except Exception as error:
+            if isinstance(error, WaneError):
+                raise
+            logger.exception("model %s was not loaded", found.name)
+            raise LoadFailed(found.name, "nobody expected why; the log has it") from error
+        finally:
+            self.loading = None
+
+    def _read(self, found: Found) -> Opened:
+        opened = loader.open_graphs(loader.read(found.path), self._settings)
+        if look(found.path).digest != found.digest:
+            opened.close()
+            raise LoadFailed(found.name, "its bundle was changed while it was read: ask again")
+        return opened

@@ -1,0 +1,362 @@
+"""Sessions: one request at a time each, what a step is in the light of the last one, resident states, commit.
+
+The store is the truth and the slab a cache: a resident state counts only while the session still begins as it did when
+the state was made. One that is behind is brought up by the tokens since; one that the store keeps may stand in for it.
+Without either, the state is rebuilt from the tail by whoever needs it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+from wane.service.errors import (
+    IdempotencyKeyReused,
+    InvalidRequest,
+    PositionConflict,
+    SessionExists,
+    TokenizerChanged,
+    UnknownSession,
+)
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.lock import Turn, Turns
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.codec import due
+from wane.service.sessions.stores.store import LastStep, Ready, Record, Snapshot, Store, digest, follows
+from wane.service.state.cache import Resident, Residents
+from wane.service.state.pool import START
+from wane.service.types import ANYBODY, History, Mode, Owner, StepRequest, id_of, name_within
+
+ID_BYTES = 16
+
+
+class Place(Enum):
+    """What a step is, compared with the session it is for."""
+
+    NEXT = auto()
+    REPLAY = auto()
+
+
+def last_step(record: Record, request: StepRequest) -> LastStep:
+    """What a step is remembered by once it was appended to the session in `record`."""
+    return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
+
+
+def of_tokens(tokens: Sequence[int]) -> bytes:
+    """What a step's tokens are remembered by."""
+    if len(tokens) == 1:
+        return digest(tokens[0].to_bytes(8, "little", signed=True))
+    return digest(struct.pack(f"<{len(tokens)}q", *tokens))
+
+
+def of_key(key: str | None) -> bytes | None:
+    """What a step's key is remembered by."""
+    return None if key is None else digest(key.encode())
+
+
+def place(record: Record, request: StepRequest) -> Place:
+    """Whether a step comes next, or repeats the last one.
+
+    It repeats the last one if it has the same tokens and starts where that one started, and has the same key if it
+    carries one. A step with the last one's key may leave out the position. A step that carries neither position nor
+    key always comes next: nothing tells a retry from a wish for the same tokens again.
+    Raises IdempotencyKeyReused when the last step's key comes with other tokens or another position, and
+    PositionConflict when the step claims to start where the session is not.
+    """
+    last, start = record.last, request.expected_position
+    if last is not None and request.idempotency_key is not None and has_last_key(record, request):
+        if start not in (None, last.start):
+            raise IdempotencyKeyReused(
+                f"the idempotency key is that of the session's last step, which starts at {last.start}, but this step "
+                f"starts at {start}",
+                record.position,
+            )
+        if of_tokens(request.tokens) != last.tokens:
+            raise IdempotencyKeyReused(
+                "the idempotency key is that of the session's last step, which has other tokens", record.position
+            )
+        return Place.REPLAY
+    if start is None or start == record.position:
+        return Place.NEXT
+    if last is not None and request.idempotency_key is None and (start, of_tokens(request.tokens)) == last[:2]:
+        return Place.REPLAY
+    raise conflict(record, start)
+
+
+def has_last_key(record: Record, request: StepRequest) -> bool:
+    """Whether the step carries the key of the session's last step."""
+    key = of_key(request.idempotency_key)
+    return key is not None and record.last is not None and record.last.key == key
+
+
+def conflict(record: Record, start: int | None) -> PositionConflict:
+    """The error that says where the session is."""
+    asked = "others kept stepping it" if start is None else f"the step starts at {start}"
+    return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
+
+
+class Sessions:
+    """The sessions of one model version, on a store that others may share."""
+
+    def __init__(
+        self,
+        store: Store,
+        residents: Residents,
+        metrics: Metrics,
+        *,
+        model: str,
+        version: str,
+        vocabulary: str,
+        state_ttl_s: float,
+        empty: Tail,
+        maker: bytes = b"",
+        snapshot_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`vocabulary` tells whose token ids these are. `state_ttl_s`: idle time after which a state is no longer kept.
+        `empty`: the tail of a sequence without tokens. `snapshot_tokens`: the store is given the state once in so many
+        tokens; `maker` tells the weights and graphs that it is of. `clock` in seconds, as the store's."""
+        self._store = store
+        self._ready = store if isinstance(store, Ready) else None
+        self._residents = residents
+        self._model = model
+        self._version = version
+        self._vocabulary = vocabulary
+        self._state_ttl_s = state_ttl_s
+        self._empty = empty
+        self._maker = maker
+        self._snapshot_tokens = snapshot_tokens
+        self._clock = clock
+        self._turns = Turns()
+        self.rebuilt = 0
+        self._rebuilt_metric = metrics.rebuilt.labels(model)
+        self._caught_up = metrics.caught_up.labels(model)
+        self._conflicts = metrics.conflicts.labels(model)
+
+    async def create(
+        self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
+    ) -> tuple[Record, bool]:
+        """A new session, of 128 random bits for an id if none is given, at position 0 or behind `history`; and True.
+
+        A session of that id that is still as this request makes it is the answer, too: then with False.
+        Raises SessionExists, InvalidRequest for a bad id, Overloaded, QuotaExceeded.
+        """
+        session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
+        position, tail = 0, self._empty
+        if history is not None:
+            position = history.position
+            tail = tail.ending(history.tokens, position, self._store.tail_tokens)
+        record = Record(
+            session, self._model, self._version, mode or Mode.AUTO, position, tail, vocabulary=self._vocabulary
+        )
+        while not await self._store.create(record, owner.sessions):
+            there = await self._store.get(session)
+            if there is None:  # it has ended meanwhile
+                continue
+            if not _is_as_created(there, record):
+                raise SessionExists(f"session {given!r} exists already with other options or after a step")
+            await self._store.touch(session)
+            return there._replace(idle_s=0.0), False
+        self._residents.drop(session)  # of an earlier session of that id, which may have been at the same revision
+        return (self._store.recall(session) or record)._replace(idle_s=0.0), True
+
+    def turn(self, session: str) -> Turn:
+        """The session's turn, as an asynchronous context manager. Raises Overloaded."""
+        return self._turns.turn(session)
+
+    async def read(self, session: str) -> Record:
+        """The session as the store has it. Raises UnknownSession."""
+        return self._known(session, await self._store.get(session))
+
+    def _known(self, session: str, record: Record | None) -> Record:
+        if record is None or record.model != self._model:
+            self._residents.drop(session)
+            raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
+        if record.vocabulary != self._vocabulary:
+            raise TokenizerChanged(id_of(session), self._model, self._version)
+        return record
+
+    # Of a store that answers at once
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the store does: the methods with this in their names are for such."""
+        return self._ready is not None
+
+    def take_turn(self, session: str) -> bool:
+        """Takes the session's turn, if it is nobody's; then it must be left."""
+        return self._turns.take(session)
+
+    def leave_turn(self, session: str) -> None:
+        """Leaves a turn that was taken."""
+        self._turns.leave(session)
+
+    def read_at_once(self, session: str) -> Record:
+        """As `read`."""
+        assert self._ready is not None, "a store that has to be waited for: this is a bug"
+        return self._known(session, self._ready.look(session))
+
+    def commit_at_once(self, record: Record, request: StepRequest, slot: int, cut: int) -> Record | None:
+        """As `commit`."""
+        assert self._ready is not None, "a store that has to be waited for: this is a bug"
+        committed = self._ready.extend(record, request.tokens, last_step(record, request))
+        return self._committed(record, committed, slot, cut)
+
+    # Of any store
+
+    async def touch(self, session: str) -> None:
+        """The session was used."""
+        await self._store.touch(session)
+
+    async def check_out(self, request: StepRequest) -> tuple[Record, Place]:
+        """The session, and what the step is to it. Raises UnknownSession, PositionConflict.
+
+        The store is not asked where the step comes next in what was last seen of the session, and the state is here:
+        then the comparison will tell. For all else it is.
+        """
+        record = self._store.recall(request.session, to_step=True)
+        if record is None or record.model != self._model or not self._comes_next(record, request):
+            record = await self.read(request.session)
+        return record, place(record, request)
+
+    def _comes_next(self, record: Record, request: StepRequest) -> bool:
+        if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
+            return False
+        if request.idempotency_key is not None and (request.expected_position is None or has_last_key(record, request)):
+            return False
+        if self._snapshot_tokens is None or record.snapshot is not None:
+            return True
+        return self.resident(record, behind=True, use=False) is not None  # else the store has one to start from
+
+    def resident(self, record: Record, *, behind: bool = False, use: bool = True) -> Resident | None:
+        """The state of the session as it is in `record`, or, with `behind`, one of an earlier position, which lacks
+        tokens that the tail holds. A state that the session does not go on from is dropped.
+
+        `use` makes it the most recently used. A sequence without tokens is always resident: its state is
+        the same for all.
+        """
+        if record.position == 0:
+            return Resident(START, record.revision, 0, 0)
+        session = record.session
+        resident = self._residents.find(session, self._clock()) if use else self._residents.peek(session)
+        if resident is None or (resident.revision == record.revision and resident.position == record.position):
+            return resident
+        if not (follows(record.revision, resident.revision) and _reaches(record, resident.position)):
+            self._residents.drop(session)
+            return None
+        return resident if behind else None
+
+    def kept(self, record: Record) -> Snapshot | None:
+        """The state that the store keeps beside the tail, if it is this model's and the tail goes on from it."""
+        snapshot = record.snapshot
+        if snapshot is None or snapshot.maker != self._maker or not _reaches(record, snapshot.position):
+            return None
+        return snapshot if len(snapshot.state) == self._residents.slot_bytes else None
+
+    def restore(self, record: Record) -> Resident | None:
+        """Makes the state that the store keeps of a session the resident one, if there is one that is of use.
+
+        Raises Overloaded where every slot is in use by requests.
+        """
+        snapshot = self.kept(record)
+        if snapshot is None:
+            return None
+        with self._residents.lease() as slot:
+            self._residents.unpack(slot, snapshot.state)
+            resident = Resident(slot, record.revision, snapshot.cut, snapshot.position)
+            self._residents.put(record.session, resident, self._clock())
+        return resident
+
+    def keep(self, record: Record, slot: int, cut: int) -> None:
+        """Makes a state resident that knows nothing of the first `cut` tokens of the session in `record`."""
+        self._residents.put(record.session, Resident(slot, record.revision, cut, record.position), self._clock())
+
+    def count_caught_up(self) -> None:
+        """A state was brought up to tokens that were appended elsewhere."""
+        self._caught_up.inc()
+
+    def count_rebuilt(self) -> None:
+        """A state was rebuilt, from a tail or from one that the store keeps."""
+        self.rebuilt += 1
+        self._rebuilt_metric.inc()
+
+    async def commit(self, record: Record, request: StepRequest, slot: int | None, cut: int) -> Record | None:
+        """Compare-and-append; the state in `slot` becomes the resident one.
+
+        None if the comparison was lost: then nothing was appended. A state that was resident before stays, here and
+        where nobody knows whether it was appended: what the store has next will tell what the state is good for.
+        """
+        step = last_step(record, request)
+        snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, cut)
+        if snapshot is None:
+            committed = await self._store.append(record.session, record.revision, request.tokens, step)
+        else:
+            committed = await self._store.append(record.session, record.revision, request.tokens, step, snapshot)
+        return self._committed(record, committed, slot, cut)
+
+    def _committed(self, record: Record, committed: Record | None, slot: int | None, cut: int) -> Record | None:
+        if committed is None:
+            self._conflicts.inc()
+        elif slot is None:
+            self._residents.drop(record.session)
+        else:
+            self.keep(committed, slot, cut)
+        return committed
+
+    def _snapshot(self, before: int, appended: int, slot: int, cut: int) -> Snapshot | None:
+        """The state in `slot`, if it is one that the store is to keep."""
+        position = before + appended
+        if self._snapshot_tokens is None or not due(before, position, self._snapshot_tokens):
+            return None
+        return Snapshot(position, cut, self._maker, self._residents.pack(slot))
+
+    async def rewind(self, session: str, position: int) -> Record:
+        """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.
+
+        Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
+        """
+        while True:
+            record = await self.read(session)
+            if not record.earliest <= position <= record.position:
+                first, last = record.earliest, record.position
+                reach = f"position {last} only" if first == last else f"positions {first} to {last}"
+                raise InvalidRequest(f"position is {position}, but the session can be rewound to {reach}", "position")
+            if position == record.position:  # nothing to forget: the state and the last step stay as they are
+                await self._store.touch(session)
+                return record._replace(idle_s=0.0)
+            rewound = await self._store.rewind(session, record.revision, position)
+            if rewound is not None:
+                self._residents.drop(session)
+                return rewound
+
+    async def delete(self, session: str) -> None:
+        """Ends a session. Raises UnknownSession."""
+        await self.read(session)
+        self._residents.drop(session)
+        if not await self._store.delete(session):
+            raise UnknownSession(f"there is no session {id_of(session)!r}")
+
+    async def expire(self) -> int:
+        """Forgets states that were idle for too long, and sessions that are over; the number of those that are left."""
+        self._residents.drop_idle(self._clock() - self._state_ttl_s)
+        return await self._store.count(self._model)
+
+    async def counts(self) -> dict[str, int]:
+        """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
+        count = await self.expire()
+        resident = len(self._residents)
+        return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
+
+
+def _is_as_created(there: Record, record: Record) -> bool:
+    """Whether a session is as `record` has it, which is that of a session without a step."""
+    kept = there.model, there.vocabulary, there.mode, there.position, there.tail
+    return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
+
+
+def _reaches(record: Record, position: int) -> bool:
+    """Whether the tail holds all tokens after `position`."""
+    return 0 < position <= record.position and record.position - position <= len(record.tail)

@@ -1,0 +1,131 @@
+"""States beside tails: when one is kept, and how it is written.
+
+    position  cut     length  maker  state
+    uint64    uint64  uint16         float32, as the slab holds it
+
+Numbers are big-endian, states as this machine has them.
+
+A session as other processes read it: what its key in a shared store holds, and its line of a file.
+
+    revision  run     length  format  stamp   position  start  tokens' digest  key's digest  identity  tail
+    uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes each at most         JSON      token ids
+
+Numbers are big-endian, token ids little-endian. `run` is what the store's scripts tell one start of Redis from another
+by, 0 elsewhere. `length` counts the head, which is what is between it and the tail. `stamp` is drawn for every change:
+nobody else writes the same. `start` is that of the last step, -1 where there is none. The identity is what does not
+change: model, version, mode, the width of an id, vocabulary. Digests stand after their lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import struct
+from functools import lru_cache
+
+from wane.models.manifest import Manifest
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot, digest
+from wane.service.types import Mode, id_of
+
+_SNAPSHOT_HEAD = struct.Struct(">QQH")
+
+
+def write_snapshot(snapshot: Snapshot) -> bytes:
+    """A snapshot, in bytes."""
+    head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.cut, len(snapshot.maker))
+    return head + snapshot.maker + snapshot.state
+
+
+def read_snapshot(data: bytes) -> Snapshot | None:
+    """The snapshot that was written; None for what is none: then the tail will do."""
+    if len(data) < _SNAPSHOT_HEAD.size:
+        return None
+    position, cut, length = _SNAPSHOT_HEAD.unpack_from(data)
+    state = data[_SNAPSHOT_HEAD.size :]
+    return Snapshot(position, cut, state[:length], state[length:])
+
+
+def maker(manifest: Manifest, bits: bytes) -> bytes:
+    """What tells states of this model from those of all others: a digest of its version, of every file, and of what its
+    graphs compute on this kind of processor (`bits`). A state from another kind is not gone on from: it is rebuilt."""
+    told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
+    return digest(told.encode())
+
+
+def due(before: int, after: int, every: int) -> bool:
+    """Whether a state is to be kept by a step from one position to another: one of every `every` tokens."""
+    return after // every > before // every
+
+
+FORMAT = 1
+NO_STEP = -1
+STAMP_BITS = 64
+REVISION = struct.Struct(">Q")
+_FRONT = struct.Struct(">QIH")
+_RUN = struct.Struct(">QI")
+_HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
+_STAMP = slice(1, 9)
+IDENTITIES = 4096  # as many as the models loaded have versions and modes, and then some
+
+
+class Unreadable(ValueError):
+    """What was found is no session, or one that a later version has written."""
+
+
+def head(record: Record) -> bytes:
+    """What a session is beside its revision and its tail; every call's is another one."""
+    start, tokens, key = record.last or (NO_STEP, b"", None)
+    identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
+    stamp = secrets.randbits(STAMP_BITS)
+    return _HEAD.pack(FORMAT, stamp, record.position, start, tokens, key or b"") + identity
+
+
+def mark(revision: int, about: bytes = b"") -> bytes:
+    """What a session at `revision` is told from all others by; given its head, from another's at that revision too."""
+    return REVISION.pack(revision) + about[_STAMP]
+
+
+def write(record: Record) -> bytes:
+    """The session, in bytes."""
+    about = head(record)
+    return _FRONT.pack(record.revision, 0, len(about)) + about + record.tail.data
+
+
+def after_run(written: bytes) -> bytes:
+    """All that comes after the run in what `write` wrote."""
+    return written[_RUN.size :]
+
+
+def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> Record:
+    """The session that was written, with the latest `keep` tokens of its tail. Raises Unreadable."""
+    try:
+        revision, _, length = _FRONT.unpack_from(data)
+        about = data[_FRONT.size : _FRONT.size + length]
+        form, _, position, start, tokens, key = _HEAD.unpack_from(about)
+        if form != FORMAT:
+            raise Unreadable(f"session {id_of(session)!r} is written in format {form}, and this version reads {FORMAT}")
+        model, version, mode, width, vocabulary = _read_identity(about[_HEAD.size :])
+    except (struct.error, ValueError, TypeError) as error:
+        if isinstance(error, Unreadable):
+            raise
+        raise Unreadable(f"what is kept of session {id_of(session)!r} cannot be read") from error
+    ids = data[_FRONT.size + length :]
+    if not ids or len(ids) % width:
+        raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, of {width} for each token")
+    last = None if start == NO_STEP else LastStep(start, tokens, key or None)
+    tail = Tail(ids if position <= keep else ids[-keep * width :], width)
+    return Record(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
+
+
+@lru_cache(IDENTITIES)
+def _identity(model: str, version: str, mode: Mode, width: int, vocabulary: str) -> bytes:
+    return json.dumps([model, version, mode.value, width, vocabulary], ensure_ascii=False).encode()
+
+
+@lru_cache(IDENTITIES)
+def _read_identity(data: bytes) -> tuple[str, str, Mode, int, str]:
+    model, version, mode, width, vocabulary = json.loads(data)
+    if width not in (2, 4):
+        raise ValueError("a width that no token id has")
+    return str(model), str(version), Mode(mode), int(width), str(vocabulary)

@@ -1,0 +1,50 @@
+"""Which store the settings ask for."""
+
+from __future__ import annotations
+
+from urllib.parse import quote, urlsplit
+
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import Store, StoreError
+from wane.service.settings import IN_MEMORY, Settings
+
+
+def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
+    """The store of the sessions, which is not open yet. `tail_tokens` are kept of each. Raises StoreError where the
+    file of its password cannot be read."""
+    if settings.store == IN_MEMORY:
+        return MemoryStore(
+            tail_tokens=tail_tokens,
+            ttl_s=settings.session_ttl_s,
+            budget_bytes=settings.session_budget_bytes,
+            on_squeeze=lambda model: metrics.squeezed.labels(model).inc(),
+            file=settings.session_file,
+        )
+    # They take a while to import, and most servers keep sessions in memory.
+    from wane.service.sessions.stores.fallback import DegradingStore
+    from wane.service.sessions.stores.redis import RedisStore
+
+    shared = RedisStore(
+        _with_password(settings),
+        namespace=settings.store_namespace,
+        tail_tokens=tail_tokens,
+        ttl_s=settings.session_ttl_s,
+        budget_bytes=settings.session_budget_bytes,
+        timeout_s=settings.store_timeout_ms / 1000,
+        metrics=metrics,
+    )
+    return shared if settings.store_away == "reject" else DegradingStore(shared, settings.session_ttl_s, metrics)
+
+
+def _with_password(settings: Settings) -> str:
+    """The address of Redis, with the password of the file if it has none of its own."""
+    if settings.store_password_file is None or urlsplit(settings.store).password is not None:
+        return settings.store
+    try:
+        password = settings.store_password_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise StoreError(f"store_password_file, {error.filename}, cannot be read: {error.strerror}") from error
+    scheme, rest = settings.store.split("://", 1)
+    user, at, place = rest.rpartition("@")
+    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{place}"

@@ -1,0 +1,280 @@
+"""A shared store that can be done without: while it is away, sessions go on in this process, and say so.
+
+A session goes on from what was last seen of it, as not durable. When the store is back it is given what has become of
+the session, if it still has what the session went on from. Otherwise somebody else has changed it, or it is gone: the
+store wins, what was not durable is lost, and the next step of the session is told so by a conflict. What this process
+has never seen it cannot go on with, nor end: then the store is missed all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from wane.service.errors import Overloaded, PositionConflict, QuotaExceeded, Unavailable
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores import codec
+from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered, branch
+from wane.service.sessions.stores.store import LastStep, Record, Snapshot, Standing, appended
+from wane.service.types import owner_of
+
+logger = logging.getLogger("wane.store")
+
+AT_ONCE = 256  # sessions that the store is given side by side when it is back
+
+
+@dataclass(slots=True, eq=False)
+class Loose:
+    """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
+    `since` is the earliest position that it was at meanwhile: up to there it is what the store has. `counts`: it was
+    made here, and is among those that its owner may have only so many of."""
+
+    record: Record
+    marks: list[bytes]
+    used_s: float
+    since: int
+    counts: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class DegradingStore:
+    """A `Store` over another that may be away."""
+
+    def __init__(
+        self, shared: RedisStore, ttl_s: float, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ttl_s`: idle time after which a session ends, here too. `clock` in seconds."""
+        self._shared = shared
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._loose: dict[str, Loose] = {}
+        self._overruled: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
+        self._settling: asyncio.Task[None] | None = None
+        self._overruled_metric = metrics.overruled
+        metrics.not_durable.set_function(lambda: len(self._loose))
+        shared.trips.on_back = self._settle_soon
+
+    @property
+    def tail_tokens(self) -> int:
+        """See `Store`."""
+        return self._shared.tail_tokens
+
+    @tail_tokens.setter
+    def tail_tokens(self, tokens: int) -> None:
+        self._shared.tail_tokens = tokens
+
+    @property
+    def standing(self) -> Standing:
+        """See `Store`."""
+        trips = self._shared.trips
+        return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._loose))
+
+    async def create(self, record: Record, most: int | None = None) -> bool:
+        """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have.
+        When it is back, those that were made meanwhile count there, even if they are too many."""
+        session = record.session
+        if self._loose.get(session) is not None:
+            return False
+        if most is not None:
+            try:
+                await self._shared.claim(session, most)
+            except Unavailable:
+                owner = owner_of(session)
+                if sum(owner_of(loose) == owner for loose in self._loose) >= most:
+                    raise QuotaExceeded(owner, most) from None
+        fresh = record._replace(revision=branch())
+        try:
+            created = await self._shared.make(fresh, counts=most is not None)
+        except Unavailable:
+            if not self._shared.trips.was_reached or self._shared.recall(session) is not None:
+                raise
+            if session in self._loose:
+                return False
+            loose = self._loosen(fresh, [NOBODY, codec.mark(fresh.revision)])  # it may be there, and nobody said so
+            loose.counts = most is not None
+            loose.since = 0  # no state of an earlier one is its own
+            created = True
+        if created:
+            self._overruled.pop(session, None)
+        return created
+
+    async def get(self, session: str) -> Record | None:
+        """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
+        loose = self._loose.get(session)
+        if loose is not None:
+            async with loose.lock:
+                if self._loose.get(session) is loose:
+                    record = await self._settle(loose)
+                    return record or self._shared.recall(session)
+        try:
+            return await self._shared.get(session)
+        except Unavailable:
+            record = self._shared.recall(session)
+            if record is None:
+                raise
+            return record
+
+    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+        """See `Store`."""
+        if to_step and session in self._overruled:
+            raise self._told(session)
+        loose = self._loose.get(session)
+        if loose is not None:
+            return loose.record
+        return self._shared.recall(session, to_step=to_step and self._shared.trips.reachable)
+
+    async def touch(self, session: str) -> None:
+        """See `Store`."""
+        loose = self._loose.get(session)
+        if loose is not None:
+            loose.used_s = self._clock()
+        await self._shared.touch(session)
+
+    async def append(
+        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+    ) -> Record | None:
+        """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
+        loose = self._loose.get(session)
+        if loose is None:
+            try:
+                return await self._shared.append(session, revision, tokens, step, snapshot)
+            except Unanswered as lost:
+                if session in self._loose:  # another one was here first
+                    return None
+                marks, before = lost.marks, lost.before
+            return self._loosen(self._extended(before, branch(), tokens, step), marks).record
+        async with loose.lock:
+            before = loose.record
+            if self._loose.get(session) is not loose or before.revision != revision:
+                return None
+            loose.record = self._extended(before, appended(revision), tokens, step)
+            loose.used_s = self._clock()
+            record = await self._settle(loose)
+        if record is None:
+            raise self._told(session)
+        return record
+
+    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+        """See `Store`."""
+        loose = self._loose.get(session)
+        if loose is None:
+            try:
+                return await self._shared.rewind(session, revision, position)
+            except Unanswered as lost:
+                before, marks = lost.before, lost.marks
+            except Unavailable:
+                known = self._shared.recall(session)
+                if known is None or known.revision != revision:
+                    raise
+                before, marks = known, (codec.mark(revision),)
+            if session in self._loose:  # another one was here first
+                return None
+            loose = self._loosen(before, marks)
+        async with loose.lock:
+            before = loose.record
+            if self._loose.get(session) is not loose or before.revision != revision:
+                return None
+            tail = before.tail.without_last(before.position - position)
+            loose.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
+            loose.since = min(loose.since, position)
+            return await self._settle(loose)
+
+    async def delete(self, session: str) -> bool:
+        """See `Store`. Raises Unavailable while the store is away."""
+        loose = self._loose.get(session)
+        if loose is None:
+            deleted = await self._shared.delete(session)
+        else:
+            async with loose.lock:  # what is being given to the store is not to be there afterwards
+                deleted = await self._shared.delete(session) or self._loose.get(session) is loose
+                self._loose.pop(session, None)
+        self._overruled.pop(session, None)
+        return deleted
+
+    async def count(self, model: str) -> int:
+        """See `Store`."""
+        since_s = self._clock() - self._ttl_s
+        for session, loose in list(self._loose.items()):
+            if loose.used_s < since_s:
+                del self._loose[session]
+        for session, (_, seen_s) in list(self._overruled.items()):
+            if seen_s < since_s:
+                del self._overruled[session]
+        return await self._shared.count(model)
+
+    async def open(self) -> None:
+        """See `Store`."""
+        await self._shared.open()
+
+    async def close(self) -> None:
+        """See `Store`. What is not durable is given to the store, if it is there."""
+        if self._settling is not None:
+            await self._settling
+        if self._shared.trips.reachable:
+            await self._settle_all()
+        if self._loose:
+            logger.error("%d sessions end with tokens that were not durable", len(self._loose))
+        await self._shared.close()
+
+    def _extended(self, before: Record, revision: int, tokens: Sequence[int], step: LastStep) -> Record:
+        position = before.position + len(tokens)
+        tail = before.tail.append(tokens, position, self.tail_tokens)
+        return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
+
+    def _told(self, session: str) -> PositionConflict:
+        """What the next step of a session is told that the store has overruled: once."""
+        position, _ = self._overruled.pop(session)
+        return PositionConflict(
+            f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
+            position,
+        )
+
+    def _loosen(self, record: Record, marks: Sequence[bytes]) -> Loose:
+        """From now on the session is not durable."""
+        loose = Loose(record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position)
+        self._loose[record.session] = loose
+        return loose
+
+    async def _settle(self, loose: Loose) -> Record | None:
+        """Gives the store a session, whose lock is held: the session as the store has it now, or as it is still here;
+        None where the store has another, which has won."""
+        record = loose.record
+        session = record.session
+        if not self._shared.trips.reachable:
+            return record
+        try:
+            if loose.counts:
+                await self._shared.trips.do(*self._shared.counting(session))
+            kept = await self._shared.replace(record, loose.marks, loose.since)
+        except Unavailable:
+            loose.marks.append(codec.mark(record.revision))  # for nobody knows
+            return record
+        except Overloaded:  # the store is full: it goes on here, as while the store was away
+            return record
+        self._loose.pop(session, None)
+        if loose.counts:
+            self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
+        if kept is None:
+            self._overruled_metric.inc()
+            now = self._shared.recall(session)
+            self._overruled[session] = 0 if now is None else now.position, self._clock()
+            logger.warning("a session has lost its last tokens, which were not durable")
+        return kept
+
+    def _settle_soon(self) -> None:
+        self._settling = asyncio.get_running_loop().create_task(self._settle_all())
+
+    async def _settle_all(self) -> None:
+        """Gives the store all that is not durable. What it has no room for stays here until its next use."""
+
+        async def settle(loose: Loose) -> None:
+            async with loose.lock:
+                if self._loose.get(loose.record.session) is loose:
+                    await self._settle(loose)
+
+        every = [*self._loose.values()]
+        for start in range(0, len(every), AT_ONCE):
+            await asyncio.gather(*map(settle, every[start : start + AT_ONCE]))

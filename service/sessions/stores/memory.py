@@ -1,0 +1,412 @@
+"""A session in one `bytes` object: a million of them have to fit into a gigabyte.
+
+    touched_s  position  revision  start  identity  tokens' digest  key's digest  tail
+    float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
+
+`start` is that of the last step, -1 where there is none; a key's digest is empty where it had no key. What many
+sessions have in common, model, version, mode, the width of an id and the vocabulary, is their identity, kept once.
+Bytes hold no references, so the garbage collector does not walk through them, however many there are.
+
+A part of the sessions in memory, by id, the longest idle first.
+
+A plain dict keeps its order of insertion, so an entry that is used is taken out and put in again. Beside OrderedDict
+that costs no memory, and leaves nothing that the garbage collector would walk through: entries are strings and bytes.
+A dict is copied when it outgrows its table, which for a million entries would hold up everybody: hence many small ones.
+
+Sessions in this process's memory: gone with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from wane.service.errors import Overloaded, QuotaExceeded
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores import dump_file
+from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot, Standing, appended, rewound
+from wane.service.types import Mode, owner_of
+
+TOUCHED = struct.Struct("<d")
+_REVISION = struct.Struct("<dQQ")
+_IDENTITY = struct.Struct("<H")
+_IDENTITY_AT = struct.calcsize("<dQQq")
+_HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
+NO_STEP = -1
+# Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
+# memory is handed out in steps of 16 bytes.
+BESIDE_BYTES = 200
+
+
+Identity = tuple[str, str, Mode, int, str]
+"""What many sessions have in common: model, version, mode, how many bytes a token id takes, and the vocabulary."""
+
+
+def entry_bytes(session: str, tail: int) -> int:
+    """Memory that a session takes whose tail is of so many bytes."""
+    return BESIDE_BYTES + len(session) + _HEADER.size + tail
+
+
+def tail_bytes(packed: bytes) -> int:
+    """How long the session's tail is."""
+    return len(packed) - _HEADER.size
+
+
+def touched_s(packed: bytes) -> float:
+    """When the session was last used."""
+    (when,) = TOUCHED.unpack_from(packed)
+    return float(when)
+
+
+def revision(packed: bytes) -> int:
+    """How often the session was changed."""
+    (_, _, changes) = _REVISION.unpack_from(packed)
+    return int(changes)
+
+
+def touched(packed: bytes, now_s: float) -> bytes:
+    """The session, used now."""
+    return TOUCHED.pack(now_s) + packed[TOUCHED.size :]
+
+
+class Packing:
+    """Packs records and unpacks them. Identities are numbered as they come: there are as many as the models loaded
+    have versions and modes."""
+
+    def __init__(self) -> None:
+        self._identities: list[Identity] = []
+        self._numbers: dict[Identity, int] = {}
+
+    def pack(self, record: Record, now_s: float) -> bytes:
+        """The record, used now."""
+        identity = record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
+        number = self._numbers.get(identity)
+        if number is None:
+            number = self._numbers[identity] = len(self._identities)
+            self._identities.append(identity)
+        return self._pack(number, record, now_s)
+
+    def repack(self, packed: bytes, record: Record, now_s: float) -> bytes:
+        """As `pack`, of a record that was changed; `packed` is what it was."""
+        (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
+        return self._pack(number, record, now_s)
+
+    def _pack(self, number: int, record: Record, now_s: float) -> bytes:
+        start, tokens, key = record.last or (NO_STEP, b"", None)
+        header = _HEADER.pack(now_s, record.position, record.revision, start, number, tokens, key or b"")
+        return header + record.tail.data
+
+    def unpack(
+        self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
+    ) -> Record:
+        """The record, as of now; `durable` and `snapshot` are not packed."""
+        touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
+        model, version, mode, width, vocabulary = self._identities[number]
+        tail = Tail(packed[_HEADER.size :], width)
+        last = None if start == NO_STEP else LastStep(start, tokens, key or None)
+        idle_s = now_s - touched_s
+        return Record(
+            session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, durable, snapshot
+        )
+
+    def kind(self, packed: bytes) -> tuple[str, str]:
+        """The session's model and vocabulary."""
+        (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
+        model, _, _, _, vocabulary = self._identities[number]
+        return model, vocabulary
+
+    def model(self, packed: bytes) -> str:
+        """The session's model."""
+        return self.kind(packed)[0]
+
+
+class Shard:
+    """Packed sessions, in the order of their last use; each ends after `ttl_s` without any."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._entries: dict[str, bytes] = {}
+        self._quiet_until_s = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, session: str, packed: bytes) -> None:
+        """Makes the session the most recently used."""
+        self._entries.pop(session, None)
+        self._entries[session] = packed
+
+    def get(self, session: str, now_s: float) -> bytes | None:
+        """The session, unless it is over; its place in the order stays as it is."""
+        packed = self._entries.get(session)
+        return packed if packed is not None and now_s <= TOUCHED.unpack_from(packed)[0] + self._ttl_s else None
+
+    def pop(self, session: str) -> bytes | None:
+        """Takes the session out, if it is there."""
+        return self._entries.pop(session, None)
+
+    def all(self, now_s: float) -> Iterator[tuple[str, bytes]]:
+        """Every session that is not over, the longest idle first."""
+        since_s = now_s - self._ttl_s
+        return ((session, packed) for session, packed in self._entries.items() if touched_s(packed) >= since_s)
+
+    def oldest(self) -> tuple[str, bytes] | None:
+        """The session that was longest idle."""
+        return next(iter(self._entries.items()), None)
+
+    def over(self, now_s: float) -> str | None:
+        """A session that is over. To ask costs next to nothing while none can be."""
+        if now_s <= self._quiet_until_s:
+            return None
+        oldest = self.oldest()
+        ends_s = (now_s if oldest is None else touched_s(oldest[1])) + self._ttl_s
+        if oldest is not None and now_s > ends_s:
+            return oldest[0]
+        self._quiet_until_s = ends_s  # whatever is used from now on ends later
+        return None
+
+
+logger = logging.getLogger("wane.store")
+
+SHARDS = 64
+ASIDE = ".read"  # behind the name of a file whose sessions were read
+EXPIRED_AT_ONCE = 1000  # sessions that one call forgets at most, so that none takes long
+
+
+class MemoryStore:
+    """A `Store` of sessions that are each idle for at most `ttl_s`, within a budget in bytes.
+
+    A new session is refused where there is no room for it and a whole tail. Those that are there may outgrow the
+    budget all the same, as their tails fill; then the longest idle end before their time.
+    """
+
+    def __init__(
+        self,
+        tail_tokens: int,
+        ttl_s: float,
+        budget_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        on_squeeze: Callable[[str], object] = lambda _: None,
+        file: Path | None = None,
+    ) -> None:
+        """`on_squeeze` is told the model of every session that had to end for lack of room. `file`: where sessions are
+        saved when the store is closed, and were when it is opened."""
+        self.tail_tokens = tail_tokens
+        self.used_bytes = 0
+        self._budget_bytes = budget_bytes
+        self._clock = clock
+        self._on_squeeze = on_squeeze
+        self._file = file
+        self._is_open = self._is_closed = False
+        self._packing = Packing()
+        self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
+        self._counts: Counter[str] = Counter()
+        self._owned: Counter[str] = Counter()  # by owner
+
+    async def create(self, record: Record, most: int | None = None) -> bool:
+        """See `Store`."""
+        session = record.session
+        if self._find(session) is not None:
+            return False
+        self._forget(session)  # one of that id may be over and still be there
+        self._expire([self._shard(session)])
+        owner = owner_of(session)
+        if most is not None and self._owned[owner] >= most:
+            self._expire(self._shards)
+            if self._owned[owner] >= most:
+                raise QuotaExceeded(owner, most)
+        whole = entry_bytes(session, (1 + self.tail_tokens) * record.tail.width)  # with <eos>
+        if self.used_bytes + whole > self._budget_bytes:
+            self._expire(self._shards)
+        if self.used_bytes + whole > self._budget_bytes:
+            raise Overloaded(
+                f"the {sum(map(len, self._shards))} sessions that there are take {self.used_bytes} bytes, and one more "
+                f"takes up to {whole}: too much for session_budget_bytes, which is {self._budget_bytes}"
+            )
+        self._add(record)
+        return True
+
+    async def get(self, session: str) -> Record | None:
+        """See `Store`."""
+        return self.look(session)
+
+    def look(self, session: str) -> Record | None:
+        """See `Ready`."""
+        now_s = self._clock()
+        packed = self._shards[hash(session) % SHARDS].get(session, now_s)
+        return None if packed is None else self._packing.unpack(session, packed, now_s)
+
+    def kind(self, session: str) -> tuple[str, str] | None:
+        """See `Ready`."""
+        packed = self._find(session)
+        return None if packed is None else self._packing.kind(packed)
+
+    def recall(self, session: str, *, to_step: bool = False) -> Record | None:  # noqa: ARG002  (it is always so)
+        """See `Store`."""
+        return self.look(session)
+
+    async def touch(self, session: str) -> None:
+        """See `Store`."""
+        packed = self._find(session)
+        if packed is not None:
+            self._shard(session).put(session, touched(packed, self._clock()))
+
+    async def append(
+        self,
+        session: str,
+        revision: int,
+        tokens: Sequence[int],
+        step: LastStep,
+        snapshot: Snapshot | None = None,  # noqa: ARG002  (states are not kept)
+    ) -> Record | None:
+        """See `Store`."""
+        record = self._at(session, revision)
+        return None if record is None else self.extend(record, tokens, step)
+
+    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
+        """See `Ready`."""
+        session, now_s = record.session, self._clock()
+        packed = self._shards[hash(session) % SHARDS].get(session, now_s)
+        if packed is None or revision(packed) != record.revision:
+            return None
+        position = record.position + len(tokens)
+        tail = record.tail.append(tokens, position, self.tail_tokens)
+        return self._change(record, packed, now_s, position, tail, appended(record.revision), step)
+
+    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+        """See `Store`."""
+        packed, now_s = self._find(session), self._clock()
+        record = None if packed is None else self._packing.unpack(session, packed, now_s)
+        if packed is None or record is None or record.revision != revision:
+            return None
+        tail = record.tail.without_last(record.position - position)
+        return self._change(record, packed, now_s, position, tail, rewound(revision))
+
+    async def delete(self, session: str) -> bool:
+        """See `Store`."""
+        there = self._find(session) is not None
+        self._forget(session)
+        return there
+
+    async def count(self, model: str) -> int:
+        """See `Store`."""
+        self._expire(self._shards)
+        return self._counts[model]
+
+    @property
+    def standing(self) -> Standing:
+        """See `Store`."""
+        return Standing("memory")
+
+    async def open(self) -> None:
+        """See `Store`. A file that was read is put aside: from the first step on it is out of date. One that was still
+        being read when the store was closed stays where it is, for the next process."""
+        if self._file is None or not await asyncio.to_thread(self._file.exists):
+            self._is_open = True
+            return
+        records = await asyncio.to_thread(dump_file.load, self._file, self.tail_tokens)
+        if self._is_closed:
+            return
+        for record in records:
+            self._add(record)
+        while self.used_bytes > self._budget_bytes:
+            self._squeeze()
+        self._put_aside(self._file)
+        logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
+
+    async def close(self) -> None:
+        """See `Store`. A file that could not be read is left as it is."""
+        self._is_closed = True
+        if self._file is None or not self._is_open:
+            return
+        now_s = self._clock()
+        packed = chain.from_iterable(shard.all(now_s) for shard in self._shards)
+        alive = [self._packing.unpack(session, entry, now_s) for session, entry in packed]
+        try:
+            await asyncio.to_thread(dump_file.save, self._file, alive)
+        except OSError:
+            logger.exception("the sessions could not be written to %s", self._file)
+        else:
+            logger.info("%d sessions were written to %s", len(alive), self._file)
+
+    def _put_aside(self, file: Path) -> None:
+        """Not to be interrupted: its sessions are in the file, or here."""
+        file.replace(file.with_name(file.name + ASIDE))
+        self._is_open = True
+
+    def _shard(self, session: str) -> Shard:
+        return self._shards[hash(session) % SHARDS]
+
+    def _find(self, session: str) -> bytes | None:
+        """The session, unless it has been idle for longer than the time to live."""
+        return self._shard(session).get(session, self._clock())
+
+    def _at(self, session: str, revision: int) -> Record | None:
+        """The session, if it is at `revision`."""
+        packed = self._find(session)
+        if packed is None:
+            return None
+        record = self._packing.unpack(session, packed, self._clock())
+        return record if record.revision == revision else None
+
+    def _change(
+        self,
+        before: Record,
+        packed: bytes,
+        now_s: float,
+        position: int,
+        tail: Tail,
+        revision: int,
+        last: LastStep | None = None,
+    ) -> Record:
+        """The session at its next revision, used now; `packed` is what it was before."""
+        session, model, version, mode = before[:4]
+        record = Record(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
+        self.used_bytes += len(tail.data) - len(before.tail.data)
+        self._shards[hash(session) % SHARDS].put(session, self._packing.repack(packed, record, now_s))
+        while self.used_bytes > self._budget_bytes:
+            self._squeeze()
+        return record
+
+    def _add(self, record: Record) -> None:
+        """One more session."""
+        self._counts[record.model] += 1
+        self._owned[owner_of(record.session)] += 1
+        self.used_bytes += entry_bytes(record.session, len(record.tail.data))
+        self._put(record)
+
+    def _put(self, record: Record) -> None:
+        self._shard(record.session).put(record.session, self._packing.pack(record, self._clock() - record.idle_s))
+
+    def _forget(self, session: str) -> None:
+        packed = self._shard(session).pop(session)
+        if packed is not None:
+            self._counts[self._packing.model(packed)] -= 1
+            owner = owner_of(session)
+            self._owned[owner] -= 1
+            if not self._owned[owner]:
+                del self._owned[owner]
+            self.used_bytes -= entry_bytes(session, tail_bytes(packed))
+
+    def _expire(self, shards: Sequence[Shard]) -> None:
+        """Forgets sessions that are over: from the front of their order, never by a scan, and some at a time."""
+        now_s = self._clock()
+        left = EXPIRED_AT_ONCE
+        for shard in shards:
+            while left and (session := shard.over(now_s)) is not None:
+                self._forget(session)
+                left -= 1
+
+    def _squeeze(self) -> None:
+        """Ends the session that was longest idle."""
+        oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
+        session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
+        self._forget(session)
+        self._on_squeeze(self._packing.model(packed))

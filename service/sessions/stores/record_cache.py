@@ -1,0 +1,78 @@
+"""Sessions as a process last saw them in a store that others share."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes, touched_s
+from wane.service.sessions.stores.store import Record, Snapshot
+
+SNAPSHOTS = 256  # of records that were read and not used yet
+# A session that had moved on is looked at twice by its step, and the second time it has not: where half of all steps
+# find theirs moved on, so do a quarter to a third of the looks.
+LIKELY = 0.25
+NEWEST = 1 / 16  # weight of the latest look in the share of those at which a session had moved on
+
+
+class Remembered:
+    """The latest sessions that were used, within a budget in bytes: packed, the longest unused first to go."""
+
+    def __init__(self, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`ttl_s`: idle time after which a session ends. `clock` in seconds."""
+        self._budget_bytes = budget_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._packing = Packing()
+        self._entries: dict[str, bytes] = {}
+        self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._bytes = 0
+        self._moved = 0.0
+
+    @property
+    def mostly_moved(self) -> bool:
+        """Whether sessions are mostly found elsewhere than they are remembered: others step them too."""
+        return self._moved > LIKELY
+
+    def saw(self, *, moved: bool) -> None:
+        """A session that was remembered was looked at; whether it had moved on."""
+        self._moved += NEWEST * (moved - self._moved)
+
+    def put(self, record: Record) -> None:
+        """Remembers a session, used now."""
+        session = record.session
+        self.forget(session)
+        packed = self._packing.pack(record, self._clock())
+        self._entries[session] = packed
+        self._bytes += entry_bytes(session, tail_bytes(packed))
+        self._counts[record.model] += 1
+        if record.snapshot is not None:
+            self._snapshots[session] = record.snapshot
+            if len(self._snapshots) > SNAPSHOTS:
+                self._snapshots.popitem(last=False)
+        while self._bytes > self._budget_bytes:
+            self.forget(next(iter(self._entries)))
+
+    def get(self, session: str) -> Record | None:
+        """The session, unless it must have ended meanwhile."""
+        packed, now_s = self._entries.get(session), self._clock()
+        if packed is None or now_s > touched_s(packed) + self._ttl_s:
+            return None
+        return self._packing.unpack(session, packed, now_s, durable=True, snapshot=self._snapshots.get(session))
+
+    def forget(self, session: str) -> None:
+        """Forgets a session, if it is there."""
+        packed = self._entries.pop(session, None)
+        if packed is not None:
+            self._bytes -= entry_bytes(session, tail_bytes(packed))
+            self._counts[self._packing.model(packed)] -= 1
+        self._snapshots.pop(session, None)
+
+    def count(self, model: str) -> int:
+        """How many sessions of a model were used here and have not ended."""
+        since_s = self._clock() - self._ttl_s
+        while (session := next(iter(self._entries), None)) is not None and touched_s(self._entries[session]) < since_s:
+            self.forget(session)
+        return self._counts[model]

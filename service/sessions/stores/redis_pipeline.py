@@ -1,0 +1,255 @@
+"""Commands to Redis, as many as there are at a time in one round trip; and whether Redis is there.
+
+What is asked while the event loop is at it goes out together when that turn of the loop is over: the commits of one
+batch of the runner are one trip. While as many trips are under way as may be, what comes waits for the next. A trip is
+a pipeline and no transaction: each command is atomic by itself, and of a cluster each goes to its own node.
+
+When Redis cannot be reached everybody is told at once, and not after a timeout each, until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterError,
+    ConnectionError,  # noqa: A004  (of redis)
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,  # noqa: A004  (of redis)
+)
+
+from wane.service.errors import Overloaded, Unavailable
+from wane.service.observability.metrics import Metrics
+
+logger = logging.getLogger("wane.store")
+
+MOST_TRIPS = 2  # that are under way at a time
+PROBE_EVERY_S = 0.25
+CLUSTER = "+cluster"
+KIND = "redis"
+Argument = bytes | str | int
+Tells = Callable[[Any], bool]
+"""Of a script that was sent twice, whether the second reply tells what became of the first."""
+AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
+"""What says that Redis, or the part of it that has the key, cannot be used now."""
+
+
+class Script:
+    """A Lua script beside this file. Redis is asked for it by its digest; one that does not have it is sent it."""
+
+    def __init__(self, name: str) -> None:
+        self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
+        self.digest = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    command: tuple[Argument, ...]
+    script: Script | None
+    reply: asyncio.Future[Any]
+    tells: Tells | None = None
+    again: bool = False  # it was sent twice, and may have been carried out twice
+
+
+class Trips:
+    """Takes commands to one Redis, or to one cluster, and brings back what they say."""
+
+    def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:
+        """`url` as redis-py takes it; with `+cluster` in its scheme, that of a node of a cluster. Raises ValueError for
+        what is no such address. `timeout_s`: how long an answer may take."""
+        scheme, _, rest = url.partition("://")
+        options: dict[str, Any] = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        self._client: Redis | RedisCluster
+        if scheme.endswith(CLUSTER):
+            self._client = RedisCluster.from_url(f"{scheme.removesuffix(CLUSTER)}://{rest}", **options)
+        else:
+            self._client = Redis.from_url(url, **options)
+        self._queue: list[_Call] = []
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._is_called = False
+        self._probing: asyncio.Task[None] | None = None
+        self._seconds = metrics.store_trip_seconds.labels(KIND)
+        self._commands = metrics.store_trip_commands.labels(KIND)
+        self._up = metrics.store_up
+        self.reachable = False
+        self.was_reached = False
+        self.on_back: Callable[[], None] = lambda: None
+
+    async def open(self) -> None:
+        """Looks whether Redis is there. Where it is not, goes on looking."""
+        if not await self._greet():
+            logger.warning("the session store is not there yet")
+            self._probing = asyncio.create_task(self._probe())
+
+    async def close(self) -> None:
+        """Ends what is under way; nothing may be asked any more."""
+        if self._probing is not None:
+            self._probing.cancel()
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+        with suppress(RedisError, OSError):
+            await self._client.aclose()
+
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
+        """What a script says. Whoever gets no answer must take it that it may have run, and may run it again.
+
+        Raises Unavailable where Redis cannot be reached, or `tells` of a reply that it leaves that open; Overloaded
+        where it is full.
+        """
+        return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script, tells)
+
+    async def do(self, *command: Argument) -> Any:
+        """What a command says. Raises Unavailable, Overloaded."""
+        return await self._ask(command, None)
+
+    def tell(self, *command: Argument) -> None:
+        """Sends a command that nobody waits for, if Redis is there."""
+        if self.reachable:
+            reply = self._ask(command, None)
+            reply.add_done_callback(lambda told: told.cancelled() or told.exception())
+
+    def _ask(
+        self, command: tuple[Argument, ...], script: Script | None, tells: Tells | None = None
+    ) -> asyncio.Future[Any]:
+        if not self.reachable:
+            raise away()
+        loop = asyncio.get_running_loop()
+        call = _Call(command, script, loop.create_future(), tells)
+        self._queue.append(call)
+        if not self._is_called and len(self._under_way) < MOST_TRIPS:
+            self._is_called = True
+            loop.call_soon(self._leave)
+        return call.reply
+
+    def _leave(self) -> None:
+        """Starts a trip with everything that waits for one."""
+        self._is_called = False
+        calls, self._queue = self._queue, []
+        trip = asyncio.create_task(self._travel(calls))
+        self._under_way.add(trip)
+        trip.add_done_callback(self._arrive)
+
+    def _arrive(self, trip: asyncio.Task[None]) -> None:
+        self._under_way.discard(trip)
+        if self._queue and not self._is_called:
+            self._leave()
+
+    async def _travel(self, calls: list[_Call]) -> None:
+        started_s = time.perf_counter()
+        self._commands.observe(len(calls))
+        try:
+            try:
+                replies = await self._send([call.command for call in calls])
+            except ConnectionError:  # one that had been idle may be gone though Redis is there: once more, with another
+                for call in calls:
+                    call.again = True
+                replies = await self._send([call.command for call in calls])
+            replies = await self._with_scripts(calls, replies)
+        except (RedisError, OSError) as error:
+            self._lose(error)
+            replies = [error] * len(calls)
+        except BaseException as error:
+            for call in calls:
+                if not call.reply.done():
+                    call.reply.set_exception(error)
+            raise
+        self._seconds.observe(time.perf_counter() - started_s)
+        for call, reply in zip(calls, replies, strict=True):
+            self._settle(call, reply)
+
+    async def _send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        return replies
+
+    async def _with_scripts(self, calls: Sequence[_Call], replies: list[Any]) -> list[Any]:
+        """The replies, with those of scripts that Redis did not know, sent whole. It does not keep them for ever."""
+        unknown = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:
+            commands = []
+            for index in unknown:
+                call = calls[index]
+                assert call.script is not None, "only scripts can be unknown: this is a bug"
+                commands.append(("EVAL", call.script.source, *call.command[2:]))
+            for index, reply in zip(unknown, await self._send(commands), strict=True):
+                replies[index] = reply
+        return replies
+
+    def _settle(self, call: _Call, reply: Any) -> None:
+        if call.reply.done():  # whoever asked has left
+            return
+        if not isinstance(reply, Exception):
+            if call.again and call.tells is not None and not call.tells(reply):
+                call.reply.set_exception(Unavailable("the session store was cut off, and may have done it or not"))
+            else:
+                call.reply.set_result(reply)
+            return
+        failure: Unavailable | Overloaded
+        if isinstance(reply, OutOfMemoryError):
+            failure = Overloaded("the session store is full")
+        elif isinstance(reply, AWAY):
+            self._lose(reply)
+            failure = away()
+        else:
+            logger.error("the session store refused a command", exc_info=reply)
+            failure = Unavailable("the session store refused a command")
+        failure.__cause__ = reply
+        call.reply.set_exception(failure)
+
+    def _lose(self, error: Exception) -> None:
+        """Redis cannot be reached: what waits is told, and what comes is, until it can be."""
+        if not self.reachable:
+            return
+        logger.warning("the session store is away: %s", error)
+        self.reachable = False
+        self._up.set(0)
+        waiting, self._queue = self._queue, []
+        for call in waiting:
+            self._settle(call, error)
+        self._probing = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        """Waits until Redis is there."""
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            if await self._greet():
+                break
+        logger.warning("the session store is there")
+        self.on_back()
+
+    async def _greet(self) -> bool:
+        """Whether Redis is there; if so, commands are taken from now on."""
+        try:
+            await self._client.execute_command("PING")
+        except (RedisError, OSError):
+            return False
+        self.reachable = self.was_reached = True
+        self._up.set(1)
+        return True
+
+
+def away() -> Unavailable:
+    """What is said when Redis is."""
+    return Unavailable("the session store cannot be reached")

@@ -1,0 +1,235 @@
+"""Memory for states: one contiguous array for each state tensor, a row ("slot") for each state.
+
+A slot is counted: whoever uses it retains it and releases it, and it is free at zero. A state is written to a slot
+of its own and takes the place of its predecessor only once it is committed, so a run that fails has changed nothing.
+
+Counting belongs to the event loop's thread. `gather` and `scatter` may run on the runner's: they only touch slots
+that are retained for the batch in hand.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.manifest import StateTensor
+from wane.service.errors import Overloaded
+from wane.service.runners.runner import NEXT, Array
+
+ZERO: Final = 0  # the slot that holds the zero state
+START: Final = 1  # the slot that holds the state after <eos>, with which every sequence starts
+RESERVED: Final = 2
+HIDDEN: Final = "hidden"
+FLOAT32_BYTES: Final = 4
+FEWEST_SLOTS: Final = 8
+
+
+class Slab:
+    """Slots for states, within a budget in bytes."""
+
+    def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:
+        """`hidden` is the width of the output layer's input, kept beside every state.
+
+        Raises ValueError where the budget does not hold a handful of states.
+        """
+        shapes = {tensor.name: tensor.shape for tensor in state} | {HIDDEN: (hidden,)}
+        self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
+        self.capacity = budget_bytes // self.slot_bytes
+        if self.capacity < FEWEST_SLOTS:
+            raise ValueError(
+                f"state_budget_bytes is {budget_bytes}, but {FEWEST_SLOTS} states of {self.slot_bytes} bytes "
+                f"need {FEWEST_SLOTS * self.slot_bytes}"
+            )
+        self._names = [tensor.name for tensor in state]
+        # Zeroed memory is the system's until it is first written: an idle server does not pay for its budget.
+        self._arrays: dict[str, Array] = {
+            name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
+        }
+        self._writes = np.zeros(self.capacity, np.uint32)  # how often each slot was written to
+        self._users = array("i", bytes(4 * RESERVED))  # of the slots that were ever used: it grows with them
+        self._free = array("i")
+        self._untouched = RESERVED  # slots from here on have never been used
+
+    # Counting
+
+    def acquire(self) -> int:
+        """A slot with one user. Raises Overloaded when every slot is in use."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._untouched < self.capacity:
+            slot = self._untouched
+            self._untouched += 1
+            self._add_slot()
+        else:
+            raise Overloaded(f"all {self.capacity} states are in use: raise state_budget_bytes")
+        self._users[slot] = 1
+        return slot
+
+    def _add_slot(self) -> None:
+        """One slot more is used for the first time."""
+        self._users.append(0)
+
+    def retain(self, slot: int) -> None:
+        """One user more. The reserved slots are never freed and need none."""
+        if slot >= RESERVED:
+            assert self._users[slot], "a free slot cannot be retained: this is a bug"
+            self._users[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """One user less; the last one frees the slot."""
+        if slot >= RESERVED:
+            users = self._users[slot] = self._users[slot] - 1
+            assert users >= 0, "a slot was released once too often: this is a bug"
+            if not users:
+                self._free.append(slot)
+
+    def release_all(self, slots: Iterable[int]) -> None:
+        """As `release`, of each."""
+        users, free = self._users, self._free
+        for slot in slots:
+            if slot >= RESERVED:
+                left = users[slot] = users[slot] - 1
+                assert left >= 0, "a slot was released once too often: this is a bug"
+                if not left:
+                    free.append(slot)
+
+    @contextmanager
+    def lease(self) -> Iterator[int]:
+        """A slot to write a state to, until the end of the block (or longer, for whoever retains it).
+
+        Raises Overloaded when every slot is in use by requests.
+        """
+        slot = self.acquire()
+        try:
+            yield slot
+        finally:
+            self.release(slot)
+
+    @contextmanager
+    def hold(self, slot: int) -> Iterator[None]:
+        """Keeps the state in `slot` from being evicted until the end of the block."""
+        self.retain(slot)
+        try:
+            yield
+        finally:
+            self.release(slot)
+
+    @property
+    def untouched(self) -> int:
+        """Slots from here on have never been used."""
+        return self._untouched
+
+    @property
+    def used(self) -> int:
+        """How many slots are in use."""
+        return self._untouched - RESERVED - len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the slots in use."""
+        return self.slot_bytes * self.used
+
+    # Values
+
+    def room(self, rows: int) -> dict[str, Array]:
+        """Memory for the states of so many slots, for `gather`."""
+        return {name: np.empty((rows, *self._arrays[name].shape[1:]), np.float32) for name in self._names}
+
+    def gather(self, slots: Sequence[int], room: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """The states of B slots by name, each float32 (B, *shape): copies.
+
+        In `room`, where it is given, until that is used again: memory fresh from the system takes longer to come by
+        than states to copy.
+        """
+        rows = np.asarray(slots, np.intp)
+        if room is None:
+            return {name: self._arrays[name].take(rows, 0) for name in self._names}
+        states = {name: room[name][: len(rows)] for name in self._names}
+        for name, values in states.items():
+            self._arrays[name].take(rows, 0, values, "clip")  # any other mode goes by way of a copy
+        return states
+
+    def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:
+        """The output layer's input at B slots: float32 (B, H), a copy."""
+        hidden: NDArray[np.float32] = self._arrays[HIDDEN][np.asarray(slots, np.intp)]
+        return hidden
+
+    def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
+        """Writes a run's `next.<name>` and `hidden`, row by row, to B slots; None keeps nothing of its row."""
+        kept = [row for row, slot in enumerate(slots) if slot is not None]
+        targets = [slot for slot in slots if slot is not None]
+        assert ZERO not in targets, "the zero state is not to be written: this is a bug"
+        if not kept:
+            return
+        all_rows = len(kept) == len(slots)
+        for name in self._names:
+            values = outputs[NEXT + name]
+            self._arrays[name][targets] = values if all_rows else values[kept]
+        hidden = outputs[HIDDEN]
+        self._arrays[HIDDEN][targets] = hidden if all_rows else hidden[kept]
+        self._writes[targets] += 1
+
+    def pack(self, slot: int) -> bytes:
+        """What a slot holds, as bytes."""
+        return b"".join([values[slot].tobytes() for values in self._arrays.values()])
+
+    def unpack(self, slot: int, packed: bytes) -> None:
+        """Writes to a slot what `pack` gave of another. Raises ValueError for what is no state of this model."""
+        if len(packed) != self.slot_bytes:
+            raise ValueError(f"a state of {len(packed)} bytes, where this model's has {self.slot_bytes}")
+        assert slot not in (ZERO, START), "the reserved states are not to be written: this is a bug"
+        offset = 0
+        for values in self._arrays.values():
+            row = values[slot]
+            row.reshape(-1)[:] = np.frombuffer(packed, np.float32, row.size, offset)
+            offset += row.nbytes
+        self._writes[slot] += 1
+
+    def written(self, slot: int) -> int:
+        """How often a slot was written to, modulo 2^32."""
+        return int(self._writes[slot])
+
+    def checksum(self, slot: int) -> int:
+        """CRC-32 of what a slot holds."""
+        value = 0
+        for values in self._arrays.values():
+            value = zlib.crc32(values[slot], value)
+        return value
+
+    def close(self) -> None:
+        """Gives the memory back: there are no values any more."""
+        self._arrays.clear()
+
+    # Integrity
+
+    def miscounts(self) -> list[str]:
+        """What is wrong with the counting: nothing ever may be. Each slot that was used is free, once, or in use."""
+        users = np.frombuffer(self._users.tobytes(), np.int32)[: self._untouched]
+        free = np.frombuffer(self._free.tobytes(), np.int32)
+        if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:
+            return ["a slot is free that there is not"]
+        is_free = np.zeros(self._untouched, bool)
+        is_free[free] = True
+        wrong = {
+            "a slot was freed twice": np.count_nonzero(is_free) < len(free),
+            "a slot was released once too often": (users < 0).any(),
+            "a slot is both in use and free": (users[is_free] > 0).any(),
+            "a slot is lost": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
+            "what is used is not what is counted": np.count_nonzero(users) != self.used,
+            "the zero state was written to": any(values[ZERO].any() for values in self._arrays.values()),
+        }
+        return [text for text, is_wrong in wrong.items() if is_wrong]
+
+    def recount(self) -> None:
+        """Makes free whatever nobody uses, and nothing else; and the zero state zero again."""
+        for slot in range(RESERVED, self._untouched):
+            self._users[slot] = max(self._users[slot], 0)
+        self._free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self._users[slot]])
+        for values in self._arrays.values():
+            values[ZERO] = 0

@@ -1,0 +1,523 @@
+"""How requests are answered, and where the state behind an answer comes from.
+
+Whose a session is.
+
+Within, a session goes by its owner's name, a slash, and the id that the owner knows: two owners may each have a session
+of one id, and neither has a name for the other's. Where nobody is asked who he is, a session goes by its id alone. No
+id holds a slash; so no id of one owner is a name of another's, in whatever store they meet.
+
+What the engine is asked: frozen, slotted, and checked where it is made.
+
+Token ids are plain ints; a *position* counts the tokens of a sequence, its leading `<eos>` not counted. Deadlines are
+seconds on the event loop's clock. What can be judged without a model is judged here, by `InvalidRequest`; limits that
+hang on a model or on the settings (vocabulary, largest window, longest input) are judged by the engine.
+
+What the engine says of predictions, steps and sessions: all immutable. Durations are milliseconds; a *position*
+counts the tokens of a sequence, its leading `<eos>` not counted.
+
+What the engine says of a text's log-probabilities, while it is run and when it is over.
+
+What the engine generates, token by token, and how it ends.
+
+What a comparison of recurrent with windows of several k is made of. Durations are milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from wane.service.errors import InvalidRequest
+
+
+class Mode(StrEnum):
+    """How a request may ask to be answered."""
+
+    AUTO = "auto"
+    RECURRENT = "recurrent"
+    WINDOW = "window"
+    BOTH = "both"
+
+
+class Origin(StrEnum):
+    """Where the state behind an answer came from (the answer's `state`)."""
+
+    RESIDENT = "resident"
+    REBUILT = "rebuilt"
+    WINDOW = "window"
+    FULL = "full"
+
+
+SLASH = "/"
+
+
+class Owner(NamedTuple):
+    """Who asks; of no name where nobody is asked. `sessions`: how many it may have; None: as many as there is room
+    for."""
+
+    name: str = ""
+    sessions: int | None = None
+
+
+ANYBODY = Owner()
+
+
+def name_within(owner: str, session: str) -> str:
+    """What the owner's session of this id goes by. Raises InvalidRequest for what is no id."""
+    check_session_id(session)
+    return owner + SLASH + session if owner else session
+
+
+def id_of(session: str) -> str:
+    """The id that the owner of a session knows it by."""
+    return session.rpartition(SLASH)[2]
+
+
+def owner_of(session: str) -> str:
+    """Whose a session is."""
+    return session.rpartition(SLASH)[0]
+
+
+SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and proxies take `.` and `..` out of a path
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_COMPARED_MODELS = 8
+MAX_COMPARED_WINDOWS = 32
+MAX_REPEAT = 1000
+MAX_KEY_CHARACTERS = 255
+MAX_POSITION = 10**14  # stores count exactly up to 2^53, about 9 * 10^15, in all of their scripts
+
+WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
+"""Of predictions, those that a window may be given for."""
+
+TOLERANCE_MODES = (Mode.AUTO,)
+GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
+GENERATED_WINDOW_MODES = (Mode.WINDOW,)
+
+
+class ScoreMethod(StrEnum):
+    """How a text may be scored."""
+
+    PARALLEL = "parallel"
+    SEQUENTIAL = "sequential"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictRequest:
+    """Predict what follows `tokens`, from nothing before them (or from `session`, appending nothing).
+
+    `window` is the k of modes auto, window and both (default: the model's own), `tolerance` the largest error bound
+    that auto may answer with. From a session, auto is the session's own mode, and an answer whose bound does not
+    meet the tolerance is refused. What a mode has no use for is refused too. `truncated`: the tokens end a longer
+    sequence, and no start token is fed.
+    """
+
+    tokens: tuple[int, ...] = ()
+    mode: Mode = Mode.AUTO
+    window: int | None = None
+    tolerance: float | None = None
+    top_k: int = 5
+    session: str | None = None
+    deadline: float | None = None
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.session is None:
+            _some_tokens(self.tokens)
+        elif self.tokens:
+            raise InvalidRequest(
+                "predicting from a session appends nothing: give session or tokens, not both", "session"
+            )
+        elif self.truncated:
+            raise InvalidRequest("truncated cannot be combined with session", "truncated")
+        _window(self.window, self.mode, *WINDOW_MODES)
+        if self.tolerance is not None:
+            _within("tolerance", self.tolerance, 0, 1)
+            if self.mode not in TOLERANCE_MODES:
+                raise InvalidRequest(
+                    f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
+                )
+        _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The last tokens of a sequence, which a new session goes on from at `position`.
+
+    All `position` tokens are the whole sequence, before which the start token is fed; fewer are the end of it.
+    """
+
+    tokens: tuple[int, ...]
+    position: int
+
+    def __post_init__(self) -> None:
+        _within("position", self.position, 0, MAX_POSITION)
+        if self.position and not self.tokens:
+            raise InvalidRequest(
+                f"position is {self.position}, but the history is empty: give the last tokens before that position",
+                "history",
+            )
+        if len(self.tokens) > self.position:
+            raise InvalidRequest(
+                f"the history has {len(self.tokens)} tokens, but position is {self.position}: there cannot be more",
+                "position",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """Append `tokens` to a session and predict what follows. Without a mode, the session's own."""
+
+    session: str
+    tokens: tuple[int, ...]
+    mode: Mode | None = None
+    expected_position: int | None = None
+    idempotency_key: str | None = None
+    top_k: int = 5
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        if self.expected_position is not None:
+            _at_least("expected_position", self.expected_position, 0)
+        if self.idempotency_key is not None and not 1 <= len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
+            raise InvalidRequest(
+                f"idempotency_key has {len(self.idempotency_key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}",
+                "idempotency_key",
+            )
+        _at_least("top_k", self.top_k, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """The log-probability of each of `tokens`, given those before it.
+
+    `tolerance` is the largest error that chunks side by side may add; in order there is none. `truncated`: the tokens
+    end a longer sequence, and no start token is fed, so nothing predicts the first of them.
+    """
+
+    tokens: tuple[int, ...]
+    method: ScoreMethod = ScoreMethod.SEQUENTIAL
+    tolerance: float | None = None
+    deadline: float | None = None
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        if self.tolerance is not None:
+            _within("tolerance", self.tolerance, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Continue `tokens` by up to `max_tokens` more.
+
+    `temperature` 0 is greedy; `top_k` and `top_p` of None keep every token; the same `seed` gives the same
+    text, which ends before the first of the `stop` strings. Mode auto is recurrent; `window` is for mode window.
+    `truncated`: the tokens end a longer sequence, and no start token is fed.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    mode: Mode = Mode.AUTO
+    window: int | None = None
+    deadline: float | None = None
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        _at_least("max_tokens", self.max_tokens, 1)
+        if not 0 <= self.temperature < math.inf:
+            raise InvalidRequest(
+                f"temperature is {self.temperature}, but must be a finite number, 0 or more", "temperature"
+            )
+        if self.top_k is not None:
+            _at_least("top_k", self.top_k, 1)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p is {self.top_p}, but must be over 0 and at most 1", "top_p")
+        if self.seed is not None:
+            _at_least("seed", self.seed, 0)
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop holds {len(self.stop)} strings, but may hold {MAX_STOPS}", "stop")
+        for index, text in enumerate(self.stop):
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest(
+                    f"stop[{index}] has {len(text)} characters, but must have 1 to {MAX_STOP_CHARACTERS}",
+                    f"stop[{index}]",
+                )
+        if self.mode not in GENERATED_MODES:
+            raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")
+        _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRequest:
+    """Measure recurrent against windows of several k, `repeat` times each, on what follows `tokens`."""
+
+    tokens: tuple[int, ...]
+    windows: tuple[int, ...] = (8, 16, 32, 64)
+    repeat: int = 20
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        _some_tokens(self.tokens)
+        if not 1 <= len(self.windows) <= MAX_COMPARED_WINDOWS:
+            raise InvalidRequest(
+                f"windows holds {len(self.windows)} values, but must hold 1 to {MAX_COMPARED_WINDOWS}",
+                "windows",
+            )
+        for index, window in enumerate(self.windows):
+            _at_least(f"windows[{index}]", window, 1)
+        _within("repeat", self.repeat, 1, MAX_REPEAT)
+
+
+def check_session_id(session: str) -> None:
+    """Raises InvalidRequest unless `session` is 1 to 128 letters, digits and `.` `_` `~` `:` `-`, and not just `.` or
+    `..`."""
+    if SESSION_ID.fullmatch(session) is None:
+        raise InvalidRequest('session must be 1 to 128 letters, digits and . _ ~ : -, but not "." or ".."', "session")
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidRequest(f"{field} is {value}, but must be at least {least}", field)
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    """Refuses NaN too, which is within nothing."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
+
+
+def _some_tokens(tokens: tuple[int, ...]) -> None:
+    if not tokens:
+        raise InvalidRequest("the input is empty: give at least one token", "tokens")
+
+
+def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
+    """Raises InvalidRequest for no k, and for one that the mode has no use for."""
+    if window is None:
+        return
+    _at_least("window", window, 1)
+    if mode not in takes:
+        raise InvalidRequest(f"window is given, but mode is {mode}; it is for {', '.join(takes)}", "window")
+
+
+class Prediction(NamedTuple):
+    """One possible next token; `token_bytes` only where the token's text is not whole UTF-8."""
+
+    token_id: int
+    token: str
+    probability: float
+    logprob: float
+    token_bytes: bytes | None = None
+
+
+class Latency(NamedTuple):
+    """Where a request's time went in the engine: waiting for the runner, running, and all of it.
+
+    It begins with the tokens in hand: reading a request, and tokenising its text, come before. `batch_items`: how many
+    shared the largest batch that it was in.
+    """
+
+    queue_ms: float
+    compute_ms: float
+    total_ms: float
+    batch_items: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far the window's answer is from the recurrent one; names and units as in the HTTP contract."""
+
+    top1_match: bool
+    top1_proved: bool
+    total_variation: float
+    kl: float
+    max_logit_difference: float
+    state_distance: float
+    state_error_bound: float | None
+    error_bound: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModeAnswer:
+    """One mode's part in an answer to `both`."""
+
+    predictions: tuple[Prediction, ...]
+    latency: Latency
+
+
+class Answer(NamedTuple):
+    """What the model says comes next, and how it came to say so.
+
+    `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
+    to be the never-interrupted model's. `position` and `replayed` are given for sessions only (`replayed` for steps
+    only), and `durable` where replicas share the store: whether it has the session's tokens.
+    """
+
+    mode: Mode
+    predictions: tuple[Prediction, ...]
+    latency: Latency
+    state: Origin
+    error_bound: float | None
+    window: int | None = None
+    modes: dict[Mode, ModeAnswer] | None = None
+    agreement: Agreement | None = None
+    state_error_bound: float | None = None
+    top1_proved: bool = False
+    session: str | None = None
+    position: int | None = None
+    replayed: bool | None = None
+    durable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as its owner may see it.
+
+    `state` is where the state of an answer in the session's own mode would come from now: `resident`, `rebuilt` for
+    a parked session, or `window`; `error_bound` bounds that answer. `created`: the request that this answers made it.
+    """
+
+    session: str
+    model: str
+    model_version: str
+    mode: Mode
+    position: int
+    state: Origin
+    error_bound: float | None
+    idle_s: float
+    durable: bool | None = None
+    created: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreProgress:
+    """So many of the tokens were run."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """The log-probabilities of the tokens from the one at `position` on, which follow those known before.
+
+    Of a truncated sequence nothing predicts the first token, whose log-probability and error bound are None; and
+    `error_bounds` has that of each token, by the number of tokens before it.
+    """
+
+    position: int
+    logprobs: tuple[float | None, ...]
+    error_bounds: tuple[float | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """How `tokens` tokens were scored; `perplexity` is exp of minus the mean of the log-probabilities that there are,
+    and None where there are none.
+
+    `chunks`: how many the text was cut into, `warm_up` the fewest tokens that one was warmed up over, null in one.
+    `rounds`: 1, and 1 for every cell of them that was run again. `max_residual`: how far a unit of the state was, at
+    most, from where the chunk before had ended; 0: exact.
+    """
+
+    tokens: int
+    perplexity: float | None
+    chunks: int
+    warm_up: int | None
+    rounds: int
+    max_residual: float
+    error_bound: float | None
+    latency: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One log-probability for each token asked about, and how they came about; `error_bounds` as in `ScoredTokens`."""
+
+    logprobs: tuple[float | None, ...]
+    summary: ScoreSummary
+    error_bounds: tuple[float | None, ...] | None = None
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended: a stop string (or the end of an event sequence), or its token limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One token of a generation. `text` is what it makes certain: empty while a character or a possible stop
+    string is still open. The texts of all tokens, joined, are the text of the `Finish`."""
+
+    token_id: int
+    token: str
+    text: str
+    logprob: float
+    token_bytes: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last thing a generation gives: why it ended, and all of it.
+
+    `error_bound` is the largest of its distributions', each compared with the never-interrupted model's after the same
+    tokens.
+    """
+
+    reason: FinishReason
+    text: str
+    tokens: tuple[int, ...]
+    mode: Mode
+    state: Origin
+    error_bound: float | None
+    window: int | None
+    latency: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of one duration over many runs."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMode:
+    """One line of a comparison. Recurrent is one step from a resident state: what a session pays for a token.
+
+    `agreement` is with that recurrent answer, and null for it.
+    """
+
+    mode: Mode
+    window: int | None
+    state: Origin
+    predictions: tuple[Prediction, ...]
+    queue: Percentiles
+    compute: Percentiles
+    total: Percentiles
+    error_bound: float | None
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One model's lines: recurrent, then every window in the order asked for."""
+
+    repeat: int
+    recurrent: ComparedMode
+    windows: tuple[ComparedMode, ...]

@@ -1,0 +1,176 @@
+"""Scores over HTTP: whole, as a stream, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from math import exp
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.service.conftest import SocketServer
+from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.live_server import TIMEOUT_S
+from tests.service.problems import assert_problem
+from wane.service.api import encode
+from wane.service.errors import Unavailable
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """Names and documents of server-sent events."""
+    parts = [event.split("\n") for event in text.strip().split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
+
+
+async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_runs_between_them(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
+    turn, sizes, turns = 0, list[int](), list[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def dumps(value: object, **given: Any) -> bytes:
+        for one in (value, *(value.values() if isinstance(value, dict) else ())):
+            if isinstance(one, list):
+                sizes.append(len(one))
+                turns.append(turn)
+        return orjson.dumps(value, **given)
+
+    monkeypatch.setattr(encode, "VALUES_AT_ONCE", 4, raising=False)
+    monkeypatch.setattr(encode, "orjson", SimpleNamespace(dumps=dumps))
+    counting = asyncio.create_task(count_turns())
+    content = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
+    counting.cancel()
+    assert content == whole
+    assert sizes == [4, 4, 2] * 2
+    assert len(set(turns)) == len(turns)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"a": 1},
+        {"a": [], "b": [1, 2]},
+        {'a"\u00e9': list(range(9)), "b": None, "c": [None, -1.5, 1e-300] * 4, "d": {"e": [1] * 9}},
+        {"a": "text", "b": [[1, 2], [3]] * 3},
+    ],
+)
+async def test_a_document_encoded_in_pieces_has_the_same_bytes(
+    document: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "VALUES_AT_ONCE", 2)
+    assert await encode.encode_long(document) == encode.encode(document)
+
+
+async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/score", json={"input": "ab", "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *before, (last, finish) = events(response.text)
+    assert before == [
+        ("tokens", {"position": 0, "tokens": [97], "logprobs": [-1.0]}),
+        ("progress", {"done": 1, "total": 2}),
+        ("tokens", {"position": 1, "tokens": [98], "logprobs": [-1.0]}),
+        ("progress", {"done": 2, "total": 2}),
+    ]
+    assert last == "finish"
+    assert (finish["perplexity"], finish["chunks"], finish["error_bound"]) == (2.718281828, 1, 0.0)
+    assert "logprobs" not in finish
+
+
+async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    catalog.engine.failure_after_first_token = Unavailable("going away")
+    response = await client.post("/v1/score", json={"input": "ab", "stream": True})
+    assert response.status_code == 200
+    name, document = events(response.text)[-1]
+    assert name == "error"
+    assert (document["code"], document["status"]) == ("unavailable", 503)
+
+
+async def test_before_the_first_byte_of_a_score_a_failure_is_a_problem(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    catalog.engine.failure = Unavailable("going away")
+    assert_problem(await client.post("/v1/score", json={"input": "ab", "stream": True}), 503, "unavailable")
+
+
+async def test_a_score_whose_reader_leaves_is_given_up(server: SocketServer, engine: FakeEngine) -> None:
+    engine.wait_after_first_token = asyncio.Event()
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client,
+        client.stream("POST", "/v1/score", json={"tokens": [1, 2], "stream": True}) as response,
+    ):
+        assert await anext(response.aiter_lines()) == "event: tokens"
+    await engine.closed.wait()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tokens": [1], "method": "parallel", "tolerance": -0.1}, "tolerance"),
+        ({"tokens": [1], "method": "parallel", "tolerance": 1.5}, "tolerance"),
+        ({"tokens": [1], "method": "parallel", "tolerance": "0"}, "tolerance"),
+        ({"tokens": [1], "method": "backwards"}, "method"),
+        ({"tokens": [1], "method": None}, "method"),
+        ({"tokens": [], "method": "parallel"}, "tokens"),
+        ({"tokens": [1, -1], "method": "parallel", "stream": True}, "tokens"),
+        ({"input": "", "method": "parallel"}, "input"),
+        ({"tokens": [1], "stream": 1}, "stream"),
+        ({"tokens": [1], "chunks": 4}, "chunks"),
+    ],
+    ids=str,
+)
+def test_a_score_that_cannot_be_is_refused_by_name(http: httpx.Client, body: object, field: str) -> None:
+    assert assert_problem(http.post("/v1/score", json=body), 422, "invalid_request")["field"] == field
+
+
+@pytest.mark.parametrize("method", ["sequential", "parallel"])
+def test_a_truncated_score_has_a_bound_for_each_token_streamed_or_whole(http: httpx.Client, method: str) -> None:
+    body = {"model": "rnn-stable", "tokens": [5, 6, 7] * 300, "method": method, "truncated": True}
+    whole = http.post("/v1/score", json=body).json()
+    curve = http.get("/v1/models/rnn-stable").json()["certificate"]["error_bound"]
+    assert (whole["logprobs"][0], whole["error_bounds"][0]) == (None, None)
+    assert len(whole["logprobs"]) == len(whole["error_bounds"]) == 900
+    assert whole["error_bound"] == max(whole["error_bounds"][1:]) >= curve[0]
+    assert all(curve[min(known, 256) - 1] <= found for known, found in enumerate(whole["error_bounds"][1:], 1))
+    mean = sum(whole["logprobs"][1:]) / 899
+    assert whole["perplexity"] == pytest.approx(exp(-mean))
+    *before, (_, finish) = events(http.post("/v1/score", json={**body, "stream": True}).text)
+    tokens = [document for name, document in before if name == "tokens"]
+    assert [one for document in tokens for one in document["error_bounds"]] == whole["error_bounds"]
+    assert next(one for document in tokens for one in document["logprobs"]) is None
+    assert [document["done"] for name, document in before if name == "progress"][-1] == 900
+    assert finish["error_bound"] == whole["error_bound"]
+
+
+def test_one_truncated_token_is_scored_null(http: httpx.Client) -> None:
+    score = http.post("/v1/score", json={"tokens": [5], "truncated": True}).json()
+    found = (score["logprobs"], score["error_bounds"], score["perplexity"], score["error_bound"])
+    assert found == ([None], [None], None, None)
+    assert "error_bounds" not in http.post("/v1/score", json={"tokens": [5]}).json()
+
+
+@pytest.mark.parametrize("tolerance", [None, 0, 0.01])
+def test_a_document_scored_side_by_side_is_scored_as_in_order(http: httpx.Client, tolerance: float | None) -> None:
+    model = "rnn-stable"
+    size = next(card for card in http.get("/v1/models").json()["data"] if card["id"] == model)["vocabulary"]["size"]
+    tokens = [index * index % size for index in range(3000)]
+    in_order = http.post("/v1/score", json={"model": model, "tokens": tokens}).json()
+    asked = {"model": model, "tokens": tokens, "method": "parallel", "tolerance": tolerance, "stream": True}
+    *before, (_, finish) = events(http.post("/v1/score", json=asked).text)
+    logprobs = [logprob for name, document in before if name == "tokens" for logprob in document["logprobs"]]
+    assert logprobs == pytest.approx(in_order["logprobs"], abs=1e-3)
+    assert [document["done"] for name, document in before if name == "progress"][-1] == len(tokens)
+    assert finish["error_bound"] <= (1e-3 if tolerance is None else tolerance)
+    assert finish["perplexity"] == pytest.approx(in_order["perplexity"], rel=1e-3)

@@ -1,0 +1,354 @@
+"""A session as a WebSocket, by a real client of a real server: over the fake engine, and over the real models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect as connect_sync
+
+from tests.service.conftest import LIMIT, SocketServer
+from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from tests.service.problems import assert_members
+from wane.service.api.routes import stream
+from wane.service.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PositionConflict,
+    TooLarge,
+    Unavailable,
+    UnknownSession,
+)
+from wane.service.net.websocket_protocol import MOST_EARLY
+from wane.service.observability.metrics import Metrics
+from wane.service.server import WEBSOCKETS, protocols
+from wane.service.settings import Settings
+from wane.service.types import Mode, PredictRequest, StepRequest
+
+PATH = "/v1/sessions/s/stream"
+
+
+def url_of(server: SocketServer | LiveServer, path: str = PATH) -> str:
+    return server.url.replace("http://", "ws://") + path
+
+
+@pytest.fixture(params=["framework", "line"])
+async def server(request: pytest.FixtureRequest, app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[SocketServer]:
+    """By way of the framework, as on another server, and with a line of our own."""
+    server = SocketServer(app, catalog)
+    if request.param == "line":
+        options = WEBSOCKETS | protocols(Settings(max_body_bytes=LIMIT), Metrics())
+        server.config = uvicorn.Config(app, port=0, **options, ws_max_size=LIMIT, log_config=None)
+    serving = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    yield server
+    server.should_exit = True
+    await serving
+
+
+@asynccontextmanager
+async def opened(server: SocketServer, path: str = PATH, **options: Any) -> AsyncIterator[ClientConnection]:
+    async with connect(url_of(server, path), proxy=None, **options) as socket:
+        yield socket
+
+
+async def ask(socket: ClientConnection, message: object) -> Any:
+    await socket.send(json.dumps(message))
+    return json.loads(await socket.recv())
+
+
+async def closed(socket: ClientConnection) -> tuple[int | None, str | None]:
+    """The code and the reason that the server closed with."""
+    with pytest.raises(ConnectionClosed):
+        await socket.recv()
+    return socket.close_code, socket.close_reason
+
+
+async def test_each_message_is_a_step_and_is_answered_as_one(server: SocketServer, engine: FakeEngine) -> None:
+    async with opened(server) as socket, httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        answer = await ask(socket, {"tokens": [1, 2]})
+        assert answer == (await client.post("/v1/sessions/s/tokens", json={"tokens": [1, 2]})).json()
+        assert (await ask(socket, {"input": "abc"}))["position"] == 3
+
+
+async def test_what_a_message_asks_for_reaches_the_engine(server: SocketServer, engine: FakeEngine) -> None:
+    message = {"tokens": [1], "top_k": 2, "mode": "both", "expected_position": 4, "idempotency_key": "k"}
+    async with opened(server) as socket:
+        await ask(socket, message)
+    (asked,) = engine.asked
+    assert isinstance(asked, StepRequest)
+    assert asked == StepRequest("s", (1,), Mode.BOTH, 4, "k", 2, asked.deadline)
+    assert asked.deadline is not None
+
+
+async def test_a_rewind_is_answered_by_what_is_predicted_there(server: SocketServer, engine: FakeEngine) -> None:
+    async with opened(server) as socket:
+        assert (await ask(socket, {"rewind": 7}))["predictions"]
+    rewound, asked = engine.asked
+    assert rewound == ("s", 7)
+    assert isinstance(asked, PredictRequest) and asked.session == "s"
+
+
+async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
+    server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once: list[int] = []
+    busy = 0
+    step = engine.step
+
+    async def counted(request: StepRequest) -> Any:
+        nonlocal busy
+        busy += 1
+        at_once.append(busy)
+        await asyncio.sleep(0)
+        busy -= 1
+        return await step(request)
+
+    monkeypatch.setattr(engine, "step", counted)
+    async with opened(server) as socket:
+        for length in range(1, 50):
+            await socket.send(json.dumps({"tokens": [1] * length}))
+        assert [json.loads(await socket.recv())["position"] for _ in range(1, 50)] == list(range(1, 50))
+    assert set(at_once) == {1}
+
+
+async def test_messages_that_come_while_one_is_answered_keep_their_order(
+    server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wane.service.api.disconnect.PATIENCE_S", 0)
+    engine.wait = asyncio.Event()
+    async with opened(server) as socket:
+        for length in range(1, MOST_EARLY + 1):
+            await socket.send(json.dumps({"tokens": [1] * length}))
+        await engine.waiting.wait()
+        await (await socket.ping())  # so that they have come
+        engine.wait.set()
+        positions = [json.loads(await socket.recv())["position"] for _ in range(MOST_EARLY)]
+    assert positions == list(range(1, MOST_EARLY + 1))
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "code"),
+    [
+        ('{"tokens": [1],,}', 400, "not_json"),
+        ("{}", 422, "invalid_request"),
+        ('{"tokens": [1], "rewind": 0}', 422, "invalid_request"),
+        ('{"rewind": 0, "top_k": 3}', 422, "invalid_request"),
+        ('{"tokens": []}', 422, "invalid_request"),
+        ('{"temprature": 1}', 422, "invalid_request"),
+        ('{"tokens": ["1"]}', 422, "invalid_request"),
+        ("[]", 422, "invalid_request"),
+    ],
+)
+async def test_a_message_that_is_wrong_is_told_so_and_the_socket_goes_on(
+    server: SocketServer, engine: FakeEngine, message: str, status: int, code: str
+) -> None:
+    async with opened(server, additional_headers={"x-request-id": "mine"}) as socket:
+        await socket.send(message)
+        error = json.loads(await socket.recv())["error"]
+        assert_members(error, status, code)
+        assert error["request_id"] == "mine"
+        assert (await ask(socket, {"tokens": [1]}))["position"] == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (InvalidRequest("no", "tokens"), 422),
+        (Overloaded("no"), 429),
+        (DeadlineExceeded("no"), 504),
+        (TooLarge("no"), 413),
+    ],
+    ids=lambda case: getattr(case, "code", ""),
+)
+async def test_a_failure_that_leaves_the_session_alone_leaves_the_socket_open(
+    server: SocketServer, engine: FakeEngine, failure: Exception, status: int
+) -> None:
+    async with opened(server) as socket:
+        engine.failure = failure
+        assert (await ask(socket, {"tokens": [1]}))["error"]["status"] == status
+        engine.failure = None
+        assert (await ask(socket, {"tokens": [1]}))["position"] == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "close"),
+    [
+        (UnknownSession("gone"), 4404),
+        (PositionConflict("elsewhere", 7), 4409),
+        (Unavailable("stopping"), 1012),
+        (RuntimeError("a secret"), 1011),
+    ],
+    ids=lambda case: str(case),
+)
+async def test_a_failure_that_ends_the_stream_is_its_last_message(
+    server: SocketServer, engine: FakeEngine, failure: Exception, close: int
+) -> None:
+    engine.failure = failure
+    async with opened(server) as socket:
+        error = (await ask(socket, {"tokens": [1]}))["error"]
+        assert "secret" not in str(error)
+        assert error.get("position") == getattr(failure, "position", None)
+        assert await closed(socket) == (close, error["code"])
+
+
+@pytest.mark.parametrize(
+    ("session", "code", "close"), [("unknown", "unknown_session", 4404), ("s", "unavailable", 1012)]
+)
+async def test_a_stream_of_nothing_is_told_why_and_closed(
+    server: SocketServer, catalog: FakeCatalog, session: str, code: str, close: int
+) -> None:
+    if code == "unavailable":
+        catalog.failure = Unavailable("loading")
+    async with opened(server, f"/v1/sessions/{session}/stream") as socket:
+        assert json.loads(await socket.recv())["error"]["code"] == code
+        assert await closed(socket) == (close, code)
+
+
+async def test_a_client_that_hangs_up_cancels_the_wait_for_the_engine(server: SocketServer, engine: FakeEngine) -> None:
+    engine.wait = asyncio.Event()
+    async with opened(server) as socket:
+        await socket.send('{"tokens": [1]}')
+        await engine.waiting.wait()
+    await engine.cancelled.wait()
+
+
+async def test_a_message_that_is_too_long_closes_with_1009(server: SocketServer, engine: FakeEngine) -> None:
+    async with opened(server) as socket:
+        await socket.send('{"tokens": [1]}'.ljust(LIMIT))
+        assert json.loads(await socket.recv())["position"] == 1
+        await socket.send('{"tokens": [1]}'.ljust(LIMIT + 1))
+        assert (await closed(socket))[0] == 1009
+
+
+async def test_a_stream_without_messages_is_closed_in_time(
+    server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "settings", lambda _: Settings(stream_idle_s=0.05))
+    async with opened(server) as socket:
+        assert await closed(socket) == (1000, "idle for 0.05 s")
+
+
+async def test_a_server_that_drains_closes_with_1012(
+    server: SocketServer, engine: FakeEngine, catalog: FakeCatalog
+) -> None:
+    async with opened(server) as socket:
+        await ask(socket, {"tokens": [1]})
+        server.handle_exit(signal.SIGTERM, None)
+        assert (await closed(socket))[0] == 1012
+    await server.draining_is_over()
+
+
+async def test_streams_and_their_messages_are_counted_and_a_stream_is_one_line_in_the_log(
+    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        before = await counted(client)
+        async with opened(server, additional_headers={"x-request-id": "mine"}) as socket:
+            await ask(socket, {"tokens": [1]})
+            await ask(socket, {"tokens": []})
+            assert (await counted(client))["wane_websockets"] == before["wane_websockets"] + 1
+        server.should_exit = True
+        while server.server_state.tasks:
+            await asyncio.gather(*server.server_state.tasks)
+    metrics = server.app.state.metrics.render()[0].decode()
+    after = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    for status in ("200", "422"):
+        name = f'wane_websocket_messages_total{{status="{status}"}}'
+        assert float(after[name]) == before.get(name, 0) + 1
+    (line,) = [vars(record)["fields"] for record in caplog.records if record.msg == "socket"]
+    assert (line["request_id"], line["path"], line["messages"], line["code"]) == ("mine", PATH, 2, 1000)
+
+
+async def counted(client: httpx.AsyncClient) -> dict[str, float]:
+    lines = [line for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_every_close_code_is_explained() -> None:
+    assert stream.__doc__ is not None
+    for code in (stream.INTERNAL, stream.RESTART, stream.NO_SESSION, stream.CONFLICT, 1009):
+        assert str(code) in stream.__doc__
+
+
+# The real server and the real models.
+
+
+@pytest.fixture
+def session(http: httpx.Client) -> Iterator[str]:
+    session: str = http.post("/v1/sessions", json={}).json()["session"]
+    yield session
+    http.delete(f"/v1/sessions/{session}")
+
+
+def told(document: dict[str, Any]) -> dict[str, Any]:
+    """An answer without its latency and its session's name."""
+    return {name: value for name, value in document.items() if name not in ("latency", "session")}
+
+
+def test_a_stream_answers_as_steps_over_http_do(live: LiveServer, http: httpx.Client, session: str) -> None:
+    other = http.post("/v1/sessions", json={}).json()["session"]
+    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
+        for token in (5, 6, 7):
+            socket.send(json.dumps({"tokens": [token]}))
+            streamed = json.loads(socket.recv())
+            stepped = http.post(f"/v1/sessions/{other}/tokens", json={"tokens": [token]}).json()
+            assert told(streamed) == told(stepped)
+        socket.send('{"rewind": 1}')
+        assert json.loads(socket.recv())["position"] == 1
+        socket.send(json.dumps({"tokens": [6], "expected_position": 1}))
+        assert json.loads(socket.recv())["position"] == 2
+    assert http.get(f"/v1/sessions/{session}").json()["position"] == 2
+
+
+def test_another_client_on_the_same_session_is_noticed(live: LiveServer, http: httpx.Client, session: str) -> None:
+    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
+        socket.send('{"tokens": [5], "expected_position": 0}')
+        assert json.loads(socket.recv())["position"] == 1
+        http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [6]}).raise_for_status()
+        socket.send('{"tokens": [7], "expected_position": 1}')
+        assert json.loads(socket.recv())["error"]["position"] == 2
+        with pytest.raises(ConnectionClosed):
+            socket.recv()
+        assert socket.close_code == 4409
+
+
+@pytest.mark.parametrize("again", [{"tokens": [7]}, {"tokens": [5], "expected_position": 1}], ids=str)
+def test_a_key_that_comes_again_with_another_step_is_refused(
+    live: LiveServer, http: httpx.Client, session: str, again: dict[str, Any]
+) -> None:
+    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
+        for replayed in (False, True):
+            socket.send('{"tokens": [5], "idempotency_key": "k"}')
+            assert json.loads(socket.recv())["replayed"] is replayed
+        socket.send(json.dumps({**again, "idempotency_key": "k"}))
+        error = json.loads(socket.recv())["error"]
+        assert (error["status"], error["code"], error["position"]) == (409, "idempotency_key_reused", 1)
+        with pytest.raises(ConnectionClosed):
+            socket.recv()
+        assert socket.close_code == 4409
+
+
+def test_a_server_that_stops_closes_its_streams() -> None:
+    with live_server() as server:
+        session = httpx.post(f"{server.url}/v1/sessions", json={}).json()["session"]
+        with connect_sync(url_of(server, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
+            socket.send('{"tokens": [5]}')
+            assert json.loads(socket.recv())["position"] == 1
+            assert server.stop() == 0
+            with pytest.raises(ConnectionClosed):
+                socket.recv()
+            assert socket.close_code == 1012

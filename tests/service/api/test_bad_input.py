@@ -1,0 +1,374 @@
+"""Bad input gets an answer that says what was wrong: which field, which position, which id, which limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.service.live_server import LiveServer
+from tests.service.problems import assert_problem
+
+SEQUENCE_ROUTES = ["/v1/predict", "/v1/compare", "/v1/score", "/v1/generate", "/v1/sessions/{session}/tokens"]
+
+
+@pytest.fixture
+def session(http: httpx.Client) -> str:
+    session: str = http.post("/v1/sessions", json={}).json()["session"]
+    return session
+
+
+@pytest.fixture(scope="module")
+def card(http: httpx.Client) -> dict[str, Any]:
+    """The default model's."""
+    card: dict[str, Any] = http.get("/v1/models").json()["data"][0]
+    return card
+
+
+@pytest.mark.parametrize("path", SEQUENCE_ROUTES)
+@pytest.mark.parametrize("body", [{"input": ""}, {"tokens": []}], ids=str)
+def test_an_empty_input_is_refused(http: httpx.Client, session: str, path: str, body: object) -> None:
+    response = http.post(path.format(session=session), json=body)
+    assert "empty" in assert_problem(response, 422, "invalid_request")["detail"]
+
+
+@pytest.mark.parametrize("path", SEQUENCE_ROUTES)
+@pytest.mark.parametrize("wrong", ["-1", "size", "10**30"])
+def test_a_token_id_out_of_range_is_named_with_its_position_and_the_vocabulary_size(
+    http: httpx.Client, session: str, card: dict[str, Any], path: str, wrong: str
+) -> None:
+    size = card["vocabulary"]["size"]
+    token = {"-1": -1, "size": size, "10**30": 10**30}[wrong]
+    response = http.post(path.format(session=session), json={"tokens": [1, 2, token]})
+    detail = assert_problem(response, 422, "invalid_request")["detail"]
+    assert "tokens[2]" in detail and str(token) in detail and str(size) in detail
+
+
+@pytest.mark.parametrize("path", SEQUENCE_ROUTES)
+@pytest.mark.parametrize("as_text", [True, False], ids=["text", "ids"])
+def test_an_input_over_the_limit_is_refused_with_the_limit(
+    http: httpx.Client, session: str, path: str, as_text: bool
+) -> None:
+    limit = 262_144 if path == "/v1/score" else 65_536
+    body = {"input": "a b\n" * (limit // 2)} if as_text else {"tokens": [1] * (limit + 1)}
+    response = http.post(path.format(session=session), json=body)
+    assert str(limit) in assert_problem(response, 413, "too_large")["detail"]
+
+
+def test_a_body_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> None:
+    response = http.post("/v1/predict", content=b" " * (4 * 2**20 + 1))
+    assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
+
+
+def test_a_body_over_the_limit_that_hides_its_length_is_refused_all_the_same(http: httpx.Client) -> None:
+    response = http.post("/v1/predict", content=(b" " * 2**16 for _ in range(65)))
+    assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        (b"", "line 1 column 0"),
+        (b"input=The", "line 1 column 1"),
+        (b'{"input": "a"', "line 1 column 13"),
+        (b'{"input": "a"} {}', "line 1 column 16"),
+        (b'{"input": \n"\xff"}', "line 2 column 2"),
+        (b'{"input": "\\ud800"}', "line 1 column 18"),
+        (b"[" * 100_000, "recursion limit"),
+    ],
+    ids=["nothing", "a form", "cut short", "two documents", "not UTF-8", "half a surrogate pair", "too deep"],
+)
+def test_a_body_that_is_not_json_is_refused_with_the_place(http: httpx.Client, content: bytes, where: str) -> None:
+    assert where in assert_problem(http.post("/v1/predict", content=content), 400, "not_json")["detail"]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b'"text"', b"NaN"])
+def test_json_that_is_no_object_is_refused(http: httpx.Client, content: bytes) -> None:
+    document = assert_problem(http.post("/v1/predict", content=content), 422, "invalid_request")
+    assert document["detail"] == "the body must be a JSON object"
+
+
+@pytest.mark.parametrize("path", SEQUENCE_ROUTES)
+@pytest.mark.parametrize("field", ["temprature", "str", "list[int]"])
+def test_an_unknown_field_is_refused_by_name(http: httpx.Client, session: str, path: str, field: str) -> None:
+    response = http.post(path.format(session=session), json={"tokens": [1], field: 1})
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == field
+    assert document["detail"] == f"{field}: there is no such field"
+
+
+@pytest.mark.parametrize("path", SEQUENCE_ROUTES[:4])
+def test_an_unknown_model_is_refused_by_name(http: httpx.Client, card: dict[str, Any], path: str) -> None:
+    document = assert_problem(http.post(path, json={"tokens": [1], "model": "gpt"}), 404, "unknown_model")
+    assert "'gpt'" in document["detail"] and card["id"] in document["detail"]
+
+
+def test_an_unknown_model_of_a_card_a_session_or_a_comparison_is_refused_by_name(http: httpx.Client) -> None:
+    for response in (
+        http.get("/v1/models/gpt"),
+        http.post("/v1/sessions", json={"model": "gpt"}),
+        http.post("/v1/compare", json={"tokens": [1], "models": ["gpt"]}),
+    ):
+        assert "'gpt'" in assert_problem(response, 404, "unknown_model")["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate", "/v1/sessions/{session}/tokens"])
+def test_an_unknown_mode_is_refused_with_those_there_are(http: httpx.Client, session: str, path: str) -> None:
+    response = http.post(path.format(session=session), json={"tokens": [1], "mode": "magic"})
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == "mode"
+    assert all(mode in document["detail"] for mode in ("auto", "recurrent", "window", "both"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/sessions/nobody", None),
+        ("DELETE", "/v1/sessions/nobody", None),
+        ("POST", "/v1/sessions/nobody/tokens", {"tokens": [1]}),
+        ("POST", "/v1/sessions/nobody/rewind", {"position": 0}),
+        ("POST", "/v1/predict", {"session": "nobody"}),
+    ],
+)
+def test_an_unknown_session_is_refused_by_name(http: httpx.Client, method: str, path: str, body: object) -> None:
+    assert "'nobody'" in assert_problem(http.request(method, path, json=body), 404, "unknown_session")["detail"]
+
+
+def test_a_session_id_that_is_taken_is_refused(http: httpx.Client, session: str) -> None:
+    http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5]}).raise_for_status()
+    assert (
+        session in assert_problem(http.post("/v1/sessions", json={"session": session}), 409, "session_exists")["detail"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"history": [5, 6]}, "`history` holds the last tokens before a position: give `position`, too"),
+        ({"input": "the town"}, "`input` holds the last tokens before a position: give `position`, too"),
+        ({"history": [5], "input": "the", "position": 3}, "give `history` or `input`, not both"),
+        ({"position": 3}, "position is 3, but the history is empty"),
+        ({"history": [], "position": 3}, "position is 3, but the history is empty"),
+        ({"input": "", "position": 3}, "the input is empty"),
+        ({"history": [5, 6, 7], "position": 2}, "the history has 3 tokens, but position is 2"),
+        ({"history": [5], "position": -1}, "position is -1"),
+        ({"history": [5], "position": 2**62}, "position is 4611686018427387904"),
+        ({"history": [5], "position": 1.5}, "position must be an integer"),
+        ({"history": ["a"], "position": 3}, "history[0] must be an integer"),
+        ({"history": [5, -1], "position": 3}, "history[1] is -1, but the vocabulary has"),
+    ],
+    ids=str,
+)
+def test_a_history_that_cannot_be_is_refused(http: httpx.Client, body: object, said: str) -> None:
+    assert said in assert_problem(http.post("/v1/sessions", json=body), 422, "invalid_request")["detail"]
+
+
+def test_a_history_over_the_limit_is_too_large(http: httpx.Client) -> None:
+    response = http.post("/v1/sessions", json={"history": [5] * 65_537, "position": 10**6})
+    assert_problem(response, 413, "too_large")
+
+
+@pytest.mark.parametrize("wrong", ["", "a b", "a/b", "é", "x" * 129], ids=ascii)
+def test_a_session_id_that_is_none_is_refused(http: httpx.Client, wrong: str) -> None:
+    document = assert_problem(http.post("/v1/sessions", json={"session": wrong}), 422, "invalid_request")
+    assert document["field"] == "session"
+
+
+@pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate"])
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_nothing_is_refused(http: httpx.Client, path: str, window: int) -> None:
+    response = http.post(path, json={"tokens": [1], "mode": "window", "window": window})
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == "window"
+    assert str(window) in document["detail"] and "1" in document["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate"])
+def test_a_window_over_the_largest_is_refused_with_the_largest(
+    http: httpx.Client, card: dict[str, Any], path: str
+) -> None:
+    window = card["max_window"] + 1
+    response = http.post(path, json={"tokens": [1], "mode": "window", "window": window})
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == "window"
+    assert str(window) in document["detail"] and str(card["max_window"]) in document["detail"]
+
+
+def test_a_comparison_names_the_window_that_is_out_of_range(http: httpx.Client, card: dict[str, Any]) -> None:
+    for window in (0, card["max_window"] + 1):
+        response = http.post("/v1/compare", json={"tokens": [1], "windows": [1, window]})
+        assert str(window) in assert_problem(response, 422, "invalid_request")["detail"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/generate", "temperature"),
+        ("/v1/generate", "top_p"),
+        ("/v1/predict", "tolerance"),
+        ("/v1/score", "tolerance"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_by_name(http: httpx.Client, path: str, field: str, value: str) -> None:
+    content = f'{{"tokens": [1], "{field}": {value}}}'
+    document = assert_problem(http.post(path, content=content), 422, "invalid_request")
+    assert document["field"] == field
+    assert "finite" in document["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/predict", {"tokens": [1, 2.0]}, "tokens[1]"),
+        ("/v1/predict", {"tokens": [True]}, "tokens[0]"),
+        ("/v1/predict", {"tokens": ["1"]}, "tokens[0]"),
+        ("/v1/predict", {"tokens": "1"}, "tokens"),
+        ("/v1/predict", {"input": 1}, "input"),
+        ("/v1/predict", {"inputs": []}, "inputs"),
+        ("/v1/predict", {"inputs": ["a", 5]}, "inputs[1]"),
+        ("/v1/predict", {"inputs": ["a", [1, "x"]]}, "inputs[1][1]"),
+        ("/v1/predict", {"tokens": [1], "top_k": 0}, "top_k"),
+        ("/v1/predict", {"tokens": [1], "top_k": 101}, "top_k"),
+        ("/v1/predict", {"tokens": [1], "top_k": None}, "top_k"),
+        ("/v1/predict", {"tokens": [1], "tolerance": 1.5}, "tolerance"),
+        ("/v1/predict", {"tokens": [1], "tolerance": -0.1}, "tolerance"),
+        ("/v1/predict", {"tokens": [1], "mode": "window", "tolerance": 0}, "tolerance"),
+        ("/v1/predict", {"tokens": [1], "mode": "recurrent", "window": 4}, "window"),
+        ("/v1/generate", {"tokens": [1], "window": 4}, "window"),
+        ("/v1/compare", {"tokens": [1], "windows": []}, "windows"),
+        ("/v1/compare", {"tokens": [1], "repeat": 0}, "repeat"),
+        ("/v1/generate", {"tokens": [1], "temperature": -1}, "temperature"),
+        ("/v1/generate", {"tokens": [1], "top_p": 0}, "top_p"),
+        ("/v1/generate", {"tokens": [1], "top_k": 0}, "top_k"),
+        ("/v1/generate", {"tokens": [1], "max_tokens": 0}, "max_tokens"),
+        ("/v1/generate", {"tokens": [1], "max_tokens": 100_000}, "max_tokens"),
+        ("/v1/generate", {"tokens": [1], "seed": -1}, "seed"),
+        ("/v1/generate", {"tokens": [1], "stop": 5}, "stop"),
+        ("/v1/generate", {"tokens": [1], "stop": [""]}, "stop[0]"),
+        ("/v1/generate", {"tokens": [1], "stream": "yes"}, "stream"),
+        ("/v1/generate", {"tokens": [1], "mode": "both"}, "mode"),
+        ("/v1/score", {"tokens": [1], "method": "guess"}, "method"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_a_value_of_the_wrong_type_or_size_is_refused_by_name(
+    http: httpx.Client, path: str, body: object, field: str
+) -> None:
+    assert assert_problem(http.post(path, json=body), 422, "invalid_request")["field"] == field
+
+
+@pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}, {"inputs": ["a"], "session": "s"}], ids=str)
+def test_a_prediction_of_nothing_or_of_two_things_is_refused(http: httpx.Client, body: object) -> None:
+    assert "exactly one" in assert_problem(http.post("/v1/predict", json=body), 422, "invalid_request")["detail"]
+
+
+def test_a_session_is_not_truncated_by_a_prediction(http: httpx.Client, session: str) -> None:
+    response = http.post("/v1/predict", json={"session": session, "truncated": True})
+    assert assert_problem(response, 422, "invalid_request")["field"] == "truncated"
+
+
+def test_a_batch_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> None:
+    document = assert_problem(http.post("/v1/predict", json={"inputs": [[1]] * 257}), 422, "invalid_request")
+    assert document["field"] == "inputs"
+    assert "257" in document["detail"] and "256" in document["detail"]
+
+
+def test_one_bad_input_of_a_batch_does_not_fail_the_others(http: httpx.Client, card: dict[str, Any]) -> None:
+    response = http.post("/v1/predict", json={"inputs": ["The", "", [1, -1], [1, 2]]})
+    assert response.status_code == 200
+    first, empty, negative, last = response.json()["results"]
+    assert first["predictions"] and last["predictions"]
+    assert empty["error"]["code"] == negative["error"]["code"] == "invalid_request"
+    assert "empty" in empty["error"]["detail"]
+    assert "tokens[1]" in negative["error"]["detail"]
+
+
+def test_a_step_elsewhere_is_refused_with_the_session_s_position(http: httpx.Client, session: str) -> None:
+    path = f"/v1/sessions/{session}/tokens"
+    http.post(path, json={"tokens": [5, 6]}).raise_for_status()
+    for wrong in (1, 3):
+        document = assert_problem(
+            http.post(path, json={"tokens": [7], "expected_position": wrong}), 409, "position_conflict"
+        )
+        assert document["position"] == 2
+        response = http.post(path, json={"tokens": [7]}, headers={"x-wane-position": str(wrong)})
+        assert assert_problem(response, 409, "position_conflict")["position"] == 2
+
+
+def test_a_step_that_names_two_positions_is_refused(http: httpx.Client, session: str) -> None:
+    response = http.post(
+        f"/v1/sessions/{session}/tokens", json={"tokens": [7], "expected_position": 0}, headers={"x-wane-position": "1"}
+    )
+    assert assert_problem(response, 422, "invalid_request")["field"] == "expected_position"
+
+
+@pytest.mark.parametrize("headers", [{"x-wane-position": "0"}, {"idempotency-key": "once"}], ids=str)
+def test_a_step_sent_again_is_a_replay_and_appends_nothing(
+    http: httpx.Client, session: str, headers: dict[str, str]
+) -> None:
+    path = f"/v1/sessions/{session}/tokens"
+    first = http.post(path, json={"tokens": [5, 6]}, headers=headers).json()
+    again = http.post(path, json={"tokens": [5, 6]}, headers=headers).json()
+    assert (first["replayed"], again["replayed"]) == (False, True)
+    assert first["position"] == again["position"] == 2
+    assert [one["token_id"] for one in first["predictions"]] == [one["token_id"] for one in again["predictions"]]
+
+
+@pytest.mark.parametrize("position", [-1, 3, 10**9])
+def test_a_rewind_out_of_the_tail_is_refused_with_the_range(http: httpx.Client, session: str, position: int) -> None:
+    http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5, 6]}).raise_for_status()
+    response = http.post(f"/v1/sessions/{session}/rewind", json={"position": position})
+    document = assert_problem(response, 422, "invalid_request")
+    assert document["field"] == "position"
+    assert str(position) in document["detail"] and "2" in document["detail"]
+
+
+LONG = "x" * 60_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/predict", {"tokens": [1], "model": LONG}),
+        ("POST", "/v1/predict", {"tokens": [1], "mode": LONG}),
+        ("POST", "/v1/predict", {"tokens": [1], LONG: 1}),
+        ("POST", "/v1/predict", {"tokens": [10**4000]}),
+        ("POST", "/v1/predict", {"tokens": [1], "mode": "window", "window": 10**4000}),
+        ("POST", "/v1/predict", {"tokens": [1], "top_k": -(10**4000)}),
+        ("POST", "/v1/predict", {"session": LONG}),
+        ("POST", "/v1/compare", {"tokens": [1], "models": [LONG]}),
+        ("POST", "/v1/compare", {"tokens": [1], "windows": [10**4000]}),
+        ("POST", "/v1/sessions", {"session": LONG}),
+        ("POST", "/v1/sessions/{session}/tokens", {"tokens": [1], "expected_position": 10**4000}),
+        ("POST", "/v1/sessions/{session}/rewind", {"position": 10**4000}),
+        ("GET", f"/v1/sessions/{LONG}", None),
+        ("DELETE", f"/v1/sessions/{LONG}", None),
+        ("GET", f"/v1/models/{LONG}", None),
+        ("GET", f"/{LONG}", None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_refusal_is_short_however_long_what_it_refuses(
+    http: httpx.Client, live: LiveServer, session: str, method: str, path: str, body: object
+) -> None:
+    response = http.request(method, path.format(session=session), json=body, headers={"x-request-id": session})
+    assert response.is_client_error and len(response.content) < 1000, response.text[:1000]
+    assert len(live.read_until("request", request_id=session, status=response.status_code)["path"]) <= 256
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/sessions/a b", None),
+        ("DELETE", "/v1/sessions/a b", None),
+        ("POST", "/v1/sessions/a b/tokens", {"tokens": [1]}),
+        ("POST", "/v1/sessions/a b/rewind", {"position": 0}),
+        ("POST", "/v1/predict", {"session": "a b"}),
+    ],
+)
+def test_what_is_no_session_id_is_not_looked_up(http: httpx.Client, method: str, path: str, body: object) -> None:
+    document = assert_problem(http.request(method, path, json=body), 422, "invalid_request")
+    assert document["field"] == "session"

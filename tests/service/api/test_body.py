@@ -1,0 +1,269 @@
+"""Reading a body costs no more for being wrong, or for being large."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.requests import Request
+
+from tests.service.api.routes.test_stream import connect_sync, url_of
+from tests.service.live_server import LiveServer
+from tests.service.problems import assert_problem
+from wane.service.api import body as decoding
+from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
+from wane.service.api.middleware import Context
+from wane.service.api.schemas.common import (
+    Body,
+    CompareBody,
+    GenerateBody,
+    PredictBody,
+    RewindBody,
+    ScoreBody,
+    StepsBody,
+    StreamBody,
+    UnloadBody,
+)
+from wane.service.errors import DeadlineExceeded, InvalidRequest, NotJson, TooLarge, WaneError
+from wane.service.settings import Settings
+
+UNKNOWN = {f"unknown {index}": 1 for index in range(1000)}
+BODY_BYTES = 4 * 2**20
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(Settings(max_inputs=1000))
+
+
+async def refusal(decoder: Decoder, model: type[Body], document: object) -> InvalidRequest:
+    """What a body with this document in it is refused with."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": to_json(document)}
+
+    app = SimpleNamespace(state=SimpleNamespace(decoder=decoder))
+    request = Request({"type": "http", "wane.context": Context("id", None), "app": app}, receive)
+    with pytest.raises(InvalidRequest) as refused:
+        await decode(request, model)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("model", "document", "field"),
+    [
+        (PredictBody, {"tokens": ["", ""] * 500}, "tokens[0]"),
+        (PredictBody, {"inputs": [1, 1] * 500}, "inputs[0]"),
+        (PredictBody, {"inputs": [["", ""] * 500]}, "inputs[0][0]"),
+        (PredictBody, UNKNOWN, "unknown 0"),
+        (PredictBody, {"tokens": [1], **UNKNOWN}, "unknown 0"),
+        (CompareBody, {"tokens": [1], "windows": ["", ""] * 16}, "windows[0]"),
+        (CompareBody, {"tokens": [1], "models": [1] * 8}, "models[0]"),
+        (GenerateBody, {"tokens": [1], "stop": [1, 1] * 8}, "stop[0]"),
+        (StepsBody, {"steps": [{"session": "s", "tokens": [1]}, UNKNOWN]}, "steps[1].unknown 0"),
+        (StepsBody, {"steps": [{"tokens": [1]}] * 1000}, "steps[0].session"),
+        (UnloadBody, {"parameters": UNKNOWN}, "parameters.unknown 0"),
+    ],
+    ids=[
+        "ids",
+        "inputs",
+        "ids of an input",
+        "only unknown fields",
+        "unknown fields",
+        "windows",
+        "models",
+        "stops",
+        "unknown fields of a step",
+        "steps",
+        "unknown parameters",
+    ],
+)
+async def test_a_body_that_is_wrong_a_thousand_times_builds_at_most_two_errors(
+    decoder: Decoder, model: type[Body], document: object, field: str
+) -> None:
+    refused = await refusal(decoder, model, document)
+    built = refused.__cause__
+    assert built is None or (isinstance(built, ValidationError) and built.error_count() <= 2)
+    assert refused.field == field
+
+
+def filled(before: bytes, item: bytes, after: bytes) -> bytes:
+    """As many of an item as a body may hold."""
+    return before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
+
+
+HUGE: list[tuple[str, type[Body], bytes, type[WaneError], str | None]] = [
+    ("steps", StepsBody, filled(b'{"steps":[', b'{"session":"s","tokens":[1]}', b"]}"), InvalidRequest, "steps"),
+    ("empty steps", StepsBody, filled(b'{"steps":[', b"{}", b"]}"), InvalidRequest, "steps"),
+    ("texts", PredictBody, filled(b'{"inputs":[', b'"a"', b"]}"), InvalidRequest, "inputs"),
+    ("empty lists", PredictBody, filled(b'{"inputs":[', b"[]", b"]}"), InvalidRequest, "inputs"),
+    ("windows", CompareBody, filled(b'{"tokens":[1],"windows":[', b"1", b"]}"), InvalidRequest, "windows"),
+    ("models", CompareBody, filled(b'{"tokens":[1],"models":[', b'"a"', b"]}"), InvalidRequest, "models"),
+    ("stop", GenerateBody, filled(b'{"tokens":[1],"stop":[', b'"a"', b"]}"), InvalidRequest, "stop"),
+    ("unknown", PredictBody, filled(b'{"tokens":[1],', b'"topk":1', b"}"), InvalidRequest, "topk"),
+    ("lists as ids", PredictBody, filled(b'{"tokens":[', b"[]", b"]}"), InvalidRequest, "tokens[0]"),
+    ("objects as ids", PredictBody, filled(b'{"tokens":[', b"{}", b"]}"), InvalidRequest, "tokens[0]"),
+    ("floats as ids", PredictBody, filled(b'{"tokens":[', b"0.5", b"]}"), TooLarge, None),
+    ("a message's lists", StreamBody, filled(b'{"tokens":[', b"[]", b"]}"), InvalidRequest, "tokens[0]"),
+    ("parameters", UnloadBody, filled(b'{"parameters":{', b'"a":1', b"}}"), InvalidRequest, "parameters.a"),
+    ("ids", PredictBody, filled(b'{"tokens":[', b"5", b"]}"), TooLarge, None),
+    ("ids of inputs", PredictBody, filled(b'{"inputs":[', b"[" + b"1," * 8000 + b"1]", b"]}"), TooLarge, None),
+    ("one field again", PredictBody, filled(b'{"tokens":[1],', b'"top_k":1', b"}"), TooLarge, None),
+    ("nested", RewindBody, filled(b'{"position":', b"[" * 150 + b"]" * 150, b"}"), NotJson, None),
+    ("nested without end", PredictBody, b"[" * BODY_BYTES, NotJson, None),
+    ("long numbers", PredictBody, filled(b'{"tokens":[', b"9" * 4000, b"]}"), NotJson, None),
+]
+
+
+class Watched:
+    """Stands in for the functions that decode and validate: notes on which thread they were called, and what they were
+    given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.decoded_bytes: list[int] = []
+        self.values: list[int] = []
+        self.validated: list[type[Body]] = []
+        self.threads: set[str] = set()
+        from_json, validate = decoding.from_json, Body.model_validate.__func__  # type: ignore[attr-defined]
+
+        def decode_json(raw: bytes | str, **named: Any) -> object:
+            self.decoded_bytes.append(len(raw))
+            self.threads.add(threading.current_thread().name)
+            document = from_json(raw, **named)
+            self.values.append(values(document))
+            return document
+
+        def model_validate(model: type[Body], document: object) -> Body:
+            self.validated.append(model)
+            validated: Body = validate(model, document)
+            return validated
+
+        monkeypatch.setattr(decoding, "from_json", decode_json)
+        monkeypatch.setattr(Body, "model_validate", classmethod(model_validate))
+
+
+def values(document: object) -> int:
+    """How many values a document is made of."""
+    inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    return 1 + sum(map(values, inner))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def usual() -> Decoder:
+    """With the usual settings."""
+    return Decoder(Settings())
+
+
+@pytest.mark.parametrize(("model", "raw", "error", "field"), [one[1:] for one in HUGE], ids=[one[0] for one in HUGE])
+async def test_of_a_large_body_no_more_is_decoded_than_a_request_may_hold_and_not_on_the_loop_s_thread(
+    usual: Decoder, watched: Watched, model: type[Body], raw: bytes, error: type[WaneError], field: str | None
+) -> None:
+    with pytest.raises(error) as refused:
+        await usual.decode(raw, model)
+    assert getattr(refused.value, "field", None) == field
+    assert all(thread.startswith("decoder") for thread in watched.threads)
+    most = usual._most
+    assert all(count <= most.values + most.containers + 2 for count in watched.values)
+    if field is not None and field in model.model_fields and field != "tokens":
+        assert watched.validated == [], "a list that is too long is refused before its items are looked at"
+
+
+@pytest.mark.parametrize(("count", "said"), [(257, "257"), (2000, "2000"), (500_000, "at least [0-9]+")])
+async def test_a_list_that_is_too_long_is_refused_alike_whether_a_little_or_much(
+    usual: Decoder, count: int, said: str
+) -> None:
+    for model, body in (
+        (PredictBody, b'{"inputs":[' + b",".join([b'"a"'] * count) + b"]}"),
+        (StepsBody, b'{"steps":[' + b",".join([b'{"session":"s"}'] * count) + b"]}"),
+    ):
+        with pytest.raises(InvalidRequest, match=f" holds {said} values, but must hold at most 256$") as refused:
+            await usual.decode(body, model)
+        assert refused.value.field in model.model_fields
+
+
+STEP = b'{"tokens": [' + b",".join([b"5"] * 65000) + b'], "session": "a"}'
+
+
+async def test_what_a_body_that_is_too_large_would_have_brought_later_is_not_called_missing(usual: Decoder) -> None:
+    said = "more than 266304 comma-separated values: the limit follows from max_input_tokens, max_scored_tokens and "
+    for raw in (
+        b'{"steps": [' + b",".join([STEP] * 5) + b"]}",
+        b'{"unknown": 1, "steps": [' + b",".join([STEP] * 5) + b"]}",
+        b'{"steps": [{"session": 1}, ' + b",".join([STEP] * 5) + b"]}",
+    ):
+        if raw.startswith(b'{"steps": [{"tokens"'):
+            with pytest.raises(TooLarge, match=said):
+                await usual.decode(raw, StepsBody)
+        else:
+            with pytest.raises(InvalidRequest, match=r"unknown|must be a string"):
+                await usual.decode(raw, StepsBody)
+
+
+async def test_the_largest_request_that_the_settings_allow_is_decoded(usual: Decoder, watched: Watched) -> None:
+    ids = list(range(1000, 1000 + Settings().max_scored_tokens))
+    scored = await usual.decode(to_json({"tokens": ids}), ScoreBody)
+    assert scored.tokens == ids
+    step = dict.fromkeys(("expected_position", "mode", "idempotency_key"))
+    steps = [{**step, "session": f"s{index}", "top_k": 5, "tokens": [5] * 1000} for index in range(256)]
+    assert len((await usual.decode(to_json({"steps": steps}), StepsBody)).steps) == 256
+    text = '[a], {"b": 1},\\" ' * (LARGE_BYTES // 4)
+    assert (await usual.decode(to_json({"input": text}), ScoreBody)).input == text
+    assert all(thread.startswith("decoder") for thread in watched.threads)
+
+
+def test_no_body_has_more_fields_than_are_expected_of_one() -> None:
+    bodies = [model for model in Body.__subclasses__() for model in (model, *model.__subclasses__())]
+    assert max(len(model.model_fields) for model in bodies) <= MOST_FIELDS
+
+
+async def test_a_large_body_waits_for_its_turn_no_longer_than_its_deadline(
+    usual: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, busy = threading.Event(), threading.Event()
+    excess = decoding.excess
+
+    def wait(*given: Any) -> Any:
+        busy.set()
+        assert gate.wait(PATIENCE_S)
+        return excess(*given)
+
+    monkeypatch.setattr(decoding, "excess", wait)
+    raw = b'{"tokens": [1' + b" " * LARGE_BYTES + b"]}"
+    first = asyncio.create_task(usual.decode(raw, PredictBody))
+    assert await asyncio.to_thread(busy.wait, PATIENCE_S)
+    with pytest.raises(DeadlineExceeded):
+        await usual.decode(raw, PredictBody, asyncio.get_running_loop().time())
+    assert (await usual.decode(b'{"tokens": [2]}', PredictBody)).tokens == [2]
+    gate.set()
+    assert (await first).tokens == [1]
+
+
+def test_large_bodies_and_messages_are_refused_and_answered_by_the_server(live: LiveServer) -> None:
+    with httpx.Client(base_url=live.url, timeout=60) as http:
+        for path, body, field in (
+            ("/v1/sessions/tokens", HUGE[0][2], "steps"),
+            ("/v1/predict", HUGE[2][2], "inputs"),
+        ):
+            assert assert_problem(http.post(path, content=body), 422, "invalid_request")["field"] == field
+        assert http.post("/v1/predict", content=b'{"tokens": [1' + b" " * LARGE_BYTES + b"]}").status_code == 200
+        http.post("/v1/sessions", json={"session": "s"})
+        with connect_sync(url_of(live), max_size=None, proxy=None) as socket:
+            for message, said in (
+                (HUGE[11][2], '"field":"tokens[0]"'),
+                (b'{"tokens":[1' + b" " * LARGE_BYTES + b"]}", '"position":1'),
+            ):
+                socket.send(message.decode())
+                assert said in str(socket.recv()).replace(": ", ":")
+        http.delete("/v1/sessions/s")

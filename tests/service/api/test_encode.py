@@ -1,0 +1,285 @@
+"""How the engine's answers look on the wire, field by field, over an engine whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.service.fake_engine import MANIFEST, FakeCatalog, FakeEngine
+from wane.service.types import GenerateRequest, Mode, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+
+WHO = {"model": "fake", "model_version": "3", "device": "cpu"}
+LATENCY = {"queue_ms": 0.25, "compute_ms": 0.5, "total_ms": 1.0}
+PREDICTIONS = [
+    {"token_id": 7, "token": " the", "probability": 0.5, "logprob": -0.6931},
+    {"token_id": 200, "token": "\ufffd", "probability": 0.25, "logprob": -1.3863, "bytes": [0xC3]},
+]
+
+
+async def test_a_prediction_says_who_answered_how_long_it_took_and_how_sure_it_is(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/predict", json={"tokens": [1], "mode": "recurrent"})
+    assert response.headers["content-type"] == "application/json"
+    assert response.json() == {
+        **WHO,
+        "mode": "recurrent",
+        "window": None,
+        "predictions": PREDICTIONS,
+        "latency": LATENCY,
+        "state": "full",
+        "error_bound": 0.25,
+        "state_error_bound": 0.5,
+        "top1_proved": True,
+    }
+
+
+async def test_both_modes_stand_beside_each_other_with_their_agreement(client: httpx.AsyncClient) -> None:
+    answer = (await client.post("/v1/predict", json={"tokens": [1], "mode": "both"})).json()
+    assert answer["modes"] == {
+        "recurrent": {"predictions": PREDICTIONS, "latency": LATENCY},
+        "window": {"predictions": PREDICTIONS, "latency": LATENCY},
+    }
+    assert answer["agreement"] == {
+        "top1_match": True,
+        "top1_proved": True,
+        "total_variation": 1e-4,
+        "kl": 1e-8,
+        "max_logit_difference": 1e-3,
+        "state_distance": 1e-2,
+        "state_error_bound": 2e-2,
+        "error_bound": 1e-2,
+    }
+
+
+async def test_what_a_prediction_asks_for_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = {"input": "ab", "model": "fake", "mode": "auto", "window": 3, "tolerance": 0.5, "top_k": 2}
+    await client.post("/v1/predict", json=body)
+    (asked,) = engine.asked
+    assert isinstance(asked, PredictRequest) and asked.deadline is not None
+    assert asked == PredictRequest((97, 98), Mode.AUTO, 3, 0.5, 2, None, asked.deadline)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/predict", {"input": "ab"}),
+        ("/v1/predict", {"tokens": [97, 98]}),
+        ("/v1/predict", {"inputs": ["ab", [97, 98]]}),
+        ("/v1/score", {"input": "ab"}),
+        ("/v1/score", {"tokens": [97, 98], "stream": True}),
+        ("/v1/generate", {"input": "ab"}),
+    ],
+    ids=str,
+)
+async def test_that_tokens_end_a_longer_sequence_reaches_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, object]
+) -> None:
+    (await client.post(path, json=body)).raise_for_status()
+    (await client.post(path, json={**body, "truncated": True})).raise_for_status()
+    asked = [one for one in engine.asked if isinstance(one, PredictRequest | ScoreRequest | GenerateRequest)]
+    half = len(asked) // 2
+    assert [(one.tokens, one.truncated) for one in asked] == half * [((97, 98), False)] + half * [((97, 98), True)]
+
+
+async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await client.post("/v1/predict", json={"session": "s"})
+    (asked,) = engine.asked
+    assert isinstance(asked, PredictRequest)
+    assert (asked.session, asked.tokens) == ("s", ())
+
+
+async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_them(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+    seen: list[int] = []
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def encode(text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
+        seen.append(turns)
+        return (1,)
+
+    monkeypatch.setattr(engine, "encode", encode)
+    working = asyncio.create_task(others())
+    await client.post("/v1/predict", json={"inputs": ["a"] * 5})
+    working.cancel()
+    assert len(set(seen)) == 5
+
+
+async def test_a_batch_has_an_answer_for_each_input_in_order(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = (await client.post("/v1/predict", json={"inputs": ["a", " ", [2], []]})).json()
+    assert {name: answer[name] for name in WHO} == WHO
+    assert [next(iter(result)) for result in answer["results"]] == ["model", "error", "model", "error"]
+    assert [request.tokens for request in engine.asked if isinstance(request, PredictRequest)] == [(97,), (2,)]
+    assert answer["results"][1]["error"]["code"] == "invalid_request"
+
+
+async def test_an_input_that_meets_a_bug_is_told_as_internal_in_its_place(
+    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.failure = ZeroDivisionError("secret")
+    response = await client.post("/v1/predict", json={"inputs": ["a", [-1]]})
+    assert response.status_code == 200
+    assert [result["error"]["code"] for result in response.json()["results"]] == ["internal", "internal"]
+    assert "secret" not in response.text
+    assert "secret" in caplog.text
+
+
+async def test_a_step_takes_its_position_and_key_from_headers(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    headers = {"x-wane-position": "4", "idempotency-key": "k"}
+    answer = (await client.post("/v1/sessions/s/tokens", json={"tokens": [1, 2]}, headers=headers)).json()
+    (asked,) = engine.asked
+    assert isinstance(asked, StepRequest)
+    assert asked == StepRequest("s", (1, 2), None, 4, "k", 5, asked.deadline)
+    assert (answer["session"], answer["position"], answer["replayed"]) == ("s", 2, False)
+
+
+async def test_a_new_session_is_created_at_its_own_address(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/sessions", json={"session": "mine", "mode": "window"})
+    assert response.status_code == 201
+    assert response.headers["location"] == "/v1/sessions/mine"
+    assert response.json() == {
+        **WHO,
+        "session": "mine",
+        "mode": "window",
+        "position": 0,
+        "state": "resident",
+        "error_bound": 0.0,
+        "idle_s": 0.0,
+    }
+
+
+async def test_a_session_that_is_deleted_is_answered_with_nothing(client: httpx.AsyncClient) -> None:
+    response = await client.delete("/v1/sessions/s")
+    assert (response.status_code, response.content) == (204, b"")
+
+
+async def test_a_score_has_one_log_probability_for_each_token(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = (await client.post("/v1/score", json={"input": "ab", "method": "sequential", "tolerance": 0})).json()
+    assert answer == {
+        **WHO,
+        "tokens": [97, 98],
+        "logprobs": [-1.0, -1.0],
+        "perplexity": 2.718281828,
+        "chunks": 1,
+        "warm_up": None,
+        "rounds": 1,
+        "max_residual": 0.0,
+        "state": "full",
+        "error_bound": 0.0,
+        "latency": LATENCY,
+    }
+    (asked,) = engine.asked
+    assert isinstance(asked, ScoreRequest)
+    assert (asked.method, asked.tolerance) == (ScoreMethod.SEQUENTIAL, 0)
+
+
+async def test_a_comparison_has_recurrent_and_a_line_for_every_window(client: httpx.AsyncClient) -> None:
+    body = {"tokens": [1], "windows": [1, 2], "models": ["fake", "fake"], "repeat": 3}
+    answer = (await client.post("/v1/compare", json=body)).json()
+    assert answer["device"] == "cpu"
+    for model in answer["models"]:
+        assert {name: model[name] for name in (*WHO, "tokens", "repeat")} == {**WHO, "tokens": 1, "repeat": 3}
+        assert model["recurrent"]["agreement"] is None
+        assert model["recurrent"]["latency"]["compute"] == {"p50_ms": 0.5, "p99_ms": 1.0}
+        assert [line["window"] for line in model["windows"]] == [1, 2]
+    assert len(answer["models"]) == 2
+
+
+async def test_a_generation_is_one_answer(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = {"input": "a", "max_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 7, "stop": "."}
+    answer = (await client.post("/v1/generate", json=body)).json()
+    assert answer == {
+        **WHO,
+        "text": "é",
+        "tokens": [200, 200],
+        "finish_reason": "length",
+        "mode": "recurrent",
+        "window": None,
+        "state": "full",
+        "error_bound": 0.0,
+        "latency": LATENCY,
+        "logprobs": [-0.5, -0.5],
+    }
+    (asked,) = engine.asked
+    assert isinstance(asked, GenerateRequest)
+    assert asked == GenerateRequest((97,), 2, 0.5, 3, 0.9, 7, (".",), Mode.AUTO, None, asked.deadline)
+    assert engine.closed.is_set()
+
+
+async def test_a_streamed_generation_is_an_event_for_each_token_and_one_at_the_end(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/generate", json={"tokens": [1], "max_tokens": 2, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-store"
+    token, same, finish = response.text.removesuffix("\n\n").split("\n\n")
+    name, data = token.split("\n")
+    assert (name, json.loads(data.removeprefix("data: "))) == (
+        "event: token",
+        {"token_id": 200, "token": "\ufffd", "text": "", "logprob": -0.5, "bytes": [0xC3]},
+    )
+    assert same == token
+    name, data = finish.split("\n")
+    assert name == "event: finish"
+    assert json.loads(data.removeprefix("data: "))["text"] == "é"
+
+
+async def test_models_have_openai_s_shape_and_the_manifest_beside_it(client: httpx.AsyncClient) -> None:
+    answer = (await client.get("/v1/models")).json()
+    assert answer["object"] == "list"
+    (card,) = answer["data"]
+    assert (card["id"], card["object"], card["created"]) == ("fake", "model", 1767323045)
+    assert (card["family"], card["k"], card["max_window"]) == ("gated", 8, 16)
+    assert card["k_epsilon"] == {"1e-1": 2, "1e-2": None, "1e-3": None, "1e-4": None}
+    assert card["quality"] is None
+    whole = (await client.get("/v1/models/fake")).json()
+    assert whole.pop("costs") == {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
+    assert {**whole, "certificate": None} == {**card, "certificate": None}
+
+
+async def test_a_model_shows_its_certificate_and_the_list_leaves_out_the_curve(client: httpx.AsyncClient) -> None:
+    (card,) = (await client.get("/v1/models")).json()["data"]
+    whole = (await client.get("/v1/models/fake")).json()["certificate"]
+    assert whole == MANIFEST.certificate.model_dump(mode="json")
+    assert whole["error_bound"] == [0.5, 0.1, 0.02]
+    curves = ("state_error", "error_bound")
+    assert card["certificate"] == {name: value for name, value in whole.items() if name not in curves}
+    assert card["certificate"]["reason"] == "the bound is still 0.02"
+
+
+async def test_readiness_lists_the_models_and_says_why_one_is_not_certified(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    ready = (await client.get("/readyz")).json()
+    assert ready["models"] == [{**WHO, "certified": False, "reason": "the bound is still 0.02"}]
+    catalog.status = "draining"
+    assert (await client.get("/readyz")).json()["models"] == []
+
+
+async def test_the_first_page_leads_to_the_documentation(client: httpx.AsyncClient) -> None:
+    response = await client.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    for link in ("docs", "openapi.json", "v1/models", "v1/report"):
+        assert f'href="{link}"' in response.text
+        assert (await client.get(f"/{link}")).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
+async def test_a_body_is_json_whatever_it_is_called(client: httpx.AsyncClient, kind: str) -> None:
+    response = await client.post("/v1/predict", content=b'{"tokens": [1]}', headers={"content-type": kind})
+    assert response.status_code == 200
+
+
+async def test_requests_are_answered_side_by_side(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    catalog.engine.wait = asyncio.Event()
+    first = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
+    await catalog.engine.waiting.wait()
+    assert (await client.get("/healthz")).status_code == 200
+    catalog.engine.wait.set()
+    assert (await first).status_code == 200

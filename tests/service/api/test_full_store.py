@@ -1,0 +1,135 @@
+"""A Redis with no more room, of the configuration that is shipped: the service refuses what is new, as its mode has it,
+and nothing that is stored is lost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from tests.service.live_server import ROOT, TIMEOUT_S, live_server
+from tests.service.sessions.stores.redis_server import RedisServer, redis_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.stack]
+
+CONFIGURATION = (ROOT / "deploy" / "redis" / "redis.conf").read_text(encoding="utf-8")
+OURS = ("appendonly", "appendfsync", "maxmemory-policy")
+OPTIONS = [
+    word for name in OURS for word in (f"--{name}", re.findall(rf"^{name} (.*)$", CONFIGURATION, re.MULTILINE)[0])
+]
+ROOM_BYTES = 2**18
+BUNDLE = str(ROOT / "models" / "bundles" / "gated-stable")
+TOKENS = list(range(1, 601))
+
+
+class Sessions:
+    """Those of one server, each with the position that was acknowledged last."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+        self.at: dict[str, int] = {}
+
+    def step(self, session: str, tokens: list[int]) -> httpx.Response:
+        """Names no position: what was refused must not have been done."""
+        answer = self.http.post(f"/v1/sessions/{session}/tokens", json={"tokens": tokens})
+        if answer.status_code == 200:
+            self.at[session] = answer.json()["position"]
+        return answer
+
+    def fill(self) -> httpx.Response:
+        """Begins sessions, with some tokens each, until that is refused: the refusal."""
+        for number in range(1000):
+            answer = self.http.post("/v1/sessions", json={"session": f"s{number}"})
+            if answer.status_code == 201:
+                self.at[f"s{number}"] = 0
+                answer = self.step(f"s{number}", TOKENS)
+            if answer.status_code not in (200, 201):
+                return answer
+        raise AssertionError("it is never full")
+
+    def found(self) -> dict[str, int]:
+        """Where the server says that they are."""
+        answers = {session: self.http.get(f"/v1/sessions/{session}") for session in self.at}
+        return {session: answer.json()["position"] for session, answer in answers.items() if answer.status_code == 200}
+
+
+def limit(redis: RedisServer, room_bytes: int | None) -> None:
+    """Leaves so much room; None: all there is."""
+    with Redis.from_url(redis.url) as client:
+        used: Any = client.info("memory")
+        client.config_set("maxmemory", 0 if room_bytes is None else used["used_memory"] + room_bytes)
+
+
+def evicted(redis: RedisServer) -> int:
+    with Redis.from_url(redis.url) as client:
+        stats: Any = client.info("stats")
+        return int(stats["evicted_keys"])
+
+
+def is_refusal(answer: httpx.Response) -> bool:
+    document = answer.json()
+    return (answer.status_code, document["code"], document["retryable"]) == (429, "overloaded", True) and int(
+        answer.headers["retry-after"]
+    ) >= 1
+
+
+@pytest.mark.parametrize("mode", ["reject", "degrade"])
+def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode: str) -> None:
+    with (
+        redis_server(tmp_path, OPTIONS) as redis,
+        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url, WANE_STORE_AWAY=mode) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
+    ):
+        sessions = Sessions(http)
+        limit(redis, ROOM_BYTES)
+        assert is_refusal(sessions.fill())
+        assert len(sessions.at) > 20
+        limit(redis, -ROOM_BYTES // 2)  # or it may be the buffers of a connection that there was no room for
+        assert is_refusal(sessions.step("s0", [7]))
+        assert is_refusal(http.post("/v1/sessions", json={}))
+        ready = http.get("/readyz")
+        assert (ready.status_code, ready.json()["store"]["reachable"]) == (200, True)
+        assert http.post("/v1/predict", json={"tokens": [5]}).status_code == 200
+        assert sessions.found() == sessions.at
+
+        for gone in list(sessions.at)[10:]:  # what is full may be left
+            assert http.delete(f"/v1/sessions/{gone}").status_code == 204
+            del sessions.at[gone]
+        limit(redis, ROOM_BYTES)
+        assert sessions.step("s0", [7]).json()["durable"] is True
+
+        redis.kill()
+        away = sessions.step("s0", [8])
+        if mode == "reject":
+            assert (away.status_code, away.json()["code"]) == (503, "unavailable")
+        else:
+            assert (away.status_code, away.json()["durable"]) == (200, False)
+        redis.options = (*OPTIONS, "--maxmemory", "1")
+        redis.start()
+        server.read_until("the session store is there")
+        assert is_refusal(sessions.step("s4", [9])), "nobody has gone on with it: Redis is there, and is full"
+        back = sessions.step("s0", [9])
+        if mode == "reject":
+            assert is_refusal(back)
+        else:
+            assert (back.status_code, back.json()["durable"]) == (200, False)
+        assert sessions.found() == sessions.at
+
+        limit(redis, None)
+        for session in ("s0", "s4"):
+            assert sessions.step(session, [10]).json()["durable"] is True
+        assert sessions.at["s4"] == len(TOKENS) + 1
+        assert sessions.at["s0"] == len(TOKENS) + (2 if mode == "reject" else 4)
+        assert evicted(redis) == 0
+        assert server.stop() == 0
+    with (
+        redis_server(tmp_path, OPTIONS, redis.port),
+        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url) as another,
+        httpx.Client(base_url=another.url, timeout=TIMEOUT_S) as http,
+    ):
+        told, sessions.http = dict(sessions.at), http
+        assert sessions.found() == told

@@ -1,0 +1,81 @@
+"""What is over leaves nothing for the garbage collector, which comes seldom: each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message, Scope
+from websockets.frames import Frame
+
+from tests.service.alone import alone, left
+from tests.service.slow_client import GET, HANDSHAKE, frame, serving
+from wane.service.api.disconnect import until_hangup
+from wane.service.net.http_protocol import Corked, PatientHttp
+from wane.service.net.websocket_protocol import PatientWebSocket
+
+TURNS = 100  # of the event loop, for what there is still to do
+
+
+async def watch_a_request() -> None:
+    """One that takes so long that its client is watched."""
+
+    async def receive() -> Message:
+        watching.set()
+        return await asyncio.Future[Message]()
+
+    watching = asyncio.Event()
+    scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    with until_hangup(Request(scope, receive)):
+        await watching.wait()
+    await asyncio.sleep(0)  # the watcher ends
+    assert not left(until_hangup)
+
+
+async def connect_and_leave() -> None:
+    """Three connections, with an answer each."""
+    async with serving() as server:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(GET)
+            assert (await reader.readline()).endswith(b" 200 OK\r\n")
+            writer.write_eof()
+            await reader.read()  # until the server has closed it
+            writer.close()
+            await writer.wait_closed()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert not left(Corked)
+
+
+async def leave_within_a_message(first: bytes) -> None:
+    """Three WebSockets, each gone before the message is whole that `first` begins."""
+    async with serving() as server:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(first)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert not [*left(PatientWebSocket), *left(Frame), *left(PatientHttp), *left(Corked)]
+
+
+async def leave_within_a_frame() -> None:
+    await leave_within_a_message(frame(0x81, b"{" * 100)[:50])
+
+
+async def leave_behind_a_fragment() -> None:
+    await leave_within_a_message(frame(0x01, b"{" * 100))
+
+
+@pytest.mark.parametrize("what", [watch_a_request, connect_and_leave, leave_within_a_frame, leave_behind_a_fragment])
+def test_what_is_over_leaves_nothing_for_the_garbage_collector(what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    alone(what)

@@ -1,0 +1,43 @@
+"""HEAD is answered wherever GET is: the same head, and no body."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from fastapi import FastAPI
+
+from tests.service.conftest import SocketServer
+from tests.service.live_server import TIMEOUT_S
+from tests.service.table import every_route
+
+SAME_OF_NO_TWO = {"date", "x-request-id"}
+
+
+async def test_every_get_has_its_head_without_a_body(app: FastAPI, server: SocketServer) -> None:
+    paths = [path for method, path in every_route(app) if method == "GET"]
+    assert {"/v1/models", "/v1/models/fake", "/v1/report", "/v1/sessions/s", "/metrics"} <= set(paths)
+    paths += ["/v1/sessions/unknown", "/v1/models/unknown", "/nowhere"]
+    async with httpx.AsyncClient(
+        base_url=server.url, headers={"accept-encoding": "identity"}, timeout=TIMEOUT_S
+    ) as client:
+        for path in paths:
+            read, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (read.status_code, b""), path
+            assert head.headers.keys() == read.headers.keys()
+            if path != "/metrics":  # these count what was asked
+                for name in head.headers.keys() - SAME_OF_NO_TWO:
+                    assert head.headers[name] == read.headers[name], (path, name)
+
+
+async def test_what_follows_a_head_on_its_connection_is_the_next_answer(server: SocketServer) -> None:
+    reader, writer = await asyncio.open_connection(*server.address)
+    for method in ("HEAD", "GET"):
+        close = "close" if method == "GET" else "keep-alive"
+        writer.write(f"{method} /v1/models HTTP/1.1\r\nhost: wane\r\nconnection: {close}\r\n\r\n".encode())
+    said = await reader.read(-1)
+    writer.close()
+    await writer.wait_closed()
+    first, second, body = said.split(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 200") and second.startswith(b"HTTP/1.1 200")
+    assert f"content-length: {len(body)}".encode() in first and body.startswith(b'{"object":"list"')

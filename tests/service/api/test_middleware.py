@@ -1,0 +1,179 @@
+"""What every request goes through: its id, its deadline, the limit of its body, its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.service.conftest import LIMIT
+from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.problems import assert_problem
+from wane.service.types import PredictRequest
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/", "/v1/models", "/nowhere", "/docs", "/v1/sessions/unknown"])
+async def test_every_answer_carries_the_request_s_own_id(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.get(path, headers={"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+
+
+async def test_a_request_without_an_id_is_given_one_of_its_own(client: httpx.AsyncClient) -> None:
+    ids = {(await client.get("/healthz")).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+@pytest.mark.parametrize("wrong", ["", "two words", "x" * 129, "é"], ids=ascii)
+async def test_an_id_that_could_not_be_logged_is_replaced(client: httpx.AsyncClient, wrong: str) -> None:
+    response = await client.get("/healthz", headers={b"x-request-id": wrong.encode()})
+    assert response.headers["x-request-id"] != wrong
+
+
+async def test_a_trace_is_logged_and_names_a_request_that_has_no_id(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    response = await client.get("/healthz", headers={"traceparent": TRACEPARENT})
+    assert response.headers["x-request-id"] == TRACE
+    (line,) = access_lines(caplog)
+    assert line["trace_id"] == TRACE
+
+
+@pytest.mark.parametrize(
+    "wrong", [f"ff{TRACEPARENT[2:]}", TRACEPARENT.upper(), f"00-{'0' * 32}-b7ad6b7169203331-01", TRACEPARENT[:-3]]
+)
+async def test_a_traceparent_that_is_none_is_passed_over(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    caplog.set_level("INFO")
+    await client.get("/healthz", headers={"traceparent": wrong})
+    (line,) = access_lines(caplog)
+    assert line["trace_id"] is None
+
+
+async def test_each_request_is_one_line_with_what_it_was_and_how_it_was_answered(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    response = await client.post("/v1/predict", json={"tokens": [1]}, headers={"x-request-id": "a"})
+    (line,) = access_lines(caplog)
+    assert line.pop("duration_ms") > 0
+    assert line == {
+        "request_id": "a",
+        "trace_id": None,
+        "client": "127.0.0.1",
+        "method": "POST",
+        "path": "/v1/predict",
+        "status": 200,
+        "bytes": len(response.content),
+        "model": "fake",
+        "mode": "auto",
+        "state": "full",
+        "batch_items": 0,
+        "queue_ms": 0.25,
+        "compute_ms": 0.5,
+    }
+
+
+async def test_requests_are_counted_by_route_and_not_by_path(client: httpx.AsyncClient) -> None:
+    for session in ("a", "b"):
+        await client.get(f"/v1/sessions/{session}")
+    for path in ("/a", "/b"):
+        await client.request("BREW", path)
+    metrics = (await client.get("/metrics")).text
+    assert 'route="/v1/sessions/{session}",status="200"' in metrics
+    assert 'wane_http_requests_total{method="other",route="unmatched",status="404"} 2.0' in metrics
+    assert "/v1/sessions/a" not in metrics
+
+
+async def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(client: httpx.AsyncClient) -> None:
+    body = b'{"tokens": [1]}'
+    assert (await client.post("/v1/predict", content=body.ljust(LIMIT))).status_code == 200
+    response = await client.post("/v1/predict", content=body.ljust(LIMIT + 1))
+    assert str(LIMIT) in assert_problem(response, 413, "too_large")["detail"]
+    assert response.headers["connection"] == "close"
+
+
+async def test_a_body_of_unknown_length_is_counted_as_it_comes(client: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1024
+            yield b" " * 1024
+
+    assert_problem(await client.post("/v1/predict", content=endless()), 413, "too_large")
+    assert sent == LIMIT + 1024
+
+
+async def test_a_deadline_may_be_shortened_but_not_lengthened(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    now = asyncio.get_running_loop().time()
+    for timeout in ("10000", "999999999"):
+        await client.post("/v1/predict", json={"tokens": [1]}, headers={"x-request-timeout-ms": timeout})
+    await client.post("/v1/predict", json={"tokens": [1]})
+    deadlines = [request.deadline for request in engine.asked if isinstance(request, PredictRequest)]
+    shortened, lengthened, default = (0 if deadline is None else deadline - now for deadline in deadlines)
+    assert 10 <= shortened < 30 <= lengthened <= default
+
+
+@pytest.mark.parametrize("wrong", ["0", "-5", "1.5", "1e3", "soon", "", "9" * 10])
+async def test_a_timeout_that_is_no_whole_number_is_refused(client: httpx.AsyncClient, wrong: str) -> None:
+    response = await client.get("/healthz", headers={"x-request-timeout-ms": wrong})
+    assert_problem(response, 422, "invalid_request")
+
+
+async def test_a_body_that_does_not_come_in_time_is_a_passed_deadline(client: httpx.AsyncClient) -> None:
+    never = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"tokens"'
+        await never.wait()
+
+    response = await client.post("/v1/predict", content=body(), headers={"x-request-timeout-ms": "1"})
+    assert_problem(response, 504, "deadline_exceeded")
+
+
+async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    for status, code in (("loading", 503), ("ready", 200), ("draining", 503)):
+        catalog.status = status
+        response = await client.get("/readyz")
+        assert response.status_code == code
+        device = None if status == "loading" else "cpu"
+        answer = response.json()
+        assert [model["model"] for model in answer.pop("models")] == (["fake"] if code == 200 else [])
+        assert answer.pop("store") == {"kind": "memory", "reachable": True, "not_durable": 0}
+        assert answer == {"ready": code == 200, "status": status, "device": device}
+        assert (await client.get("/healthz")).json() == {"live": True}
+
+
+async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    for status, code in (("loading", 503), ("ready", 200)):
+        catalog.status = status
+        assert (await client.head("/readyz")).status_code == code
+        assert (await client.head("/healthz")).status_code == 200
+
+
+async def test_a_websocket_to_a_path_without_one_is_told_so_and_closed(app: FastAPI) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app({"type": "websocket", "path": "/v1/predict", "headers": [], "query_string": b""}, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
+    assert '"code": "not_found"' in sent[1]["text"]

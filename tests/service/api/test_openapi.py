@@ -1,0 +1,170 @@
+"""The OpenAPI page: every example in it runs, and every answer is what it promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from wane.service import documents
+from wane.service.api.schemas.common import Body, CompareBody, GenerateBody, PredictBody, ScoreBody, StepBody
+from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
+
+Example = tuple[str, str, object, dict[str, Any]]
+"""Method, path with its example parameters, body, and the schema of the answer."""
+
+
+@pytest.fixture(scope="module")
+def openapi(http: httpx.Client) -> dict[str, Any]:
+    document: dict[str, Any] = http.get("/openapi.json").json()
+    return document
+
+
+def examples(openapi: dict[str, Any]) -> Iterator[Example]:
+    """Every request that the page shows, in its order; what reads or ends a session comes after it was started, and
+    what loads a model after it was unloaded."""
+    late: list[Example] = []
+    for template, operations in openapi["paths"].items():
+        for method, operation in operations.items():
+            path = template
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path" and "examples" in parameter["schema"]:
+                    path = path.replace(f"{{{parameter['name']}}}", parameter["schema"]["examples"][0])
+            answer = next(iter(operation["responses"].values()))
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            for example in content.get("examples", {}).values():
+                yield method.upper(), path, example["value"], answer
+            if not content:
+                late.append((method.upper(), path, None, answer))
+    yield from sorted(late, key=lambda example: example[0] == "DELETE")
+
+
+def assert_as_promised(name: str, document: object) -> None:
+    """The document holds what the page says of it, and nothing else: it survives reading and writing unchanged."""
+    adapter: TypeAdapter[object] = TypeAdapter(DOCUMENTS[name])
+    assert adapter.dump_python(adapter.validate_python(document), mode="json") == document
+
+
+DOCUMENTS: dict[str, Any] = {
+    name: one
+    for module in iter_modules(documents.__path__, f"{documents.__name__}.")
+    for name, one in vars(import_module(module.name)).items()
+    if name.endswith("Document")
+}
+EVENTS = {
+    "/v1/generate": {"token": "GeneratedTokenDocument", "finish": "FinishDocument"},
+    "/v1/score": {
+        "progress": "ScoreProgressDocument",
+        "tokens": "ScoredTokensDocument",
+        "finish": "ScoreSummaryDocument",
+    },
+}
+
+
+def names_in(schema: dict[str, Any]) -> list[str]:
+    schema = schema.get("items", schema)
+    return [one["$ref"].rsplit("/", 1)[-1] for one in schema.get("anyOf", [schema]) if "$ref" in one]
+
+
+def test_every_example_runs_and_is_answered_as_promised(http: httpx.Client, openapi: dict[str, Any]) -> None:
+    promised = 0
+    name = http.get("/v1/models").json()["data"][0]["id"]
+    for method, path, body, answer in examples(openapi):
+        response = http.request(method, path.replace("{name}", name), json=body)
+        assert response.is_success, (method, path, body, response.text)
+        kind = response.headers.get("content-type", "")
+        schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
+        if kind == "application/json" and (names := names_in(schema)):
+            batch = "results" in response.json() and "BatchDocument" in names
+            answered = response.json() if schema.get("type") == "array" else [response.json()]
+            for document in answered:
+                assert_as_promised("BatchDocument" if batch else names[0], document)
+            promised += 1
+        if kind.startswith("text/event-stream"):
+            streamed = events(response.text)
+            assert [event for event, _ in streamed].index("finish") == len(streamed) - 1
+            for event, document in streamed:
+                assert_as_promised(EVENTS[path][event], document)
+    assert promised >= 15
+    assert http.get("/v1/sessions/demo").status_code == 404  # the last example ended it
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    parts = [event.split("\n") for event in text.strip().split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
+
+
+def test_every_route_with_a_body_has_an_example(openapi: dict[str, Any]) -> None:
+    with_example = {path for _, path, body, _ in examples(openapi) if body is not None}
+    assert with_example == {
+        path.replace("{session}", "demo") for path, operations in openapi["paths"].items() if "post" in operations
+    }
+
+
+def test_every_answer_in_json_has_a_schema(app: FastAPI) -> None:
+    for path, operations in app.openapi()["paths"].items():
+        for operation in operations.values():
+            answer = next(iter(operation["responses"].values()))
+            content = answer.get("content", {}).get("application/json")
+            assert content is None or names_in(content["schema"]), path
+
+
+def test_metrics_are_described_as_text(app: FastAPI) -> None:
+    (kind,) = app.openapi()["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert kind == "text/plain"
+
+
+def test_the_page_describes_the_service_and_not_its_source(app: FastAPI) -> None:
+    description = app.openapi()["info"]["description"]
+    assert "recurrent models" in description and "ASGI" not in description
+
+
+def test_the_page_offers_the_score_methods_that_work(http: httpx.Client, openapi: dict[str, Any]) -> None:
+    body = openapi["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for method in ScoreMethod:
+        response = http.post("/v1/score", json={"tokens": [5, 6], "method": method.value})
+        assert response.is_success == (method.value in body["properties"]["method"]["enum"])
+
+
+def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
+    for path, operations in app.openapi()["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            kind = "application/json" if path.startswith("/v2/") else "application/problem+json"
+            assert list(responses["default"]["content"]) == [kind], path
+            assert "422" not in responses  # the framework's own shape, which is never sent
+
+
+def test_every_reference_of_the_page_leads_somewhere(app: FastAPI) -> None:
+    document = app.openapi()
+    text = json.dumps(document)
+    assert "$defs" not in text
+    for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
+        assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("body", "request_type"),
+    [
+        (PredictBody, PredictRequest),
+        (CompareBody, CompareRequest),
+        (ScoreBody, ScoreRequest),
+        (GenerateBody, GenerateRequest),
+        (StepBody, StepRequest),
+    ],
+)
+def test_the_wire_s_defaults_are_the_engine_s(body: type[Body], request_type: Any) -> None:
+    defaults = {field.name: field.default for field in fields(request_type) if field.default is not MISSING}
+    shared = body.model_fields.keys() & defaults.keys() - {"tokens"}
+    assert shared
+    for name in shared:
+        default = body.model_fields[name].default
+        assert (tuple(default) if isinstance(default, list) else default) == defaults[name], name

@@ -1,0 +1,91 @@
+"""What HTTP tells of where sessions are kept; and sessions that outlive the process that they were begun in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.fake_engine import FakeCatalog
+from tests.service.live_server import TIMEOUT_S, environment, live_server, run
+from tests.service.sessions.stores.redis_server import redis_server
+from wane.service.sessions.stores.store import Standing
+
+MEMORY = {"kind": "memory", "reachable": True, "not_durable": 0}
+
+
+async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+    ready = await client.get("/readyz")
+    assert (ready.status_code, ready.json()["store"]) == (200, MEMORY)
+    catalog.standing = Standing("redis", reachable=False, ready=False)
+    away = await client.get("/readyz")
+    assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_away")
+    assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
+    assert len(away.json()["models"]) == 1  # they are there all the same
+
+
+async def test_a_server_that_does_without_its_store_is_ready_and_says_for_how_many_sessions(
+    client: httpx.AsyncClient, catalog: FakeCatalog
+) -> None:
+    catalog.standing = Standing("redis", reachable=False, not_durable=3)
+    ready = await client.get("/readyz")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    assert ready.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 3}
+
+
+async def test_before_models_are_loaded_there_is_no_store(loading: httpx.AsyncClient) -> None:
+    assert (await loading.get("/readyz")).json()["store"] is None
+
+
+@pytest.mark.slow
+def test_sessions_in_memory_go_on_in_the_next_process(tmp_path: Path) -> None:
+    file = str(tmp_path / "sessions")
+    with live_server(WANE_SESSION_FILE=file) as server:
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+            http.post("/v1/sessions", json={"session": "s"})
+            http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6]})
+        assert server.stop() == 0
+    assert Path(file).is_file()
+    with live_server(WANE_SESSION_FILE=file) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        again = http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6], "expected_position": 0}).json()
+        assert (again["replayed"], again["position"], again["state"]) == (True, 2, "rebuilt")
+        assert http.post("/v1/sessions/s/tokens", json={"tokens": [7]}).json()["error_bound"] == 0.0
+        assert not Path(file).exists()
+
+
+@pytest.mark.slow
+def test_a_broken_file_of_sessions_ends_the_process_with_a_message(tmp_path: Path) -> None:
+    file = tmp_path / "sessions"
+    file.write_bytes(b"no sessions")
+    ended = run("serve", "--port", "0", env=environment(WANE_SESSION_FILE=str(file)))
+    assert ended.returncode == 2
+    assert f"error: session_file {file} does not begin as a file of sessions does" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert file.read_bytes() == b"no sessions"
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_a_server_without_its_redis_refuses_sessions_and_nothing_else(tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path) as redis,
+        live_server(WANE_STORE=redis.url) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
+    ):
+        made = http.post("/v1/sessions", json={"session": "s"})
+        assert (made.status_code, made.json()["durable"]) == (201, True)
+        assert http.post("/v1/sessions/s/tokens", json={"tokens": [5]}).json()["durable"] is True
+        redis.kill()
+        away = http.post("/v1/sessions/s/tokens", json={"tokens": [6]})
+        assert (away.status_code, away.json()["code"], away.json()["retryable"]) == (503, "unavailable", True)
+        assert int(away.headers["retry-after"]) >= 1
+        ready = http.get("/readyz")
+        assert (ready.status_code, ready.json()["store"]["reachable"]) == (503, False)
+        assert http.post("/v1/predict", json={"tokens": [5]}).status_code == 200
+        assert json.loads(http.get("/v1/report").text)["models"][0]["sessions"]["resident"] == 1
+        redis.start()
+        server.read_until("the session store is there")
+        again = http.post("/v1/sessions/s/tokens", json={"tokens": [6], "expected_position": 1}).json()
+        assert (again["position"], again["durable"], again["state"]) == (2, True, "resident")

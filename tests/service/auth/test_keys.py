@@ -1,0 +1,311 @@
+"""Keys: how they are written, made, found, limited and changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.service.engine_harness import Clock
+from wane.service.auth.key_file import KeyFile
+from wane.service.auth.keyring import Holder, Keyring
+from wane.service.auth.keys import Key, KeysError, Permission, digest, make_key, of_file, of_text, weak
+from wane.service.errors import RateLimited, Unauthorized
+from wane.service.settings import Settings, SettingsError
+
+ALICE, BOB = "alice's-key-0123456789", "bob's-key-0123456789".replace("'", "")
+HEX = digest(b"key").hex()
+
+
+def line(name: str, key: str, options: str = "") -> str:
+    return f"{name}:sha256:{digest(key.encode()).hex()} {options}\n"
+
+
+def holder(keyring: Keyring, key: str) -> Holder:
+    found = keyring.find(key.encode())
+    assert found is not None
+    return found
+
+
+def test_a_file_has_a_line_for_each_key_and_what_it_may_do() -> None:
+    text = f"# ours\n\n{line('alice', 'a')}{line('alice', 'b', 'scope=use+metrics  # soon gone')}"
+    keys = of_file(text + line("bob", "c", "rate=2.5 burst=10 sessions=7"))
+    assert [(key.name, key.digest) for key in keys] == [
+        ("alice", digest(b"a")),
+        ("alice", digest(b"b")),
+        ("bob", digest(b"c")),
+    ]
+    assert [key.permissions for key in keys[:2]] == [{Permission.USE}, {Permission.USE, Permission.METRICS}]
+    assert (keys[2].rate, keys[2].burst, keys[2].sessions) == (2.5, 10, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("alice\n", "line 1: it must begin with NAME:sha256:"),
+        (f"\nalice:md5:{HEX}\n", "line 2: it must begin"),
+        (f"alice:sha256:{HEX[:-1]}\n", "line 1: it must begin"),
+        (f"alice:sha256:{HEX.upper()}\n", "line 1: it must begin"),
+        (f"alice:sha256:{HEX}:use\n", "line 1: it must begin"),
+        (f"a/b:sha256:{HEX}\n", "line 1: a name must be"),
+        (f":sha256:{HEX}\n", "line 1: a name must be"),
+        (f"alice:sha256:{HEX} use\n", "alice has an option that is none"),
+        (f"alice:sha256:{HEX} scope=root\n", "alice has a scope that is none; there are use, metrics, admin"),
+        (f"alice:sha256:{HEX} rate=0\n", "alice has a rate that is no number over 0"),
+        (f"alice:sha256:{HEX} rate=nan\n", "alice has a rate that is no number over 0"),
+        (f"alice:sha256:{HEX} rate=1 rate=2\n", "alice has rate twice"),
+        (f"alice:sha256:{HEX} burst=2\n", "alice has a burst, but no rate"),
+        (f"alice:sha256:{HEX} sessions=1.5\n", "no whole number"),
+        (f"alice:sha256:{HEX}\nbob:sha256:{HEX}\n", "the same key is there twice"),
+        ("# none yet\n", "there is no key in it"),
+        (f"alice:sha256:{HEX}\nprom:sha256:{HEX}", "line 2: it does not end in a newline"),
+        (f"alice:sha256:{HEX} rate=1", "line 1: it does not end in a newline"),
+        (f"alice:sha256:{HEX}\n#", "line 2: it does not end in a newline"),
+        ("", "there is no key in it"),
+    ],
+)
+def test_what_is_no_file_of_keys_is_refused_by_its_line(text: str, why: str) -> None:
+    with pytest.raises(KeysError) as caught:
+        of_file(text)
+    assert why in str(caught.value)
+    assert HEX not in str(caught.value)
+
+
+def test_the_environment_has_names_and_keys_and_may_have_scopes() -> None:
+    alice, ops = of_text(f"alice:{ALICE.replace(chr(39), '')}, ops:open+sesame/==:admin+use")
+    assert (alice.name, alice.permissions) == ("alice", {Permission.USE})
+    assert (ops.digest, ops.permissions) == (digest(b"open+sesame/=="), {Permission.ADMIN, Permission.USE})
+
+
+@pytest.mark.parametrize("text", ["", ",", "hush-hush", "a:", "a:hush hush", "a:hush-hush:root", "a b:hush"])
+def test_keys_of_the_environment_that_are_none_are_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"^WANE_API_KEYS is \.\.\.: ") as caught:
+        Settings.read({"WANE_API_KEYS": text})
+    assert "hush" not in str(caught.value)
+
+
+def test_settings_tell_no_secret() -> None:
+    settings = Settings.read({"WANE_API_KEYS": "alice:hush-hush", "WANE_STORE": "redis://u:hush@h/0?password=hush"})
+    assert "hush" not in repr(settings) + str(settings)
+    with pytest.raises(SettingsError) as caught:
+        Settings.read({"WANE_STORE": "http://u:hush@h/0?db=1&password=hush&x=1"})
+    assert "hush" not in str(caught.value)
+
+
+def test_a_short_key_is_told_of_by_its_name() -> None:
+    assert weak("alice:short,bob:" + "x" * 20) == ["alice"]
+
+
+def test_a_made_key_is_found_by_its_line_and_no_two_are_the_same() -> None:
+    made, kept = make_key("alice", ["scope=use+metrics", "rate=2.5", "burst=5", "sessions=3"])
+    assert of_file(f"{kept.line()}\n") == [kept]
+    assert made not in kept.line()
+    assert holder(Keyring([kept]), made).key == kept
+    assert len({make_key("alice")[0] for _ in range(100)}) == 100
+    assert len(made) >= 43  # 256 bits
+
+
+def test_a_key_that_is_not_there_is_not_found() -> None:
+    keyring = Keyring(of_text("alice:one,bob:two"))
+    assert holder(keyring, "two").owner.name == "bob"
+    for wrong in (b"", b"on", b"onee", b"ONE", b"alice:one", digest(b"one"), digest(b"one").hex().encode()):
+        assert keyring.find(wrong) is None
+
+
+def test_the_half_of_a_digest_is_not_enough() -> None:
+    key = Key("alice", digest(b"one")[:16] + bytes(16))
+    assert Keyring([key]).find(b"one") is None
+
+
+def test_a_rate_is_kept_and_a_burst_comes_back_with_time() -> None:
+    clock = Clock()
+    alice = holder(Keyring(of_file(line("alice", "a", "rate=2 burst=4")), clock), "a")
+    for _ in range(4):
+        alice.charge(1)
+    with pytest.raises(RateLimited) as caught:
+        alice.charge(1)
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+    clock.now_s += 1
+    alice.charge(2)
+    with pytest.raises(RateLimited):
+        alice.charge(1)
+
+
+def test_a_call_that_is_more_than_a_burst_is_taken_when_the_bucket_is_full_and_paid_for() -> None:
+    clock = Clock()
+    alice = holder(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice.charge(50)
+    with pytest.raises(RateLimited) as caught:
+        alice.charge(1)
+    assert caught.value.retry_after_s == pytest.approx(4.1)
+    clock.now_s += 4.1
+    alice.charge(1)
+
+
+def test_what_is_charged_in_two_parts_is_taken_together_or_not_at_all() -> None:
+    clock = Clock()
+    alice = holder(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice.charge(1)
+    alice.charge(49, before=1)
+    clock.now_s += 4.5  # and half of the bucket is full
+    alice.charge(1)
+    with pytest.raises(RateLimited) as caught:
+        alice.charge(49, before=1)
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+    clock.now_s += 0.5
+    alice.charge(1)
+    alice.charge(49, before=1)
+
+
+def test_a_rate_without_a_burst_holds_a_second_s_worth_and_one_at_least() -> None:
+    clock = Clock()
+    slow = holder(Keyring(of_file(line("alice", "a", "rate=0.5")), clock), "a")
+    slow.charge(1)
+    with pytest.raises(RateLimited):
+        slow.charge(1)
+
+
+def test_new_keys_take_the_place_of_the_old_ones_and_those_that_stay_keep_what_they_have_spent() -> None:
+    clock = Clock()
+    keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5") + line("bob", "b")), clock)
+    alice, bob = holder(keyring, "a"), holder(keyring, "b")
+    alice.charge(5)
+    keyring.replace(of_file(line("alice", "a", "rate=1 burst=3 scope=admin") + line("alice", "c")))
+    assert keyring.find(b"b") is None
+    assert holder(keyring, "a") is alice and alice.key.may(Permission.METRICS)
+    assert holder(keyring, "c").owner == alice.owner
+    with pytest.raises(RateLimited):
+        alice.charge(1)
+    with pytest.raises(Unauthorized):  # of a WebSocket that is still open
+        bob.charge(1)
+
+
+@pytest.mark.parametrize("change", ["scope=metrics", "to zoe"])
+def test_a_key_that_is_for_less_or_for_somebody_else_has_another_holder_who_has_spent_as_much(change: str) -> None:
+    keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5 scope=use+metrics")), Clock())
+    alice = holder(keyring, "a")
+    alice.charge(5)
+    name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")
+    keyring.replace(of_file(line(name, "a", f"rate=1 burst=5 scope={scope}")))
+    with pytest.raises(Unauthorized):  # of a WebSocket that is still open
+        alice.charge(1)
+    assert holder(keyring, "a").owner.name == name
+    with pytest.raises(RateLimited):
+        holder(keyring, "a").charge(1)
+
+
+def test_a_key_that_is_for_more_has_the_same_holder() -> None:
+    keyring = Keyring(of_file(line("alice", "a")))
+    alice = holder(keyring, "a")
+    for options in ("scope=use+metrics", "scope=admin", "scope=admin sessions=3"):
+        keyring.replace(of_file(line("alice", "a", options)))
+        assert holder(keyring, "a") is alice
+        alice.charge(1)
+    keyring.replace(of_file(line("alice", "a", "scope=use+metrics")))
+    assert holder(keyring, "a") is not alice
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(line("alice", "a"))
+    return path
+
+
+def replace(path: Path, text: str) -> None:
+    """As those do who want nobody to read the half of it."""
+    part = path.with_name("part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def names(keyring: Keyring) -> set[str]:
+    return {key for key in "abc" if keyring.find(key.encode()) is not None}
+
+
+def test_a_file_that_has_changed_is_read_once_it_has_settled(path: Path) -> None:
+    file = KeyFile(path, of_text("ops:c"))
+    keyring = Keyring(file.read())
+    replace(path, line("alice", "b"))
+    file.look(keyring)
+    assert names(keyring) == {"a", "c"}
+    file.look(keyring)
+    assert names(keyring) == {"b", "c"}
+
+
+def test_a_file_that_is_still_being_written_is_left_alone(path: Path) -> None:
+    file = KeyFile(path)
+    keyring = Keyring(file.read())
+    for number in range(3):
+        path.write_text(line("alice", "b") + "#" * number)
+        file.look(keyring)
+        assert names(keyring) == {"a"}
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["looked-at", "SIGHUP"])
+def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
+    path: Path, caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    whole = line("alice", "a") + line("bob", "b", "rate=100 sessions=1 scope=metrics")
+    path.write_text(whole)
+    file = KeyFile(path)
+    keyring = Keyring(file.read())
+    before = holder(keyring, "b").key
+    for end in range(len(line("alice", "a")) + 1, len(whole)):
+        path.write_text(whole[:end])
+        file.reload(keyring) if at_once else [file.look(keyring) for _ in range(2)]
+        assert holder(keyring, "b").key == before
+    assert "and may have been cut off" in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["alice\n", "", "# none\n", f"alice:sha256:{HEX} rate=fast\n"])
+def test_a_broken_file_leaves_the_keys_as_they_are_and_says_so_once(
+    path: Path, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    file = KeyFile(path)
+    keyring = Keyring(file.read())
+    replace(path, broken)
+    for _ in range(5):
+        file.look(keyring)
+    assert names(keyring) == {"a"}
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "the keys stay as they are" in record.getMessage()
+    replace(path, line("alice", "b"))
+    file.look(keyring)
+    file.look(keyring)
+    assert names(keyring) == {"b"}
+
+
+def test_a_file_that_is_gone_leaves_the_keys_as_they_are_until_it_is_back(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = KeyFile(path)
+    keyring = Keyring(file.read())
+    text = path.read_text()
+    path.unlink()
+    for _ in range(4):
+        file.look(keyring)
+    assert names(keyring) == {"a"}
+    assert len(caplog.records) == 1
+    path.write_text(text)
+    os.utime(path, ns=(1, 1))
+    file.look(keyring)
+    file.look(keyring)
+    assert names(keyring) == {"a"}
+
+
+def test_a_file_is_read_at_once_when_it_is_asked_for(path: Path) -> None:
+    file = KeyFile(path)
+    keyring = Keyring(file.read())
+    replace(path, line("alice", "b"))
+    file.reload(keyring)
+    assert names(keyring) == {"b"}
+
+
+def test_a_file_that_cannot_be_read_at_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(KeysError, match="No such file"):
+        KeyFile(tmp_path / "none").read()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(KeysError, match="is no text"):
+        KeyFile(tmp_path / "binary").read()

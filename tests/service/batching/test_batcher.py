@@ -1,0 +1,495 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.service.engine_harness import HIDDEN, PATIENCE_S, Clock, FakeRunner, byte_vocabulary, make_manifest
+from wane.models.manifest import Role
+from wane.service.batching import batcher
+from wane.service.batching.batch import Row, Work, fits
+from wane.service.batching.batcher import NEWEST, Batcher
+from wane.service.batching.ticket import Ticket
+from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.runner import Array
+from wane.service.state.pool import RESERVED, Slab
+
+VOCABULARY = byte_vocabulary()
+
+
+class ThreadedRunner(FakeRunner):
+    """Knows of every run whether the event loop's thread did it."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__(vocabulary_size)
+        self.inline: list[bool] = []
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        self.inline.append(threading.current_thread() is threading.main_thread())
+        return super().run(role, feeds)
+
+
+class Rig:
+    def __init__(self, max_batch: int = 8, max_queue: int = 16, inline_s: float = 0.0) -> None:
+        self.runner = ThreadedRunner(VOCABULARY.size)
+        self.slab = Slab(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+        self.metrics = Metrics()
+        self.batcher = Batcher(
+            self.runner, self.slab, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue, inline_s=inline_s
+        )
+        self.tickets: list[Ticket] = []
+
+    def ask(self, *tokens: int, deadline: float | None = None, binding: bool = False) -> asyncio.Task[Row]:
+        """A window over `tokens`, on its way."""
+        self.tickets.append(Ticket(deadline))
+        work = Work("window", np.array(tokens, np.int64), binding=binding)
+        return asyncio.create_task(self.batcher.submit(work, self.tickets[-1]))
+
+    def step(self, token: int) -> asyncio.Task[Row]:
+        """A step from the zero state, on its way."""
+        return asyncio.create_task(self.batcher.submit(Work("step", np.array([token])), Ticket()))
+
+    async def hold(self) -> asyncio.Task[Row]:
+        """Keeps the runner busy with a first request until the gate is opened."""
+        self.runner.gate.clear()
+        first = self.ask(1)
+        await self.runner.until_busy()
+        return first
+
+    def sizes(self) -> list[int]:
+        return [len(rows) for _, rows in self.runner.calls]
+
+    def skipped(self, reason: str) -> float | None:
+        return self.metrics.registry.get_sample_value("wane_skipped_items_total", {"model": "fake", "reason": reason})
+
+    def waited_s(self) -> dict[Role, float | None]:
+        """The time that work has waited in the queue, by the roles that it was for."""
+        sample = self.metrics.registry.get_sample_value
+        return {
+            role: sample("wane_queue_wait_seconds_total", {"model": "fake", "role": role})
+            for role in ("window", "step")
+        }
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.runner.gate.set()
+    await rig.batcher.close()
+    assert rig.slab.miscounts() == []
+    assert rig.slab.used_bytes == 0
+
+
+async def turn() -> None:
+    """Lets every task that is ready come up to its next wait."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_what_queued_up_while_the_runner_was_busy_is_the_next_batch(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 7)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert rig.sizes() == [1, 5]
+
+
+async def test_requests_of_one_turn_of_the_event_loop_share_a_batch(rig: Rig) -> None:
+    await asyncio.gather(*(rig.ask(token) for token in range(2, 7)))
+    assert rig.sizes() == [5]
+
+
+async def test_every_item_has_the_row_that_it_would_have_alone(rig: Rig) -> None:
+    questions = [(2,), (3, 4), (5,), (6, 7)]
+    rows = await asyncio.gather(*(rig.ask(*tokens) for tokens in questions))
+    assert rig.sizes() == [4]
+    for tokens, row in zip(questions, rows, strict=True):
+        assert row.logits is not None
+        assert row.logits.tolist() == rig.runner.logits(tokens).tolist()
+
+
+async def test_a_batch_is_at_most_max_batch_and_the_oldest_go_first(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert rig.sizes() == [1, 8, 3]
+    assert rig.runner.calls[1][1] == [[token] for token in range(2, 10)]
+
+
+async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
+    first = await rig.hold()
+    waiting = [rig.ask(token) for token in range(2, 18)]
+    await turn()
+    with pytest.raises(Overloaded, match="16 requests are waiting") as caught:
+        await rig.ask(99)
+    assert caught.value.retry_after_s > 0
+    rig.runner.gate.set()
+    await asyncio.gather(first, *waiting)
+    assert all([99] not in rows for _, rows in rig.runner.calls)
+
+
+async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(batcher, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))  # a run takes 1 s
+    await rig.ask(1)
+    each_s = NEWEST * 1.0
+    now = asyncio.get_running_loop().time()
+    first = await rig.hold()
+    in_time, too_late = now + 9 * each_s + 3600, now + 3600
+    waiting = [rig.ask(token, deadline=now + PATIENCE_S) for token in range(2, 10)]  # as many as a batch
+    await turn()
+    rig.batcher._sequence_s *= 3600
+    with pytest.raises(Overloaded, match=r"8 requests are ahead, which take about 3600\.0 s; .* is in 3") as caught:
+        await rig.ask(98, deadline=too_late - 60)
+    assert 59 < caught.value.retry_after_s < 62
+    waiting += [rig.ask(97, deadline=in_time), rig.ask(96), rig.ask(95, deadline=now - 1)]
+    await turn()
+    step = rig.step(2)
+    rig.runner.gate.set()
+    with pytest.raises(DeadlineExceeded):
+        await waiting.pop()
+    await asyncio.gather(first, step, *waiting)
+    assert all([98] not in rows for _, rows in rig.runner.calls)
+
+
+async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:
+    first = await rig.hold()
+    waiting = [rig.ask(token) for token in range(2, 18)]
+    await turn()
+    step = rig.step(2)
+    await turn()
+    assert not step.done()
+    rig.runner.gate.set()
+    await asyncio.gather(first, step, *waiting)
+    assert rig.runner.roles()[:3] == ["window", "step", "window"]
+
+
+async def test_a_batch_that_would_not_grow_follows_the_one_that_runs_without_waiting_for_the_event_loop(
+    rig: Rig,
+) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    rig.runner.busy.clear()
+    rig.runner.gate.set()
+    assert rig.runner.busy.wait(PATIENCE_S)  # on this thread, which is the event loop's
+    assert rig.sizes() == [1, 8]
+    assert not first.done()
+    await asyncio.gather(first, *others)
+    assert rig.sizes() == [1, 8, 3]
+
+
+async def test_a_batch_that_may_still_grow_is_left_in_the_queue(rig: Rig) -> None:
+    first = await rig.hold()
+    some = [rig.ask(token) for token in range(2, 6)]
+    await turn()
+    more = [rig.ask(token) for token in range(6, 9)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *some, *more)
+    assert rig.sizes() == [1, 7]
+
+
+async def test_a_step_comes_before_a_batch_that_waits_for_the_runner(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    step = rig.step(2)
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, step, *others)
+    assert rig.runner.roles() == ["window", "step", "window", "window"]
+    assert rig.sizes() == [1, 1, 8, 3]
+    assert rig.runner.calls[2][1] == [[token] for token in range(2, 10)]
+
+
+async def test_what_waits_for_the_runner_when_the_server_stops_is_not_run(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 13)]
+    await turn()
+    closing = asyncio.create_task(rig.batcher.close())
+    await turn()
+    rig.runner.gate.set()
+    await closing
+    await first
+    for refused in await asyncio.gather(*others, return_exceptions=True):
+        assert isinstance(refused, Unavailable)
+    assert rig.sizes() == [1]
+
+
+async def test_a_waiter_who_leaves_while_a_full_batch_waits_for_the_runner_is_skipped(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token) for token in range(2, 10)]
+    await turn()
+    for gone in others[:7]:
+        gone.cancel()
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, others[7])
+    assert rig.runner.calls[1][1] == [[9]]
+    assert rig.skipped("abandoned") == 7
+
+
+async def test_binding_work_that_is_taken_back_is_in_no_batch(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(token, binding=True) for token in range(2, 10)]
+    await turn()
+    step = rig.step(2)
+    await turn()
+    entered = [ticket.entered for ticket in rig.tickets[1:]]
+    rig.runner.gate.set()
+    await asyncio.gather(first, step, *others)
+    assert entered == [False] * 8
+
+
+async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) -> None:
+    first = await rig.hold()
+    waiting = [rig.ask(token) for token in range(2, 18)]
+    await turn()
+    ticket = rig.tickets[0]
+    assert ticket.admitted
+    more = asyncio.create_task(rig.batcher.submit(Work("window", np.array([50])), ticket))
+    await turn()
+    assert not more.done()
+    rig.runner.gate.set()
+    await asyncio.gather(first, more, *waiting)
+
+
+async def test_a_waiter_who_left_is_skipped_and_counted(rig: Rig) -> None:
+    first = await rig.hold()
+    gone, stays = rig.ask(2), rig.ask(3)
+    await turn()
+    gone.cancel()
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, stays)
+    assert gone.cancelled()
+    assert [[2]] not in [rows for _, rows in rig.runner.calls]
+    assert rig.runner.calls[1][1] == [[3]]
+    assert rig.skipped("abandoned") == 1
+
+
+async def test_a_deadline_that_passed_in_the_queue_is_answered_and_never_run(rig: Rig) -> None:
+    first = await rig.hold()
+    now = asyncio.get_running_loop().time()
+    late, early = rig.ask(2, deadline=now), rig.ask(3, deadline=now + 3600)
+    await turn()
+    rig.runner.gate.set()
+    with pytest.raises(DeadlineExceeded):
+        await late
+    await asyncio.gather(first, early)
+    assert rig.runner.calls[1][1] == [[3]]
+    assert rig.skipped("deadline") == 1
+
+
+async def test_binding_work_marks_its_request_when_it_enters_a_batch_and_not_before(rig: Rig) -> None:
+    first = await rig.hold()
+    second = rig.ask(2, binding=True)
+    await turn()
+    assert not rig.tickets[1].entered
+    rig.runner.gate.set()
+    await asyncio.gather(first, second)
+    assert rig.tickets[1].entered
+    assert not rig.tickets[0].entered
+
+
+async def test_one_bad_item_fails_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.runner.poison = 3
+    rows = await asyncio.gather(*(rig.ask(token) for token in (2, 3, 4)), return_exceptions=True)
+    assert isinstance(rows[0], Row)
+    assert isinstance(rows[2], Row)
+    assert isinstance(rows[1], WaneError)
+    assert rows[1].message == "the model failed to run"
+    assert "a poisoned token" in caplog.text
+
+
+async def test_an_output_that_is_no_number_fails_alone(rig: Rig) -> None:
+    rig.runner.hot = 3
+    rows = await asyncio.gather(*(rig.ask(token) for token in (2, 3, 4)), return_exceptions=True)
+    assert rig.sizes() == [3]
+    assert [isinstance(row, Row) for row in rows] == [True, False, True]
+
+
+async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(2), rig.step(3), rig.ask(4), rig.step(5)]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert rig.runner.calls[1:] == [("step", [[3], [5]]), ("window", [[2], [4]])]
+
+
+async def test_a_long_and_a_short_sequence_are_not_padded_to_one_another(rig: Rig) -> None:
+    first = await rig.hold()
+    others = [rig.ask(*range(2, 42)), rig.ask(2), rig.ask(3), rig.ask(*range(3, 41))]
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, *others)
+    assert [[len(row) for row in rows] for _, rows in rig.runner.calls] == [[1], [40, 1, 38], [1]]
+
+
+@pytest.mark.parametrize("role", ["window", "advance", "scan"])
+def test_padding_is_at_most_half_of_a_batch(role: str) -> None:
+    assert fits(role, longest=40, total=41, items=2)
+    assert not fits(role, longest=40, total=42, items=3)
+
+
+def test_a_batch_of_many_positions_is_full_before_max_batch() -> None:
+    assert fits("scan", 256, 16 * 256, 16)
+    assert not fits("scan", 256, 17 * 256, 17)
+    assert fits("step", 1, 4096, 4096)
+
+
+async def test_slots_are_kept_while_work_is_queued_though_its_owner_let_go(rig: Rig) -> None:
+    first = await rig.hold()
+    slot = rig.slab.acquire()
+    work = Work("window", np.array([2]), write=slot)
+    waiting = asyncio.create_task(rig.batcher.submit(work, Ticket()))
+    await turn()
+    rig.slab.release(slot)
+    waiting.cancel()
+    await turn()
+    assert rig.slab.used_bytes == rig.slab.slot_bytes
+    rig.runner.gate.set()
+    await first
+    await turn()
+    assert rig.slab.used_bytes == 0
+    assert slot >= RESERVED
+
+
+async def test_a_closed_batcher_refuses_new_work_and_fails_what_is_queued(rig: Rig) -> None:
+    first = await rig.hold()
+    queued = rig.ask(2)
+    await turn()
+    closing = asyncio.create_task(rig.batcher.close())
+    await turn()
+    with pytest.raises(Unavailable):
+        await queued
+    with pytest.raises(Unavailable):
+        await rig.ask(3)
+    rig.runner.gate.set()
+    assert (await first).logits is not None
+    await closing
+
+
+async def test_a_ticket_splits_its_time_into_queue_and_compute(rig: Rig) -> None:
+    first = await rig.hold()
+    second = rig.ask(2)
+    await turn()
+    rig.runner.gate.set()
+    await asyncio.gather(first, second)
+    latency = rig.tickets[1].latency()
+    assert latency.queue_ms > 0
+    assert latency.compute_ms > 0
+    assert latency.queue_ms + latency.compute_ms <= latency.total_ms
+
+
+async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skipped_and_what_was_refused_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    rig = Rig(max_batch=2, max_queue=4)
+    assert rig.waited_s() == {"window": 0, "step": 0}
+    first = await rig.hold()
+    windows = [rig.ask(token) for token in range(2, 6)]  # two of them are handed over to the runner
+    await turn()
+    with pytest.raises(Overloaded):
+        await rig.ask(99)
+    clock.now_s += 2
+    steps = [rig.step(token) for token in range(2, 5)]
+    await turn()
+    for gone in (windows[3], steps[2]):
+        gone.cancel()
+    clock.now_s += 5
+    rig.runner.gate.set()
+    await asyncio.gather(first, *windows[:3], *steps[:2])
+    await rig.batcher.close()
+    assert rig.skipped("abandoned") == 2
+    assert rig.waited_s() == {"window": 4 * 7, "step": 3 * 5}
+
+
+async def test_steps_that_are_known_to_be_quick_are_run_by_the_event_loop() -> None:
+    rig = Rig(inline_s=60.0)
+    try:
+        for _ in range(3):
+            row = await rig.step(2)
+            assert row.logits is not None
+            assert row.logits.tolist() == rig.runner.logits([2]).tolist()
+        for _ in range(2):  # of two nothing is known yet, and then it is
+            await asyncio.gather(rig.step(2), rig.step(3))
+        await rig.ask(2)  # a window may be long
+        await rig.ask(2)
+        rig.runner.poison = 5
+        with pytest.raises(WaneError):
+            await rig.step(5)
+        await rig.step(2)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.inline == [False, True, True, False, True, False, False, True, True]
+    assert rig.slab.used_bytes == 0
+
+
+async def test_steps_that_take_longer_than_that_are_not() -> None:
+    rig = Rig(inline_s=1e-9)
+    try:
+        for _ in range(3):
+            await rig.step(2)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.inline == [False, False, False]
+
+
+async def test_steps_are_not_run_by_the_event_loop_while_the_runner_is_at_a_window() -> None:
+    rig = Rig(inline_s=60.0)
+    try:
+        await rig.step(2)
+        first = await rig.hold()
+        step = rig.step(3)
+        await turn()
+        assert not step.done()
+        rig.runner.gate.set()
+        await asyncio.gather(first, step)
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.roles() == ["step", "window", "step"]
+    assert rig.runner.inline == [False, False, True]
+
+
+async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_out() -> None:
+    rig = Rig(inline_s=60.0)
+    try:
+        await rig.step(2)
+        told: list[bool] = []
+        rig.batcher.on_handed_out = lambda: told.append(rig.batcher.idle)
+        await asyncio.gather(rig.step(3), rig.ask(2))
+    finally:
+        await rig.batcher.close()
+    assert rig.runner.roles() == ["step", "step", "window"]
+    assert told == [False, True]
+
+
+async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_at_a_turn() -> None:
+    rig = Rig(max_batch=2, inline_s=60.0)
+    try:
+        await asyncio.gather(rig.step(2), rig.step(3))
+        steps = [rig.step(token) for token in range(2, 8)]
+        await turn()
+        await asyncio.gather(*steps)
+    finally:
+        await rig.batcher.close()
+    assert rig.sizes() == [2, 2, 2, 2]
+    assert rig.runner.inline == [False, True, True, True]

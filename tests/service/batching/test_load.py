@@ -1,0 +1,296 @@
+"""Sessions under load on a shipped model: what is answered is right, and answered once, whatever else happens.
+
+Every test has more sessions than states, so that states are evicted and rebuilt all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import pytest
+
+from tests.service.shipped import PATHS, opened
+from wane.models.manifest import Role
+from wane.service.batching.warm_up import warm_up
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.errors import DeadlineExceeded, Overloaded, PositionConflict, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.runner import Array, Runner
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.state.pool import RESERVED
+from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
+
+MODEL = next((path for path in PATHS if path.name == "gated-stable"), PATHS[0])
+SESSIONS = 60
+STATES = 36  # a batch of steps takes two for each: the state before, and the one after
+LOGPROB = 1e-4  # float32 rounding of other graphs and other batches
+
+
+class Counted:
+    """A runner whose runs are counted, by role and by how many rows they had."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.device = runner.device
+        self.outputs = runner.outputs
+        self.rows: Counter[tuple[Role, int]] = Counter()
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        self.rows[role, len(next(iter(feeds.values())))] += 1
+        return self._runner.run(role, feeds)
+
+
+class Load:
+    """An engine with room for a few states, its runner, and what was really appended to every session."""
+
+    def __init__(self, max_queue: int = 1024, tail_tokens: int | None = None) -> None:
+        bundle, runner = opened(MODEL)
+        self.runner = Counted(runner)
+        manifest = bundle.manifest
+        floats = manifest.architecture.hidden + sum(self._size(tensor.shape) for tensor in manifest.state)
+        settings = Settings(max_batch=16, max_queue=max_queue, state_budget_bytes=4 * floats * (RESERVED + STATES))
+        keep = tail_tokens or manifest.max_window
+        self.store = MemoryStore(keep, settings.session_ttl_s, settings.session_budget_bytes)
+        margin = Margin(bundle.weights())
+        self.metrics = Metrics()
+        self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
+        # The engine's own would also measure what runs cost: these sessions are recurrent, whatever that is.
+        warm_up(self.runner, self.engine._slab, bundle.vocabulary.eos_id, window=1, max_batch=1)
+        self.runner.rows.clear()
+        self.appended: dict[str, list[int]] = {}
+
+    @staticmethod
+    def _size(shape: Sequence[int]) -> int:
+        size = 1
+        for extent in shape:
+            size *= extent
+        return size
+
+    async def start(self, count: int = SESSIONS) -> list[str]:
+        for _ in range(count):
+            self.appended[(await self.engine.create_session(mode=Mode.RECURRENT)).session] = []
+        return list(self.appended)
+
+    def token(self) -> int:
+        return random.randrange(2, self.engine.vocabulary.size)
+
+    async def step(self, session: str, **options: object) -> Answer:
+        """Appends a token where the session is, and notes it once it was answered."""
+        token = self.token()
+        answer = await self.engine.step(
+            StepRequest(session, (token,), expected_position=len(self.appended[session]), **options)
+        )
+        self.appended[session].append(token)
+        assert answer.position == len(self.appended[session])
+        return answer
+
+    async def check(self) -> None:
+        """Every session is where its clients left it, and answers as the model does on all of its tokens."""
+        for session, tokens in self.appended.items():
+            answer = await self.engine.predict(PredictRequest(session=session, top_k=20))
+            assert answer.position == len(tokens)
+            assert answer.error_bound == 0.0
+            if not tokens:
+                continue
+            whole = await self.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT, top_k=20))
+            assert logprobs(answer) == pytest.approx(logprobs(whole), abs=LOGPROB)
+        self.engine._slab.check_integrity(idle=True)
+
+    def sample(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels}) or 0.0
+
+
+def logprobs(answer: Answer) -> dict[int, float]:
+    return {one.token_id: one.logprob for one in answer.predictions}
+
+
+@pytest.fixture
+async def make_load() -> AsyncIterator[Callable[..., Load]]:
+    loads: list[Load] = []
+
+    def make(**options: int) -> Load:
+        random.seed(3)
+        loads.append(Load(**options))
+        return loads[-1]
+
+    yield make
+    for load in loads:
+        await load.engine.drain()
+        load.engine._slab.check_integrity(idle=True)
+        await load.engine.close()
+
+
+async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_did_not(
+    make_load: Callable[..., Load],
+) -> None:
+    load = make_load()
+    sessions = await load.start()
+    states: Counter[Origin] = Counter()
+
+    async def client(own: Sequence[str]) -> None:
+        for _ in range(30):
+            states[(await load.step(random.choice(own))).state] += 1
+
+    await asyncio.gather(*(client(sessions[first::8]) for first in range(8)))
+    assert states.total() == sum(map(len, load.appended.values())) == 8 * 30
+    assert states[Origin.REBUILT] == load.sample("wane_sessions_rebuilt_total") > 0
+    assert states[Origin.RESIDENT] > 0
+    assert load.sample("wane_sessions_evicted_total") > 0
+    await load.check()
+
+
+async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: Callable[..., Load]) -> None:
+    load = make_load()
+    sessions = await load.start(16)
+    await asyncio.gather(*(load.engine.step(StepRequest(session, (5, 6, 7))) for session in sessions))
+    for session in sessions:
+        load.appended[session] = [5, 6, 7]
+        load.engine._slab.drop(session)
+    load.runner.rows.clear()
+    answers = await asyncio.gather(*map(load.step, sessions))
+    assert load.runner.rows == {("window", 16): 1}
+    assert {(answer.state, answer.error_bound) for answer in answers} == {(Origin.REBUILT, 0.0)}
+    load.runner.rows.clear()
+    answers = await asyncio.gather(*map(load.step, sessions))
+    assert load.runner.rows == {("step", 16): 1}
+    assert {answer.state for answer in answers} == {Origin.RESIDENT}
+    await load.check()
+
+
+async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(make_load: Callable[..., Load]) -> None:
+    load = make_load(tail_tokens=20)
+    (session,) = await load.start(1)
+    tokens = tuple(load.token() for _ in range(200))
+    await load.engine.step(StepRequest(session, tokens))
+    load.engine._slab.drop(session)
+    for state in (Origin.REBUILT, Origin.RESIDENT):
+        tokens = (*tokens, load.token())
+        answer = await load.engine.step(StepRequest(session, tokens[-1:], top_k=100))
+        whole = await load.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
+        assert answer.state is state
+        first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
+        # No more than the total variation: of the tokens that both list.
+        apart = sum(abs(first[token] - second[token]) for token in first.keys() & second.keys()) / 2
+        assert answer.error_bound is not None
+        assert 0 < apart <= answer.error_bound
+
+
+async def test_a_full_queue_refuses_steps_and_those_leave_no_trace(make_load: Callable[..., Load]) -> None:
+    load = make_load(max_queue=5)
+    sessions = await load.start(20)
+    outcomes: Counter[str] = Counter()
+
+    async def one(session: str) -> None:
+        try:
+            await load.step(session)
+            outcomes["answered"] += 1
+        except Overloaded:
+            outcomes["refused"] += 1
+
+    for _ in range(5):
+        await asyncio.gather(*map(one, sessions))
+    assert outcomes.total() == 100
+    assert outcomes["refused"] == load.sample("wane_refused_items_total") > 0
+    assert outcomes["answered"] == sum(map(len, load.appended.values())) > 0
+    await load.check()
+
+
+@pytest.mark.parametrize("leave", ["cancelled", "late"])
+async def test_of_steps_whose_clients_leave_each_is_appended_once_or_not_at_all(
+    make_load: Callable[..., Load], leave: str
+) -> None:
+    load = make_load()
+    sessions = await load.start(12)
+    loop = asyncio.get_running_loop()
+    outcomes: Counter[str] = Counter()
+
+    async def client(session: str) -> None:
+        tokens = load.appended[session]
+        for turn in range(12):
+            request = StepRequest(session, (load.token(),), expected_position=len(tokens))
+            gone = turn % 2 == 0
+            if gone and leave == "late":
+                with pytest.raises(DeadlineExceeded):
+                    await load.engine.step(StepRequest(session, request.tokens, deadline=loop.time()))
+                outcomes["gone"] += 1
+            elif gone:
+                step = asyncio.create_task(load.engine.step(request))
+                for _ in range(random.randrange(12)):
+                    await asyncio.sleep(0)
+                outcomes["gone"] += step.cancel()
+                await asyncio.wait([step])
+            answer = await load.engine.step(request)  # once more: it is appended now, or a replay
+            tokens.extend(request.tokens)
+            outcomes["replayed"] += bool(answer.replayed)
+            assert answer.position == len(tokens)
+
+    await asyncio.gather(*map(client, sessions))
+    assert outcomes["gone"] > 0
+    assert outcomes["replayed"] == load.sample("wane_steps_replayed_total")
+    assert sum(map(len, load.appended.values())) == 12 * 12
+    await load.check()
+
+
+async def test_two_clients_on_one_session_append_each_position_once_and_both_know_which(
+    make_load: Callable[..., Load],
+) -> None:
+    load = make_load()
+    (session,) = await load.start(1)
+    tokens = load.appended[session]
+    conflicts: Counter[str] = Counter()
+
+    async def client(name: str, own: Sequence[int]) -> None:
+        position = 0
+        for token in own:
+            while True:
+                request = StepRequest(session, (token,), expected_position=position, idempotency_key=f"{name}{token}")
+                try:
+                    answer = await load.engine.step(request)
+                except PositionConflict as conflict:
+                    conflicts[name] += 1
+                    position = conflict.position
+                    continue
+                break
+            assert not answer.replayed
+            assert answer.position == position + 1
+            tokens[position:position] = [token]
+            position += 1
+
+    await asyncio.gather(client("a", range(100, 130)), client("b", range(200, 230)))
+    assert sorted(tokens) == [*range(100, 130), *range(200, 230)]
+    assert conflicts["a"] + conflicts["b"] > 0
+    await load.check()
+
+
+async def test_two_clients_on_one_session_without_positions_are_both_appended_in_turn(
+    make_load: Callable[..., Load],
+) -> None:
+    load = make_load()
+    (session,) = await load.start(1)
+
+    async def client(token: int) -> list[int | None]:
+        return [(await load.engine.step(StepRequest(session, (token,)))).position for _ in range(20)]
+
+    one, other = await asyncio.gather(client(100), client(200))
+    assert sorted([*one, *other]) == list(range(1, 41))
+    load.appended[session] = [100 if position in one else 200 for position in range(1, 41)]
+    await load.check()
+
+
+async def test_more_requests_than_there_are_states_are_answered_or_refused_and_none_is_lost(
+    make_load: Callable[..., Load],
+) -> None:
+    load = make_load()
+    sessions = await load.start(3 * STATES)
+    results = await asyncio.gather(*map(load.step, sessions), return_exceptions=True)
+    assert all(isinstance(result, Answer | Overloaded) for result in results)
+    assert sum(isinstance(result, Answer) for result in results) == sum(map(len, load.appended.values()))
+    refused = [result for result in results if isinstance(result, WaneError)]
+    assert refused, "every step needs a slot of its own, and there are fewer"
+    assert "states are in use" in str(refused[0])
+    await load.check()

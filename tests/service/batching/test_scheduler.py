@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from wane.models.manifest import Role
+from wane.service.batching.batch import Work
+from wane.service.batching.cost_model import Costs
+from wane.service.batching.scheduler import ALONE_S, SLICE_S, FairQueue
+
+
+@dataclass(eq=False)
+class Waiting:
+    work: Work
+    left: bool = field(default=False)
+
+
+class TenthOfASlice(Costs):
+    """A sequence takes so much of a slice for every ten tokens, where no steps come."""
+
+    def __init__(self) -> None:
+        super().__init__(512)
+
+    def run(self, role: Role, tokens: int) -> float:
+        return ALONE_S * tokens / 100
+
+
+def waiting(role: Role, tokens: int = 1, *, chunk: bool = False) -> Waiting:
+    return Waiting(Work(role, np.zeros(tokens, np.int64), chunk=chunk))
+
+
+def stays(item: Waiting) -> bool:
+    return not item.left
+
+
+def make(items: Sequence[Waiting] = (), costs: Costs | None = None) -> FairQueue[Waiting]:
+    queue = FairQueue[Waiting](8, costs)
+    for item in items:
+        queue.put(item)
+    return queue
+
+
+def taken(queue: FairQueue[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
+    """The role and the size of the next batch, which took so long as its role says."""
+    items = queue.take(stays)
+    assert items and len({item.work.role for item in items}) == 1
+    role = items[0].work.role
+    queue.ran(role, step_s if role == "step" else window_s)
+    return role, len(items)
+
+
+def test_a_line_is_served_in_its_order_and_an_empty_queue_has_no_batch() -> None:
+    items = [waiting("step") for _ in range(10)]
+    queue = make(items)
+    assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [items[:8], items[8:], []]
+
+
+def test_steps_come_before_sequences_that_waited_longer() -> None:
+    queue = make([*(waiting("window", 10) for _ in range(3)), waiting("step")])
+    assert [taken(queue), taken(queue)] == [("step", 1), ("window", 3)]
+
+
+def test_while_both_wait_each_has_half_of_the_time() -> None:
+    windows, steps = [waiting("window", 10) for _ in range(400)], [waiting("step") for _ in range(800)]
+    queue, spent_s = make([*windows, *steps], TenthOfASlice()), {"step": 0.0, "window": 0.0}
+    for _ in range(60):
+        role, _ = taken(queue, step_s=SLICE_S / 5)
+        spent_s[role] += SLICE_S / 5 if role == "step" else SLICE_S
+        assert abs(spent_s["step"] - spent_s["window"]) <= SLICE_S + SLICE_S / 5
+    assert min(spent_s.values()) > 5 * SLICE_S
+
+
+def test_between_two_batches_of_steps_there_is_one_slice_at_most() -> None:
+    queue = make([waiting("window", 10) for _ in range(100)], TenthOfASlice())
+    roles: list[Role] = []
+    for _ in range(20):  # a step comes whenever a batch has been taken
+        roles.append(taken(queue, step_s=SLICE_S / 5)[0])
+        queue.put(waiting("step"))
+    assert "window window" not in " ".join(roles)
+
+
+@pytest.mark.parametrize("role", ["step", "window"])
+def test_what_comes_to_an_empty_line_finds_nothing_saved_up_against_it(role: Role) -> None:
+    other: Role = "window" if role == "step" else "step"
+    queue = make([waiting(other) for _ in range(8 * 9)])
+    for _ in range(8):
+        assert taken(queue, 100 * SLICE_S)[0] == other
+    queue.put(waiting("step"))
+    queue.put(waiting("window"))
+    assert taken(queue)[0] == "step"
+    assert taken(queue)[0] == "window"
+
+
+def test_a_batch_of_sequences_ends_where_it_would_take_longer_than_a_slice() -> None:
+    queue = make([waiting("window", 20) for _ in range(12)], TenthOfASlice())
+    assert [taken(queue) for _ in range(3)] == [("window", 5), ("window", 5), ("window", 2)]
+
+
+def test_a_slice_is_shorter_where_a_step_has_come_since_the_last_one() -> None:
+    queue = make([waiting("window", 20) for _ in range(16)], TenthOfASlice())
+    assert taken(queue) == ("window", 5)
+    queue.put(waiting("step"))
+    assert [taken(queue) for _ in range(4)] == [("step", 1), ("window", 3), ("window", 5), ("window", 3)]
+
+
+def test_the_longest_of_a_batch_says_what_it_takes() -> None:
+    queue = make([waiting("advance", tokens) for tokens in (10, 20, 40, 30, 10)], TenthOfASlice())
+    assert [[item.work.length for item in queue.take(stays)] for _ in range(3)] == [[10, 20, 30], [40, 10], []]
+
+
+def test_a_sequence_that_takes_longer_by_itself_is_run_alone() -> None:
+    queue = make([waiting("window", 1000), waiting("window", 1000)], TenthOfASlice())
+    assert [taken(queue), taken(queue)] == [("window", 1), ("window", 1)]
+
+
+def test_chunks_and_scans_are_cut_by_those_who_make_them() -> None:
+    chunks = [waiting("advance", 90, chunk=True) for _ in range(8)]
+    scans = [waiting("scan", 90) for _ in range(8)]
+    queue = make([*chunks, waiting("advance", 90), *scans], TenthOfASlice())
+    assert [taken(queue), taken(queue), taken(queue)] == [("advance", 8), ("advance", 1), ("scan", 8)]
+
+
+def test_what_left_is_dropped_and_makes_no_batch_empty_that_need_not_be() -> None:
+    gone = Waiting(Work("step", np.zeros(1, np.int64)), left=True)
+    queue = make([gone, waiting("window")])
+    assert taken(queue) == ("window", 1)
+    assert len(queue) == 0
+
+
+def test_lines_are_counted_by_themselves_and_cleared_together() -> None:
+    items = [waiting("step"), waiting("head"), waiting("window")]
+    queue = make(items)
+    assert (queue.before("step"), queue.before("scan"), len(queue)) == (2, 1, 3)
+    assert queue.clear() == items
+    assert len(queue) == 0
+
+
+def test_a_queue_is_full_when_the_next_batch_of_sequences_would_not_grow_and_no_step_waits() -> None:
+    queue = make([waiting("window", 20) for _ in range(9)], TenthOfASlice())
+    queue.take(stays)  # five fill a slice
+    assert not queue.full
+    queue.put(waiting("window", 20))
+    assert queue.full
+    queue.put(waiting("step"))
+    assert not queue.full
+
+
+def test_a_batch_that_is_put_back_is_the_first_of_its_line_again() -> None:
+    items = [waiting("window", 20) for _ in range(12)]
+    queue = make(items, TenthOfASlice())
+    batch = queue.take(stays)
+    queue.put_back(batch)
+    assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [items[:5], items[5:10], items[10:]]

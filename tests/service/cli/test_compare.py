@@ -1,0 +1,305 @@
+"""`wane compare` and `report`, against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.service.live_server import LiveServer, live_server
+from tests.service.versions import make_eventful, put
+from wane.cli import main
+from wane.service.cli.client import Client, ClientError
+from wane.service.cli.compare import SAMPLE
+from wane.service.cli.measure import (
+    COMPARED_POSITIONS,
+    PHASES,
+    AgreementSummary,
+    Quantiles,
+    choose,
+    measure,
+    requests_needed,
+)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def compared(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The JSON of one comparison over a few tokens of the sample; its plot stands beside it."""
+    folder = tmp_path_factory.mktemp("compared")
+    files = ["--json", str(folder / "compared.json"), "--plot", str(folder / "compared.png")]
+    assert main(["compare", live.url, "--tokens", str(STEPS), *files]) == 0
+    document: dict[str, Any] = json.loads((folder / "compared.json").read_text())
+    assert (folder / "compared.png").read_bytes().startswith(PNG)
+    return document
+
+
+def test_both_modes_are_timed_in_every_phase(compared: dict[str, Any]) -> None:
+    assert set(compared["latency"]) == {"recurrent", "window"}
+    for phases in compared["latency"].values():
+        assert set(phases) == set(PHASES)
+        for quantiles in phases.values():
+            assert 0 <= quantiles["p50"] <= quantiles["p90"] <= quantiles["p99"]
+        assert phases["compute"]["p50"] < phases["total"]["p50"] < phases["round_trip"]["p50"]
+
+
+def test_agreement_is_counted_over_every_token(compared: dict[str, Any]) -> None:
+    agreement = compared["agreement"]
+    assert agreement["compared"] == compared["steps"] == STEPS
+    assert 0 <= agreement["top1_proved_rate"] <= agreement["top1_match_rate"] <= 1
+    assert 0 <= agreement["total_variation_mean"] <= agreement["total_variation_max"] <= 1
+
+
+def test_agreement_is_shown_by_window_size(compared: dict[str, Any]) -> None:
+    sizes = [line["window"] for line in compared["windows"]]
+    assert sizes == sorted(set(sizes)) and compared["k"] in sizes and 1 in sizes
+    assert {line["agreement"]["compared"] for line in compared["windows"]} == {COMPARED_POSITIONS}
+    # A window that reaches back to the start is the recurrent model.
+    for line in compared["windows"]:
+        if line["window"] >= STEPS:
+            assert line["agreement"]["total_variation_max"] < 1e-5
+            assert line["agreement"]["top1_match_rate"] == 1
+
+
+def test_the_sessions_that_a_comparison_used_are_ended(compared: dict[str, Any], http: httpx.Client) -> None:
+    (report,) = [one for one in http.get("/v1/report").json()["models"] if one["model"] == compared["model"]]
+    assert report["agreement"]["compared"] >= STEPS
+    assert report["modes"]["recurrent"]["requests"] >= STEPS
+
+
+def test_the_tables_show_both_modes_and_every_window(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("one two three", encoding="utf-8")
+    assert main(["compare", live.url, "--file", str(text), "--window", "2"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("recurrent", "window of 2", "queue", "compute", "total", "round trip", "p50", "p90", "p99", "bound"):
+        assert word in shown
+
+
+def test_the_report_is_shown_as_tables(
+    compared: dict[str, Any], live: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", live.url]) == 0
+    shown = capsys.readouterr().out
+    for word in ("recurrent", "window", "both", "queue", "compute", "total", "resident"):
+        assert word in shown
+
+
+def test_the_sample_is_long_enough_for_the_default(http: httpx.Client) -> None:
+    tokens = http.post("/v1/score", json={"input": SAMPLE.read_text(encoding="utf-8")}).json()["tokens"]
+    assert len(tokens) >= 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "gpt"], "'gpt'"),
+        (["--window", "0"], "window"),
+        (["--window", "100000"], "100000"),
+        (["--tokens", "0"], "--tokens"),
+        (["--plot", "plot.jpeg2"], "plot.jpeg2"),
+        (["--file", "/nowhere"], "/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_comparison_that_cannot_be_made_says_why(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert main(["compare", live.url, "--tokens", "4", *arguments]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ") and named in message
+
+
+def test_a_model_of_events_is_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    make_eventful(put(folder, "1", name="clicks"))
+    sessions = tmp_path / "sessions.jsonl"
+    sessions.write_text('["event 5", "event 6"]\n["event 7"]\n', encoding="utf-8")
+    figures = tmp_path / "compared.json"
+    with live_server("--bundles", str(folder)) as server:
+        assert main(["compare", server.url, "--file", str(sessions), "--json", str(figures)]) == 2
+        assert main(["compare", server.url, "--model", "clicks"]) == 2
+    message = "error: compare reads text, and the vocabulary of the model clicks is of events"
+    printed = capsys.readouterr()
+    assert printed.err.strip().splitlines() == [message, message]
+    assert not printed.out and not figures.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe"], ids=["empty", "not UTF-8"])
+def test_a_text_that_is_none_is_refused(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(content)
+    assert main(["compare", live.url, "--file", str(text)]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
+def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str], command: str, url: str) -> None:
+    assert main([command, url]) == 2
+    assert f"error: {url} does not answer" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("response", "told"),
+    [
+        (httpx.Response(404, json={"detail": "there is no session 's'"}), "404: there is no session 's'"),
+        (httpx.Response(502, text="<html>bad gateway"), "502: <html>bad gateway"),
+        (httpx.Response(500, json=["not a problem"]), '500: ["not a problem"]'),
+    ],
+    ids=["a problem", "a proxy's page", "other JSON"],
+)
+def test_a_refusal_is_told_in_the_server_s_words(response: httpx.Response, told: str) -> None:
+    with (
+        Client("http://wane", httpx.MockTransport(lambda request: response)) as client,
+        pytest.raises(ClientError, match="DELETE /v1/sessions/s") as raised,
+    ):
+        client.delete_session("s")
+    assert str(raised.value).endswith(told)
+
+
+def test_progress_counts_every_request() -> None:
+    assert requests_needed(100) == 300 + COMPARED_POSITIONS
+    assert requests_needed(3) == 9 + 3
+
+
+def test_a_window_is_measured_where_it_does_not_reach_back_to_the_start() -> None:
+    agreement = {
+        "top1_match": True,
+        "top1_proved": True,
+        "total_variation": 0.0,
+        "max_logit_difference": 0.0,
+        "error_bound": 0.0,
+    }
+    latency = {"queue_ms": 1.0, "compute_ms": 1.0, "total_ms": 1.0, "compute": {"p50_ms": 1.0}}
+    line = {"latency": latency, "agreement": agreement}
+    answer = {"session": "s", **line, "models": [{"recurrent": line, "windows": [line, line]}]}
+    sent: list[list[int]] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/predict":
+            sent.append(json.loads(request.content)["tokens"])
+        return httpx.Response(200, json=answer)
+
+    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1}
+    with Client("http://wane", httpx.MockTransport(respond)) as client:
+        measure(client, "http://wane", card, 2, [5, 6, 7, 8], advance=lambda: None)
+    assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
+
+
+def test_a_server_without_models_is_told_as_that() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"object": "list", "data": []}))
+    with Client("http://wane", transport) as client, pytest.raises(ClientError, match="the server has no models"):
+        choose(client, None)
+
+
+def test_quantiles_are_interpolated() -> None:
+    assert Quantiles.of([1.0, 2.0, 3.0]) == Quantiles(2.0, 2.8, 2.98)
+
+
+def test_a_bound_that_one_pair_lacks_is_no_bound_of_all() -> None:
+    pair = {"top1_match": True, "top1_proved": False, "total_variation": 0.1, "max_logit_difference": 1.0}
+    bounded = AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": 0.3}])
+    assert bounded.error_bound == 0.3
+    assert AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": None}]).error_bound is None
+
+
+def test_replicas_reports_are_added_up_and_one_that_does_not_answer_is_named(
+    live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = http.post("/v1/predict", json={"tokens": [1]}).json()
+    again = live.url.replace("127.0.0.1", "localhost")  # the same server, as if it were another
+    assert main(["report", live.url, again, "--json"]) == 0
+    merged = json.loads(capsys.readouterr().out)
+    once = http.get("/v1/report").json()
+    of_one, of_two = (
+        next(model for model in report["models"] if model["model"] == asked["model"]) for report in (once, merged)
+    )
+    assert (merged["replicas"], of_two["replicas"]) == (2, 2)
+    assert of_two["modes"]["recurrent"]["requests"] == 2 * of_one["modes"]["recurrent"]["requests"] > 0
+    absent = "http://127.0.0.1:1"
+    assert main(["report", live.url, absent]) == 2
+    printed = capsys.readouterr()
+    assert "1 replicas" in printed.out and f"1 of 2 did not report, and are not in it: {absent} does not" in printed.err
+    assert main(["report", live.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["models"][0].keys() == once["models"][0].keys()
+
+
+@contextmanager
+def stranger(page: bytes) -> Iterator[str]:
+    """The address of a server that answers everything with one page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing is printed."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+PAGES = {
+    "a page": (b"<html>statistics of a proxy</html>", "Invalid JSON"),
+    "nothing": (b"", "Invalid JSON"),
+    "another's JSON": (b'{"device": "cpu"}', "models: Field required"),
+    "a list": (b"[]", "object"),
+    "other types": (b'{"device": "cpu", "models": [{"model": 5}]}', "models.0.model: "),
+    "brackets without end": (b"[" * 100_000, "Invalid JSON"),
+}
+
+
+@pytest.mark.parametrize(("page", "why"), PAGES.values(), ids=PAGES)
+def test_a_url_that_is_not_a_server_of_ours_is_named_and_the_others_are_reported(
+    live: LiveServer, capsys: pytest.CaptureFixture[str], page: bytes, why: str
+) -> None:
+    with stranger(page) as url:
+        assert main(["report", url, live.url + "/", live.url, "--json"]) == 2
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["replicas"] == 1
+        assert f"1 of 2 did not report, and are not in it: {url} does not answer GET /v1/report as" in printed.err
+        assert why in printed.err
+        assert main(["report", url]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and printed.err.startswith(f"error: {url} does not answer GET /v1/report as Wane does: ")
+        assert main(["compare", url]) == 2
+        assert f"error: {url} does not answer GET /v1/models as Wane does: " in capsys.readouterr().err
+
+
+def test_a_report_that_does_not_go_with_the_others_is_named_and_left_out(
+    live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    http.post("/v1/predict", json={"tokens": [1]}).raise_for_status()
+    other = http.get("/v1/report").json()
+    for model in other["models"]:
+        for mode in model["modes"].values():
+            mode["latency"]["queue"]["buckets"][0]["le_ms"] = 1e-9
+    with stranger(json.dumps(other).encode()) as url:
+        assert main(["report", live.url, url, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["replicas"] == 1
+    assert f"1 of 2 did not report, and are not in it: {url}: the replicas' histograms" in printed.err

@@ -1,0 +1,138 @@
+"""Replicas' reports, merged, are the report of one process that did all that they did."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from wane.service.cli.merge_reports import MergeError, merge, quantile
+from wane.service.engine.agreement import Source
+from wane.service.engine.stats import BUCKETS_MS, Report
+from wane.service.observability.metrics import Metrics
+from wane.service.types import Agreement, Latency, Mode
+
+REPLICAS = 3
+milliseconds = some.floats(0, 1e5)
+share = some.floats(0, 1)
+latencies = some.builds(Latency, milliseconds, milliseconds, milliseconds)
+agreements = some.builds(
+    Agreement,
+    some.booleans(),
+    some.booleans(),
+    share,
+    share,
+    milliseconds,
+    share,
+    some.none() | share,
+    some.none() | share,
+)
+where = some.integers(0, REPLICAS - 1)
+modes = some.sampled_from([Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
+answered = some.tuples(where, modes, some.sampled_from(["predict", "step", "generate"]), latencies)
+compared = some.tuples(where, agreements, some.sampled_from(Source))
+shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"]))
+
+
+def document(report: Report, sessions: int = 0) -> dict[str, Any]:
+    """As /v1/report has one model's."""
+    counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
+    known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
+    return {"device": "cpu", "models": [{**known, "integrity": {"rounds": sessions, "faults": 0}, **report.document()}]}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal, but for the rounding of sums of floats."""
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert_same(found[name], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-12)
+    else:
+        assert found == expected
+
+
+@settings(deadline=None)
+@given(some.lists(answered), some.lists(compared), some.lists(shadowed), some.lists(where))
+def test_merging_equals_what_one_process_would_have_reported(
+    answers: list[Any], pairs: list[Any], shadows: list[Any], sessions: list[int]
+) -> None:
+    parts, whole = [Report(Metrics(), "m") for _ in range(REPLICAS)], Report(Metrics(), "m")
+    for replica, mode, operation, latency in answers:
+        for report in (parts[replica], whole):
+            report.took(mode, latency)
+            report.answered(operation, mode)
+    for replica, agreement, source in pairs:
+        for report in (parts[replica], whole):
+            report.compared(agreement, source)
+    for replica, outcome in shadows:
+        for report in (parts[replica], whole):
+            report.shadowed(outcome)
+            report.shadow_took(0.25)
+    found = merge([document(part, sessions.count(number)) for number, part in enumerate(parts)])
+    expected = merge([document(whole, len(sessions))])
+    assert (found.pop("replicas"), found["models"][0].pop("replicas")) == (REPLICAS, REPLICAS)
+    assert (expected.pop("replicas"), expected["models"][0].pop("replicas")) == (1, 1)
+    assert_same(found, expected)
+    one = document(whole, len(sessions))["models"][0]
+    for figure in ("operations", "agreement", "shadow", "sessions", "integrity"):
+        assert_same(found["models"][0][figure], one[figure])
+    for mode, measured in one["modes"].items():
+        assert found["models"][0]["modes"][mode]["requests"] == measured["requests"]
+        for phase, durations in measured["latency"].items():
+            assert found["models"][0]["modes"][mode]["latency"][phase]["buckets"] == durations["buckets"]
+
+
+@settings(deadline=None)
+@given(some.lists(milliseconds, min_size=1))
+def test_a_quantile_is_in_the_bucket_of_the_value_that_it_stands_for(values: list[float]) -> None:
+    counts = [sum(value <= bound for value in values) for bound in BUCKETS_MS] + [len(values)]
+    for wanted in (0.5, 0.9, 0.99):
+        found = quantile([*BUCKETS_MS, None], counts, wanted)
+        exact = sorted(values)[math.ceil(wanted * len(values)) - 1]
+        at = int(np.searchsorted(BUCKETS_MS, exact))
+        low, high = (0.0, *BUCKETS_MS)[at], (*BUCKETS_MS, BUCKETS_MS[-1])[at]
+        assert found is not None and low <= found <= high
+
+
+def test_a_quantile_of_nothing_is_none() -> None:
+    assert quantile([1.0, None], [0, 0], 0.5) is None
+
+
+def test_models_versions_and_devices_that_differ_are_all_told() -> None:
+    reports = [document(Report(Metrics(), "m")) for _ in range(3)]
+    reports[1]["models"][0] |= {"model_version": "2", "device": "cuda"}
+    reports[1]["device"] = "cuda"
+    reports[2]["models"].append(reports[2]["models"][0] | {"model": "other"})
+    merged = merge(reports)
+    assert (merged["device"], merged["replicas"]) == ("cpu, cuda", 3)
+    assert [(model["model"], model["model_version"], model["replicas"]) for model in merged["models"]] == [
+        ("m", "1, 2", 3),
+        ("other", "1", 1),
+    ]
+
+
+def test_two_versions_of_a_model_in_one_process_are_one_replica() -> None:
+    report = document(Report(Metrics(), "m"))
+    report["models"].append(report["models"][0] | {"model_version": "2"})
+    (model,) = merge([report])["models"]
+    assert (model["replicas"], model["model_version"]) == (1, "1, 2")
+
+
+def test_histograms_of_other_buckets_are_not_added() -> None:
+    one, other = Report(Metrics(), "m"), Report(Metrics(), "m")
+    for report in (one, other):
+        report.took(Mode.WINDOW, Latency(1, 1, 1))
+    reports = [document(one), document(other)]
+    reports[1]["models"][0]["modes"]["window"]["latency"]["queue"]["buckets"][0]["le_ms"] = 1e-9
+    with pytest.raises(MergeError, match="different buckets"):
+        merge(reports)

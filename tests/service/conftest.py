@@ -1,0 +1,167 @@
+"""The application over a fake engine, in this process; and the real one, behind a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from tests.service.engine_harness import Bench
+from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from wane.service.api.http_dispatch import WholeHttp
+from wane.service.app import create_app
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import Catalog
+from wane.service.server import WEBSOCKETS, Server
+from wane.service.settings import Settings
+
+LIMIT = 64 * 1024
+
+
+def never(error: Exception) -> None:
+    raise AssertionError("a fake catalog always loads") from error
+
+
+@pytest.fixture
+def catalog(app: FastAPI) -> FakeCatalog:
+    """The application's own, new for every test."""
+    app.state.catalog = catalog = FakeCatalog()
+    return catalog
+
+
+@pytest.fixture
+def engine(catalog: FakeCatalog) -> FakeEngine:
+    return catalog.engine
+
+
+@pytest.fixture(scope="session")
+def app() -> FastAPI:
+    settings = Settings(max_body_bytes=LIMIT)
+    return create_app(settings, cast(Catalog, FakeCatalog()), Metrics(), on_load_failure=never)
+
+
+@pytest.fixture
+async def client(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the application in this process; what escapes the application fails the test."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
+        yield client
+
+
+@pytest.fixture
+async def loading() -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application whose real catalog has not begun to load."""
+    settings, metrics = Settings(), Metrics()
+    app = create_app(settings, Catalog(settings, metrics), metrics, on_load_failure=never)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
+        yield client
+
+
+class SocketServer(Server):
+    """The server over the fake engine, in the test's own event loop."""
+
+    def __init__(self, app: FastAPI, catalog: FakeCatalog) -> None:
+        config = uvicorn.Config(app, port=0, **WEBSOCKETS, ws_max_size=LIMIT, log_config=None)
+        super().__init__(config, cast(Catalog, catalog))
+        self.app = app
+        self.listening = asyncio.Event()
+        self.read_bytes = 0  # over all connections, where `counting` has made the protocol
+
+    def counting(self, http: partial[WholeHttp]) -> partial[WholeHttp]:
+        """The same protocol, which adds what it reads to `read_bytes`."""
+        server = self
+
+        class Counting(WholeHttp):
+            def data_received(self, data: bytes) -> None:
+                server.read_bytes += len(data)
+                super().data_received(data)
+
+        return partial(Counting, *http.args, **http.keywords)
+
+    async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
+        """Writes each part once the one before it has been read."""
+        for part in parts:
+            enough = self.read_bytes + len(part)
+            writer.write(part)
+            while self.read_bytes < enough:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def draining_is_over(self) -> None:
+        assert self.draining is not None
+        await self.draining
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.address: tuple[str, int] = self.servers[0].sockets[0].getsockname()[:2]
+        self.url = "http://{}:{}".format(*self.address)
+        self.listening.set()
+
+
+@pytest.fixture
+async def server(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[SocketServer]:
+    """Real uvicorn on a real socket, with the fake engine behind it."""
+    server = SocketServer(app, catalog)
+    serving = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    yield server
+    server.should_exit = True
+    await serving
+
+
+@pytest.fixture(scope="session")
+def live() -> Iterator[LiveServer]:
+    """The real server in a process of its own, with the real models."""
+    with live_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def http(live: LiveServer) -> Iterator[httpx.Client]:
+    """A client of the real server."""
+    with httpx.Client(base_url=live.url, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+@pytest.fixture
+async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
+    """Makes benches, and ends them: by then no slot may be in use but by a resident state."""
+    benches: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        benches.append(Bench(**options))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.runner.gate.set()
+        bench.shadow_runner.gate.set()
+        await bench.engine.drain()
+        await bench.engine.close()
+        bench.engine._slab.check_integrity(idle=True)
+
+
+@pytest.fixture
+async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the event loop's clock forward by so many seconds, at once."""
+    loop = asyncio.get_running_loop()
+    real, moved_s = loop.time, [0.0]
+
+    def forward(seconds: float) -> None:
+        moved_s[0] += seconds
+
+    monkeypatch.setattr(loop, "time", lambda: real() + moved_s[0])
+    return forward
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    """A bench with the usual settings."""
+    return make_bench()

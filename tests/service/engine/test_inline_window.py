@@ -1,0 +1,182 @@
+"""Windows that are all that is asked for: the same as all other predictions, without a task of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from tests.service.engine.test_top1_proof_by_direction import VOCABULARY, model
+from tests.service.engine_harness import PATIENCE_S, Bench
+from wane.service.engine.inline_window import QuickWindow
+from wane.service.errors import InvalidRequest, Unavailable, WaneError
+from wane.service.types import Answer, Mode, PredictRequest
+
+WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
+
+
+def begun(bench: Bench, request: PredictRequest = WINDOW) -> QuickWindow:
+    """A window that stands in the queue."""
+    window = bench.engine.begin_window(request)
+    assert window is not None
+    return window
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        PredictRequest((5,)),
+        PredictRequest((5,), window=2),
+        PredictRequest((5,), mode=Mode.RECURRENT),
+        PredictRequest((5,), mode=Mode.BOTH),
+        PredictRequest(mode=Mode.WINDOW, session="a"),
+    ],
+    ids=["auto", "auto with a window", "recurrent", "both", "of a session"],
+)
+async def test_what_is_more_than_a_window_is_left_to_the_others_and_nothing_is_done(
+    bench: Bench, request_: PredictRequest
+) -> None:
+    assert bench.engine.begin_window(request_) is None
+    assert (bench.engine.asked, bench.engine._batcher.waiting, bench.runner.calls) == (0, 0, [])
+
+
+async def test_one_that_is_begun_answers_what_a_prediction_answers(bench: Bench) -> None:
+    window = begun(bench)
+    assert (await window.answer)._replace(latency=None) == (  # type: ignore[arg-type]
+        (await bench.engine.predict(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
+    )
+    assert bench.engine.asked == 2
+
+
+@pytest.mark.parametrize(("k", "run"), [(2, [6, 7]), (3, [5, 6, 7]), (4, [5, 6, 7])])
+async def test_one_of_a_truncated_sequence_runs_its_last_tokens_without_a_start_token(
+    bench: Bench, k: int, run: list[int]
+) -> None:
+    request = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=k, truncated=True)
+    answer = await begun(bench, request).answer
+    assert bench.runner.calls == [("window", [run])]
+    assert (answer.window, answer.error_bound) == (len(run), None)
+
+
+async def test_one_that_is_refused_is_refused_as_a_prediction(bench: Bench) -> None:
+    with pytest.raises(InvalidRequest, match="window is 10000"):
+        bench.engine.begin_window(PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
+    await bench.engine.drain()
+    with pytest.raises(Unavailable):
+        bench.engine.begin_window(WINDOW)
+
+
+async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_it(bench: Bench) -> None:
+    bench.runner.gate.clear()
+    first = begun(bench)
+    await bench.runner.until_busy()
+    second = begun(bench)
+    second.leave()
+    second.leave()
+    bench.runner.gate.set()
+    await first.answer
+    await bench.engine.drain()
+    assert len(bench.runner.calls) == 1
+    assert not second.answer.done()
+    assert bench.sample("wane_skipped_items_total", reason="abandoned") == 1
+
+
+async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(bench: Bench) -> None:
+    bench.runner.gate.clear()
+    window = begun(bench)
+    await bench.runner.until_busy()
+    window.leave()
+    bench.runner.gate.set()
+    await begun(bench).answer
+    assert not window.answer.done()
+    await bench.engine.drain()
+
+
+async def test_a_run_that_fails_is_told_and_the_engine_goes_on(bench: Bench) -> None:
+    bench.runner.poison = 6
+    with pytest.raises(WaneError, match="failed to run"):
+        await begun(bench).answer
+    bench.runner.poison = None
+    await begun(bench).answer
+    await bench.engine.drain()
+
+
+async def test_an_answer_that_cannot_be_made_is_its_own_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, failing = bench.engine._answering.of_window, begun(bench)
+
+    def fails_once(*given: object) -> object:
+        monkeypatch.undo()
+        raise LookupError(str(len(given)))
+
+    monkeypatch.setattr(bench.engine._answering, "of_window", fails_once)
+    other = begun(bench)
+    with pytest.raises(LookupError):
+        await failing.answer
+    assert (await other.answer).window == 2
+    assert bench.engine._answering.of_window == made
+    await bench.engine.drain()
+
+
+class Held:
+    """A proof that is sought until it is let go."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.asked, self.go = asyncio.Event(), threading.Event()
+
+    def proves(self, *_: object) -> bool:
+        self.loop.call_soon_threadsafe(self.asked.set)
+        return self.go.wait(20)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: bool) -> None:
+    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
+    engine = small.engine
+
+    async def ask() -> tuple[QuickWindow, bool]:
+        proof = Held()
+        engine._answering.direction = proof  # type: ignore[assignment]
+        asked = asyncio.create_task(proof.asked.wait())
+        while not asked.done():  # for a window whose radius settles nothing
+            tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
+            window = engine.begin_window(PredictRequest(tokens, mode=Mode.WINDOW, window=2))
+            assert window is not None
+            await asyncio.wait([asked, window.answer], return_when=asyncio.FIRST_COMPLETED)
+        draining = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+        waits = not draining.done()
+        if left:
+            window.leave()
+            await draining
+        proof.go.set()
+        await draining
+        return window, waits
+
+    window, waits = asyncio.run(ask())
+    assert waits
+    assert window.answer.done() is not left
+    assert left or window.answer.result().top1_proved
+
+
+def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begun() -> None:
+    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
+    engine, go = small.engine, threading.Event()
+
+    async def ask() -> asyncio.Future[Answer]:
+        engine._prover.submit(go.wait, PATIENCE_S)  # as a document that is scored has it
+        while True:
+            tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
+            window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
+            while not (window.answer.done() or engine._answering._proofs):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            if not window.answer.done():
+                await engine.close()
+                await asyncio.wait([window.answer], timeout=PATIENCE_S)
+                go.set()
+                return window.answer
+
+    with pytest.raises(Unavailable):
+        asyncio.run(ask()).result()

@@ -1,0 +1,103 @@
+"""The likeliest tokens: from all logits, and from those that a graph picked out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
+from wane.models.manifest import Role
+from wane.service.batching import batch
+from wane.service.batching.batch import Outputs, Top, Work
+from wane.service.engine.logits import log_softmax, predictions
+from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
+from wane.service.state.pool import Slab
+
+VOCABULARY = byte_vocabulary()
+K = 16
+
+
+def random_logits(seed: int) -> NDArray[np.float32]:
+    """Some of them equal."""
+    logits = 3 * np.random.default_rng(seed).normal(size=VOCABULARY.size)
+    rounded: NDArray[np.float32] = np.round(logits, 1).astype(np.float32)
+    return rounded
+
+
+def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
+    """What a graph picks out of logits (B, V)."""
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :K]
+    total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1)).astype(np.float32)
+    return {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, axis=1), LOG_SUM_EXP: total}
+
+
+def top_of(logits: NDArray[np.float32]) -> Top:
+    return Top(Outputs(picked(logits[None])), 0)
+
+
+class PickingRunner(FakeRunner):
+    """Its graphs pick out the largest."""
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        outputs = super().run(role, feeds)
+        return outputs | picked(outputs["logits"]) if "logits" in outputs else outputs
+
+
+@pytest.mark.parametrize("count", [1, 5, K])
+def test_what_a_graph_picked_out_gives_the_same_predictions(count: int) -> None:
+    for seed in range(20):
+        logits = random_logits(seed)
+        whole = predictions(logits, count, VOCABULARY)
+        from_top = predictions(logits, count, VOCABULARY, top_of(logits))
+        for one, other in zip(whole, from_top, strict=True):
+            assert (one.token_id, one.token, one.token_bytes) == (other.token_id, other.token, other.token_bytes)
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-6)
+            assert other.probability == pytest.approx(one.probability, rel=2e-6)
+
+
+def test_more_than_was_picked_out_comes_from_all_logits() -> None:
+    logits = random_logits(0)
+    wrong = top_of(random_logits(1))
+    assert predictions(logits, K + 1, VOCABULARY, wrong) == predictions(logits, K + 1, VOCABULARY)
+    assert len(predictions(logits, VOCABULARY.size + 5, VOCABULARY, wrong)) == VOCABULARY.size
+
+
+def test_equals_come_by_their_ids_and_none_is_left_out() -> None:
+    logits = np.zeros(VOCABULARY.size, np.float32)
+    logits[[9, 3]] = 1
+    assert [one.token_id for one in predictions(logits, 4, VOCABULARY)] == [3, 9, 0, 1]
+
+
+def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> None:
+    logits = np.zeros(VOCABULARY.size, np.float32)
+    logits[7] = 40
+    outputs = picked(logits[None])
+    outputs[LOG_SUM_EXP] = np.nextafter(np.float32([40]), np.float32(0))  # as float32 may round it
+    (found,) = predictions(logits, 1, VOCABULARY, Top(Outputs(outputs), 0))
+    assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
+
+
+def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
+    runner = PickingRunner(VOCABULARY.size)
+    slab = Slab(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+    for role in ("step", "window"):
+        rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], slab, runner)  # type: ignore[arg-type]
+        for row in rows:
+            assert isinstance(row, batch.Row)
+            assert row.logits is not None
+            assert row.top is not None
+            logprobs = log_softmax(row.logits)
+            for count in (2, K):
+                found = row.top.first(count)
+                assert found is not None
+                assert found.ids[:count] == np.argsort(-row.logits, kind="stable")[:count].tolist()
+                assert found.logits == row.logits[found.ids].tolist()
+                assert found.logprobs == pytest.approx(logprobs[found.ids], abs=1e-5)
+                assert found.probabilities == pytest.approx(np.exp(logprobs[found.ids]), abs=1e-5)
+            assert row.top.first(K + 1) is None
+    (alone,) = batch.run([Work("window", np.array([2]))], slab, FakeRunner(VOCABULARY.size))
+    assert isinstance(alone, batch.Row)
+    assert alone.top is None

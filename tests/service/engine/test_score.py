@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.service.chunked.test_chunked import Told
+from tests.service.engine_harness import Bench
+from wane.models.manifest import Role
+from wane.service.engine import score
+from wane.service.engine.logits import log_softmax
+from wane.service.engine.score import RESIDUAL
+from wane.service.types import ScoreMethod, ScoreRequest
+
+EOS = 0
+
+
+def expected(bench: Bench, tokens: tuple[int, ...]) -> list[float]:
+    fed = [EOS, *tokens]
+    return [float(log_softmax(bench.runner.logits(fed[: index + 1]))[token]) for index, token in enumerate(tokens)]
+
+
+async def test_every_given_token_has_its_log_probability_given_those_before_it(bench: Bench) -> None:
+    tokens = (10, 11, 12, 10)
+    score = await bench.engine.score(ScoreRequest(tokens))
+    assert score.logprobs == pytest.approx(expected(bench, tokens), abs=1e-5)
+    assert score.summary.perplexity == pytest.approx(np.exp(-np.mean(score.logprobs)))
+    assert (score.summary.error_bound, score.summary.max_residual) == (0.0, 0.0)
+
+
+async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Bench) -> None:
+    tokens = tuple(10 + index % 97 for index in range(600))
+    score = await bench.engine.score(ScoreRequest(tokens))
+    assert [len(rows[0]) for _, rows in bench.runner.calls] == [256, 256, 88]
+    assert len(score.logprobs) == 600
+    assert score.logprobs[-1] == pytest.approx(
+        float(log_softmax(bench.runner.logits([EOS, *tokens[:-1]]))[tokens[-1]]), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+async def test_other_work_runs_while_a_long_text_is_made_an_array(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, truncated: bool
+) -> None:
+    turn, fed, turns = 0, list[int](), list[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    run = bench.engine._scorer._parallel.run
+
+    def noted(role: Role, inputs: NDArray[np.int64], targets: NDArray[np.int64], *given: Any, **named: Any) -> Any:
+        turns.append(turn)
+        fed.extend([*inputs.tolist(), int(targets[-1])])
+        return run(role, inputs, targets, *given, **named)
+
+    monkeypatch.setattr(score, "FED_AT_ONCE", 8, raising=False)
+    monkeypatch.setattr(bench.engine._scorer._parallel, "run", noted)
+    tokens = tuple(10 + index % 97 for index in range(83))
+    counting = asyncio.create_task(count_turns())
+    await bench.engine.score(ScoreRequest(tokens, truncated=truncated))
+    counting.cancel()
+    assert fed == [*([] if truncated else [EOS]), *tokens]
+    assert turns[0] > 83 // 8
+
+
+async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.runner, "_head", bench.runner._head * np.float32(1e4))
+    score = await bench.engine.score(ScoreRequest((10, 11, 12)))
+    assert np.isfinite(score.summary.perplexity)
+
+
+# Truncated sequences
+
+
+def truncated(bench: Bench, tokens: tuple[int, ...]) -> list[float]:
+    """The log-probability of every token but the first, from those before it alone."""
+    return [float(log_softmax(bench.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
+
+
+async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(certified=True, max_window=200)
+    epsilon = bench.manifest.certificate.error_bound_at
+    tokens = (10, 11, 12, 10)
+    score = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    assert score.logprobs[0] is None
+    assert score.logprobs[1:] == pytest.approx(truncated(bench, tokens), abs=1e-5)
+    assert score.error_bounds == (None, epsilon(1), epsilon(2), epsilon(3))
+    summary = score.summary
+    assert (summary.tokens, summary.error_bound) == (4, epsilon(1))
+    assert summary.perplexity == pytest.approx(np.exp(-np.mean(truncated(bench, tokens))))
+    assert bench.runner.calls == [("scan", [[10, 11, 12]])]
+
+
+async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tokens_before_it(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(certified=True, max_window=200)
+    tokens = tuple(10 + index % 97 for index in range(600))
+    score = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    assert len(score.logprobs) == 600
+    assert score.logprobs[300] == pytest.approx(truncated(bench, tokens[:301])[-1], abs=1e-5)
+    assert score.error_bounds is not None
+    assert score.error_bounds[1:] == tuple(bench.manifest.certificate.error_bound_at(known) for known in range(1, 600))
+
+
+async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 150}))
+    epsilon = bench.manifest.certificate.error_bound_at
+    tokens = tuple(10 + index * index % 97 for index in range(1500))
+    in_order = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    score = await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0.1, truncated=True))
+    summary = score.summary
+    assert (summary.chunks, summary.rounds) == (4, 1) and summary.max_residual > RESIDUAL
+    assert score.logprobs[0] is None and score.logprobs[1:] == pytest.approx(in_order.logprobs[1:], abs=0.5)
+    assert score.error_bounds is not None and in_order.error_bounds is not None
+    assert summary.warm_up is not None
+    joints = epsilon(summary.warm_up + 1)
+    assert joints is not None and 0 < joints <= 0.1
+    for known, found in enumerate(score.error_bounds[1:], 1):
+        alone = epsilon(known)
+        assert alone is not None and found == min(alone + joints, 1)
+    assert summary.error_bound == score.error_bounds[1]
+
+
+async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(bench: Bench) -> None:
+    score = await bench.engine.score(ScoreRequest((10,), truncated=True))
+    assert (score.logprobs, score.error_bounds) == ((None,), (None,))
+    assert (score.summary.tokens, score.summary.perplexity, score.summary.error_bound) == (1, None, None)
+    assert bench.runner.calls == []
+
+
+async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(bench: Bench) -> None:
+    score = await bench.engine.score(ScoreRequest((10, 11, 12), truncated=True))
+    assert (score.error_bounds, score.summary.error_bound) == ((None, None, None), None)
+    assert (await bench.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.service.engine_harness import Bench
+from wane.service.engine.bounds import Bound
+from wane.service.engine.stats import BUCKETS_MS, RECENT, Durations, Report
+from wane.service.observability.metrics import Metrics
+from wane.service.types import Answer, GenerateRequest, Latency, Mode, Origin, PredictRequest, ScoreRequest, StepRequest
+
+MakeBench = Callable[..., Bench]
+TOKENS = tuple(range(10, 20))
+
+
+def test_percentiles_are_exact_over_the_latest_values() -> None:
+    durations = Durations()
+    for value in range(1, 101):
+        durations.add(float(value))
+    document: Any = durations.document()
+    assert (document["p50_ms"], document["p90_ms"], document["p99_ms"]) == (
+        pytest.approx(50.5),
+        pytest.approx(90.1),
+        pytest.approx(99.01),
+    )
+    assert (document["count"], document["sum_ms"]) == (100, 5050.0)
+
+
+def test_percentiles_forget_and_buckets_do_not() -> None:
+    durations = Durations()
+    durations.add(1e6)
+    for _ in range(RECENT):
+        durations.add(1.0)
+    document: Any = durations.document()
+    assert document["p99_ms"] == 1.0
+    assert document["count"] == RECENT + 1
+
+
+def test_buckets_are_cumulative_include_their_bound_and_end_in_one_without() -> None:
+    durations = Durations()
+    for value in (BUCKETS_MS[0], BUCKETS_MS[3], 1e9):
+        durations.add(value)
+    buckets: Any = durations.document()["buckets"]
+    assert [bucket["count"] for bucket in buckets[:5]] == [1, 1, 1, 2, 2]
+    assert buckets[-1] == {"le_ms": None, "count": 3}
+
+
+def test_steps_that_are_counted_together_count_as_one_by_one() -> None:
+    latencies = [Latency(BUCKETS_MS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
+    worth = [(Bound(0.0, 0.0, 0.1), True), (None, False), (Bound(0.5, 1e-4, 0.5), True)]
+    shown = []
+    for together in (True, False):
+        metrics = Metrics()
+        report = Report(metrics, "m")
+        answers = []
+        for latency, (bound, proved) in zip(latencies, worth, strict=True):
+            found = (None, None) if bound is None else (bound.variation, bound.state)
+            answer = Answer(Mode.RECURRENT, (), latency, Origin.RESIDENT, found[0])
+            answers.append(answer._replace(state_error_bound=found[1], top1_proved=proved))
+            if not together:
+                report.took(Mode.RECURRENT, latency)
+                report.claimed(Mode.RECURRENT, bound, proved)
+        if together:
+            report.stepped(answers)
+        lines = [line for line in metrics.render()[0].decode().splitlines() if "_created" not in line]
+        shown.append((lines, report.document()))
+    assert shown[0] == shown[1]
+
+
+def test_of_no_steps_nothing_is_counted() -> None:
+    report = Report(Metrics(), "m")
+    report.stepped([])
+    assert report.document()["modes"] == {}
+
+
+def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None:
+    report = Report(Metrics(), "m")
+    report.answered("predict", Mode.BOTH)
+    for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH):
+        report.took(mode, Latency(1.0, 2.0, 3.0))
+    modes: Any = report.document()["modes"]
+    assert {mode: part["requests"] for mode, part in modes.items()} == {
+        "recurrent": 0,
+        "window": 0,
+        "both": 1,
+    }
+    assert modes["window"]["latency"]["compute"]["p50_ms"] == 2.0
+
+
+async def test_the_report_of_an_engine_is_what_it_did(bench: Bench) -> None:
+    session = (await bench.engine.create_session()).session
+    parked = (await bench.engine.create_session()).session
+    for _ in range(3):
+        await bench.engine.step(StepRequest(session, (5,)))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    await bench.engine.score(ScoreRequest(TOKENS))
+    async for _ in await bench.engine.generate(GenerateRequest(TOKENS, max_tokens=2)):
+        pass
+    report: Any = await bench.engine.report()
+    assert (report["model"], report["model_version"], report["device"]) == ("fake", "1", "cpu")
+    assert report["operations"] == {"step": 3, "predict": 2, "score": 1, "generate": 1}
+    assert {mode: part["requests"] for mode, part in report["modes"].items()} == {
+        "recurrent": 3,
+        "window": 1,
+        "both": 1,
+    }
+    assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 4  # three steps, and half of both
+    assert report["agreement"]["compared"] == 1
+    assert report["sessions"] == {"resident": 1, "parked": 1, "rebuilt": 0}
+    assert parked != session
+
+
+async def test_prometheus_sees_the_same_and_no_session_id(bench: Bench) -> None:
+    session = (await bench.engine.create_session("a-session-by-name")).session
+    await bench.engine.step(StepRequest(session, (5,)))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    assert bench.sample("wane_answers_total", operation="step", mode="recurrent") == 1
+    assert bench.sample("wane_answer_seconds_count", mode="window", phase="compute") == 1
+    assert bench.sample("wane_sessions_resident") == 1
+    assert bench.sample("wane_state_bytes") == bench.engine._slab.slot_bytes
+    assert bench.sample("wane_batch_items_count", role="step") == 1
+    text = bench.metrics.render()[0].decode()
+    assert "a-session-by-name" not in text
+    assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text
+
+
+async def test_what_was_claimed_of_answers_is_counted(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=130, max_window=140)
+    tokens = TOKENS * 20
+    exact = await bench.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    window = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    vacuous = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=1))
+    assert (exact.error_bound, exact.top1_proved, vacuous.top1_proved) == (0.0, True, False)
+    assert window.error_bound is not None and 0 < window.error_bound < 1e-2
+    assert vacuous.error_bound == pytest.approx(1.0)
+    for mode, le, count in (("recurrent", "0.0", 1), ("window", "0.0", 0), ("window", "0.01", 1), ("window", "1.0", 2)):
+        assert bench.sample("wane_answer_error_bound_bucket", mode=mode, le=le) == count
+    assert bench.sample("wane_answers_top1_proved_total", mode="recurrent") == 1
+    assert bench.sample("wane_answers_top1_proved_total", mode="window") == window.top1_proved
+    uncertified = make_bench()
+    await uncertified.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
+
+
+async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_bench: MakeBench) -> None:
+    bench = make_bench(certified=True, window=130, max_window=140)
+    for window in (130, 1, 140):
+        await bench.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
+    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    agreement: Any = (await bench.engine.report())["agreement"]
+    epsilon = bench.manifest.certificate.error_bound_at
+    bounds = [epsilon(130), epsilon(1), epsilon(140), 0.0]
+    assert agreement["error_bound"] == {"bounded": 4, "mean": pytest.approx(sum(bounds) / 4), "max": max(bounds)}
+    assert agreement["top1_proved_rate"] == bench.sample("wane_agreement_top1_proved_total") / 4 >= 0.25
+    assert agreement["bound_violations"] == bench.sample("wane_agreement_bound_violations_total") == 0
+
+
+async def test_a_pair_further_apart_than_is_claimed_is_counted_and_logged(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
+    answer = await bench.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
+    assert answer.agreement is not None and answer.agreement.error_bound is not None
+    assert answer.agreement.total_variation > answer.agreement.error_bound
+    agreement: Any = (await bench.engine.report())["agreement"]
+    assert agreement["bound_violations"] == bench.sample("wane_agreement_bound_violations_total") == 1
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    fields = vars(record)["fields"]
+    assert (fields["model"], fields["error_bound"]) == ("fake", answer.agreement.error_bound)

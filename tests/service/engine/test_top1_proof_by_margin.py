@@ -1,0 +1,129 @@
+"""The margin test against every token one by one, and against the worst that a moved state can do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from wane.service.batching.batch import Outputs, Row, Top
+from wane.service.engine.top1_proof import Margin
+from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
+from wane.service.state.pool import HIDDEN
+
+CASES = 3000
+SIZE, WIDTH = 40, 8
+
+
+def make(seed: int, size: int = SIZE, width: int = WIDTH) -> tuple[dict[str, NDArray[np.float32]], Margin]:
+    random = np.random.default_rng(seed)
+    lengths = np.exp(random.normal(size=(size, 1)))
+    weights = {
+        "head.weight": (lengths * random.normal(size=(size, width))).astype(np.float32),
+        "head.bias": random.normal(size=size).astype(np.float32),
+    }
+    return weights, Margin(weights)
+
+
+def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = weights["head.weight"] @ hidden + weights["head.bias"]
+    return logits
+
+
+def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
+    """The first token, and for every other one the error that its lead bears: the lead over the rows' distance."""
+    rows = weights["head.weight"].astype(np.float64)
+    first = int(logits.argmax())
+    apart = np.linalg.norm(rows - rows[first], axis=1)
+    apart[first] = 1.0
+    lead = logits[first].astype(np.float64) - logits
+    lead[first] = np.inf
+    return first, lead / apart
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_state_within_the_error_overturns_what_is_proved_and_pruning_loses_nothing(seed: int) -> None:
+    weights, margin = make(seed)
+    random = np.random.default_rng(seed)
+    proved = refused = 0
+    for _ in range(CASES // 6):
+        hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
+        logits = logits_of(weights, hidden)
+        first, bears = leads(weights, logits)
+        nearest = int(bears.argmin())
+        error = float(bears[nearest] * np.exp(0.5 * random.normal()))
+        if not margin.proves(logits, hidden, error):
+            assert error > bears[nearest] * (1 - 1e-3), "it can be proved, but for rounding"
+            refused += 1
+            continue
+        proved += 1
+        # The worst of all: straight towards the token that would be first soonest, and any direction else.
+        rows = weights["head.weight"].astype(np.float64)
+        towards = rows[nearest] - rows[first]
+        for direction in (towards, random.normal(size=WIDTH)):
+            moved = hidden + direction * (error / np.linalg.norm(direction))
+            assert int(logits_of(weights, moved.astype(np.float32)).argmax()) == first
+    assert proved > CASES / 60 and refused > CASES / 60
+
+
+def test_a_lead_that_rounding_could_have_made_proves_nothing() -> None:
+    weights, margin = make(0)
+    hidden = np.ones(WIDTH, np.float32)
+    logits = logits_of(weights, hidden)
+    assert margin.proves(logits, hidden, 0.0)
+    first, second = np.argsort(-logits)[:2]
+    logits[second] = np.nextafter(logits[first], np.float32(-np.inf))
+    assert not margin.proves(logits, hidden, 0.0)
+    logits[second] = logits[first]
+    assert not margin.proves(logits, hidden, 0.0)
+
+
+@pytest.mark.parametrize("error", [np.inf, np.nan])
+def test_a_state_that_may_be_anywhere_proves_nothing(error: float) -> None:
+    weights, margin = make(0)
+    hidden = np.ones(WIDTH, np.float32)
+    assert not margin.proves(logits_of(weights, hidden), hidden, error)
+
+
+def test_the_output_matrix_may_be_the_embedding() -> None:
+    weights, margin = make(0)
+    tied = Margin({"embedding.weight": weights["head.weight"], "head.bias": weights["head.bias"]})
+    hidden = np.ones(WIDTH, np.float32)
+    logits = logits_of(weights, hidden)
+    for error in (0.0, 1e-3, 1e-2, 1e-1, 1.0):
+        assert tied.proves(logits, hidden, error) is margin.proves(logits, hidden, error)
+
+
+def test_many_tokens_that_rows_lengths_do_not_settle_are_looked_at_one_by_one() -> None:
+    random = np.random.default_rng(3)
+    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long, and close together
+    weights = {"head.weight": rows.astype(np.float32), "head.bias": np.linspace(0, -1, 500).astype(np.float32)}
+    weights["head.bias"][0] = 0.1
+    margin, hidden = Margin(weights), np.zeros(WIDTH, np.float32)
+    logits = logits_of(weights, hidden)
+    _, bears = leads(weights, logits)
+    least = float(bears.min())
+    assert least > 1.0, "row norms alone would bear an error of a hundredth of that"
+    assert margin.proves(logits, hidden, 0.95 * least)  # the rest is rounding: the rows are long
+    assert not margin.proves(logits, hidden, 1.001 * least)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(seed: int) -> None:
+    weights, margin = make(seed)
+    random = np.random.default_rng(seed)
+    told = {True: 0, False: 0, None: 0}
+    for _ in range(CASES // 6):
+        hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
+        logits = logits_of(weights, hidden)
+        error = 0.1 * np.exp(random.normal())
+        ids = np.argsort(-logits, kind="stable")[:2]
+        outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
+        put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
+        settled = margin._at_a_look(logits, hidden, error)
+        assert margin._at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
+        assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
+        assert settled in (None, margin._has_no_rival(logits, hidden, error))
+        told[settled] += 1
+    assert told[True] and told[False]
+    assert told[None] < CASES // 6 / 2

@@ -1,0 +1,317 @@
+"""A model small enough to see through, and a runner for it that can be held, watched and made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.models.rounding import rounding
+from wane.models.certificate.answer import head_diameter, total_variation
+from wane.models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
+from wane.models.vocabulary import EOS, UNK, Vocabulary
+from wane.service.batching.cost_model import Costs
+from wane.service.chunked.layout import Pacing
+from wane.service.engine.engine import Engine
+from wane.service.engine.forward import PIECE_TOKENS
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.runner import RADIUS, Array, Runner
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import Store
+from wane.service.settings import Settings
+from wane.service.state.pool import Slab
+
+HIDDEN = 4
+MANIFEST_FIELDS = ("window", "max_window", "certificate")
+PATIENCE_S = 120.0  # after which a test that waits for another thread has failed
+
+
+ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
+CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
+
+
+def byte_vocabulary() -> Vocabulary:
+    """`<eos>` is 0, `<unk>` 1, then every byte as a token of its own."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate([EOS, UNK, *characters])}
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return Vocabulary("bpe", tokenizer.to_str())
+
+
+def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read", "close")) -> Vocabulary:
+    """`<eos>` is 0, `<unk>` 1, then the names."""
+    ids = {token: index for index, token in enumerate([EOS, UNK, *names])}
+    tokenizer = Tokenizer(models.WordLevel(ids, UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Vocabulary("words" if kind == "words" else "events", tokenizer.to_str())
+
+
+def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
+    """The manifest of an LSTM that is nowhere on disk, contractive and not certified: it says so, nothing proves it."""
+    architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
+    fields: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "name": "fake",
+        "version": "1",
+        "architecture": architecture,
+        "vocabulary": {
+            "kind": vocabulary.kind,
+            "size": vocabulary.size,
+            "eos_id": vocabulary.eos_id,
+            "sha256": vocabulary.sha256,
+        },
+        "state": architecture.state_tensors(),
+        "window": 4,
+        "max_window": 16,
+        "opset": 18,
+        "graphs": {},
+        "weights": "weights.safetensors",
+        "tokenizer": "tokenizer.json",
+        "files": {},
+        "certificate": CONTRACTIVE,
+        "provenance": Provenance.model_construct(),  # engines do not ask where weights came from
+    }
+    return Manifest.model_validate(fields | changes)
+
+
+class FakeRunner:
+    """c' = 0.9 c + E[x], h' = tanh(c'), logits = W h': every row by itself, so batches change nothing, bit for bit.
+
+    `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
+    one has begun. A run that meets `poison` among its tokens raises; one that meets `hot` ends in NaN there.
+    With a `radius`, every window says that it is its own. With a `decay` of 1 and more, nothing is ever forgotten.
+    """
+
+    device = "cpu"
+    cpu_s = 0.0
+
+    def __init__(self, vocabulary_size: int) -> None:
+        random = np.random.default_rng(7)
+        self._embedding = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+        self._head = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+        self.calls: list[tuple[Role, list[list[int]]]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.busy = threading.Event()
+        self.killed = False
+        self.poison: int | None = None
+        self.hot: int | None = None
+        self.radius: float | None = None
+        self.decay = np.float32(0.9)
+
+    def outputs(self, role: Role) -> Sequence[str]:
+        """Of windows, as far as anybody asks."""
+        assert role == "window"
+        return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS]
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def margin(self) -> Margin:
+        """Of the output layer."""
+        return Margin({"head.weight": self._head, "head.bias": np.zeros(len(self._head), np.float32)})
+
+    def certificate(self, max_window: int) -> Certificate:
+        """What can be proved of the function: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
+        reach = np.linalg.norm(np.abs(self._embedding).max(axis=0)) / (1 - 0.9)
+        state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
+        diameter = head_diameter(self._head.astype(np.float64))
+        error_bound = total_variation(diameter, state_error + ROUNDING.between_runs)
+        return Certificate(
+            contractive=True,
+            certified=bool(error_bound[-1] <= 1e-3),
+            reason=None if error_bound[-1] <= 1e-3 else "the bound stays too large",
+            layers=(),
+            state_error=tuple(state_error.tolist()),
+            error_bound=tuple(error_bound.tolist()),
+            head_diameter=diameter,
+            rounding=ROUNDING,
+        )
+
+    async def until_busy(self) -> None:
+        """Waits until a run has begun that had not when this was last asked."""
+        assert await asyncio.to_thread(self.busy.wait, PATIENCE_S)
+        self.busy.clear()
+
+    def kill(self) -> None:
+        """As a shadow's runner is."""
+        self.killed = True
+
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
+    def roles(self) -> list[Role]:
+        """The roles that ran, in order."""
+        return [role for role, _ in self.calls]
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What the model says after `tokens`, fed one by one from the zero state."""
+        state = {"layers.0.h": np.zeros((1, HIDDEN)), "layers.0.c": np.zeros((1, HIDDEN))}
+        state = {name: value.astype(np.float32) for name, value in state.items()}
+        for token in tokens:
+            state = self._step(np.array([token]), state)
+        return self._logits(state["layers.0.h"])[0]
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        tokens = feeds.get("tokens")
+        lengths = feeds.get("lengths")
+        rows: list[list[int]] = []
+        if tokens is not None:
+            columns = tokens.reshape(len(tokens), -1)
+            ends = lengths if lengths is not None else np.ones(len(columns), int)
+            rows = [row[:end].tolist() for row, end in zip(columns, ends, strict=True)]
+        self.calls.append((role, rows))
+        self.busy.set()
+        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        if any(self.poison in row for row in rows):
+            raise RuntimeError("a poisoned token")
+        if role == "head":
+            return {"logits": self._logits(feeds["hidden"])}
+        assert tokens is not None
+        if role == "window":
+            zero = np.zeros((len(tokens), HIDDEN), np.float32)
+            state = {"layers.0.h": zero, "layers.0.c": zero}
+        else:
+            state = {name: feeds[name] for name in ("layers.0.h", "layers.0.c")}
+        outputs: dict[str, Array] = {}
+        if role == "step":
+            state = self._step(tokens, state)
+        else:
+            assert lengths is not None
+            logprobs = np.zeros(tokens.shape, np.float32)
+            for time in range(tokens.shape[1]):
+                stepped = self._step(tokens[:, time], state)
+                alive = (time < lengths)[:, None]
+                state = {name: np.where(alive, stepped[name], state[name]) for name in state}
+                if role == "scan":
+                    logits = self._logits(state["layers.0.h"]).astype(np.float64)
+                    logits -= logits.max(1, keepdims=True)
+                    logits -= np.log(np.exp(logits).sum(1, keepdims=True))
+                    wanted = logits[np.arange(len(tokens)), feeds["targets"][:, time]]
+                    logprobs[:, time] = np.where(alive[:, 0], wanted, 0)
+            if role == "scan":
+                outputs["logprobs"] = logprobs
+        outputs["hidden"] = state["layers.0.h"]
+        outputs |= {f"next.{name}": value for name, value in state.items()}
+        if role in ("step", "window"):
+            outputs["logits"] = self._logits(state["layers.0.h"])
+        if role == "window" and self.radius is not None:
+            outputs[RADIUS] = np.full(len(tokens), self.radius, np.float32)
+        return outputs
+
+    def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
+        cell = self.decay * state["layers.0.c"] + self._embedding[tokens]
+        cell[tokens == self.hot] = np.nan
+        return {"layers.0.h": np.tanh(cell), "layers.0.c": cell}
+
+    def _logits(self, hidden: Array) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = (hidden[:, None, :] * self._head[None]).sum(-1)
+        return logits
+
+
+class LinearCosts(Costs):
+    """Every run costs as many microseconds as it has tokens, whatever it really took."""
+
+    def __init__(self) -> None:
+        super().__init__(PIECE_TOKENS)
+
+    def run(self, role: Role, tokens: int) -> float:
+        return tokens / 1e6
+
+
+class InOrder(Pacing):
+    """Nothing is known, so every sequence is run in order."""
+
+    def measure(self, runner: Runner, slab: Slab, manifest: Manifest, max_batch: int) -> None:
+        pass
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """An engine on the fake runner, warmed up, with everything around it in reach."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary | None = None,
+        store: Store | None = None,
+        certified: bool = False,
+        radius: float | None = None,
+        costs: Costs | None = None,
+        pacing: Pacing | None = None,
+        **changes: Any,
+    ) -> None:
+        """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
+        `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
+        function has. `radius`: what the runner's windows say theirs is. `costs`: what runs are said to cost;
+        `pacing`: how long sequences are said to be cut best."""
+        self.vocabulary = vocabulary or byte_vocabulary()
+        self.clock = Clock()
+        self.metrics = Metrics()
+        of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
+        of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
+        # A run that a test holds would hold the event loop, so none is run there unless asked for.
+        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, "inline_us": 0, **of_settings})
+        self.runner = FakeRunner(self.vocabulary.size)
+        self.runner.radius = radius
+        self.shadow_runner = FakeRunner(self.vocabulary.size)
+        self.shadow_runner.radius = radius
+        if certified:
+            of_manifest["certificate"] = self.runner.certificate(of_manifest.get("max_window", 16))
+        self.manifest = make_manifest(self.vocabulary, **of_manifest)
+        self.store = store or MemoryStore(
+            self.settings.tail_tokens, self.settings.session_ttl_s, self.settings.session_budget_bytes, self.clock
+        )
+        self.engine = Engine(
+            self.manifest,
+            self.vocabulary,
+            self.runner.margin(),
+            self.runner,
+            self.store,
+            self.settings,
+            self.metrics,
+            self.clock,
+            costs or LinearCosts(),
+            pacing or InOrder(),
+            shadow_runner=self.shadow_runner if self.settings.shadow_rate else None,
+        )
+        self.engine.publish()
+        self.engine.warm_up()
+        self.runner.calls.clear()
+        self.runner.busy.clear()
+
+    def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+        """The next step is appended after another writer's, and so not at all. The list has it once it was tried."""
+        lost: list[object] = []
+        extend = self.store.extend  # type: ignore[attr-defined]
+
+        def extend_but_once(record: object, *given: Any) -> Any:
+            if lost:
+                return extend(record, *given)
+            lost.append(record)
+            return None
+
+        monkeypatch.setattr(self.store, "extend", extend_but_once)
+        return lost
+
+    def sample(self, name: str, **labels: str) -> float:
+        """The value of a metric of this engine; 0 where there is none yet."""
+        value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
+        return 0.0 if value is None else value

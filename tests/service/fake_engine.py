@@ -1,0 +1,336 @@
+"""An engine that answers at once, or fails as it is told: for tests of what stands between it and the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+from tests.models.rounding import rounding
+from wane.models.manifest import SCHEMA_VERSION, Manifest
+from wane.service.engine.inline_step import QuickStep
+from wane.service.engine.step_many import abreast
+from wane.service.errors import Unavailable, UnknownModel, UnknownSession
+from wane.service.registry.registry import Entry
+from wane.service.registry.swap import Presence
+from wane.service.sessions.stores.store import Standing
+from wane.service.types import (
+    ANYBODY,
+    Agreement,
+    Answer,
+    ComparedMode,
+    CompareRequest,
+    Comparison,
+    Finish,
+    FinishReason,
+    GeneratedToken,
+    GenerateRequest,
+    History,
+    Latency,
+    Mode,
+    ModeAnswer,
+    Origin,
+    Owner,
+    Percentiles,
+    Prediction,
+    PredictRequest,
+    Score,
+    ScoredTokens,
+    ScoreProgress,
+    ScoreRequest,
+    ScoreSummary,
+    SessionView,
+    StepRequest,
+    id_of,
+    name_within,
+)
+
+LATENCY = Latency(0.25, 0.5, 1.0)
+PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
+AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
+MANIFEST = Manifest.model_validate(
+    {
+        "schema_version": SCHEMA_VERSION,
+        "name": "fake",
+        "version": "3",
+        "description": "answers at once",
+        "architecture": {"cell": "gated", "vocabulary_size": 256, "embedding": 4, "hidden": 4, "layers": 1},
+        "vocabulary": {"kind": "bpe", "size": 256, "eos_id": 0, "sha256": "0" * 64},
+        "state": [{"name": "layers.0.s", "shape": [4]}],
+        "window": 8,
+        "max_window": 16,
+        "opset": 20,
+        "graphs": {},
+        "weights": "weights.safetensors",
+        "tokenizer": "tokenizer.json",
+        "files": {},
+        "certificate": {
+            "contractive": True,
+            "certified": False,
+            "reason": "the bound is still 0.02",
+            "layers": [],
+            "state_error": [0.4, 0.2, 0.02],
+            "error_bound": [0.5, 0.1, 0.02],
+            "head_diameter": 4.0,
+            "rounding": rounding(1e-6, states=("layers.0.s",)).model_dump(),
+        },
+        "quality": None,
+        "provenance": {
+            "created": "2026-01-02T03:04:05+00:00",
+            "command": "none",
+            "config": {},
+            "seed": 0,
+            "steps": 0,
+            "best_step": 0,
+            "git_commit": None,
+            "data": {},
+            "versions": {},
+            "hardware": "none",
+            "train_wall_s": 0.0,
+        },
+    }
+)
+
+
+class FakeEngine:
+    """Whatever is asked, `failure` is raised if it is set; `wait`, if set, is awaited before that.
+
+    `asked` holds every request that came; `waiting`, `cancelled` and `closed` say that a request waits, that it was
+    cancelled meanwhile, and that a generation is over.
+    """
+
+    name = "fake"
+    version = "3"
+    device = "cpu"
+    retired = False
+    manifest = MANIFEST
+
+    def __init__(self) -> None:
+        self.costs = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
+        self.failure: Exception | None = None
+        self.failure_after_first_token: Exception | None = None
+        self.wait_after_first_token: asyncio.Event | None = None
+        self.wait: asyncio.Event | None = None
+        self.waiting = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.asked: list[object] = []
+
+    async def _ask(self, request: object) -> None:
+        self.asked.append(request)
+        if self.wait is not None:
+            self.waiting.set()
+            try:
+                await self.wait.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        if self.failure is not None:
+            raise self.failure
+
+    async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
+        return tuple(text.strip().encode())
+
+    async def predict(self, request: PredictRequest) -> Answer:
+        await self._ask(request)
+        if request.mode is not Mode.BOTH:
+            return Answer(
+                request.mode, PREDICTIONS, LATENCY, Origin.FULL, 0.25, state_error_bound=0.5, top1_proved=True
+            )
+        part = ModeAnswer(PREDICTIONS, LATENCY)
+        modes = {Mode.RECURRENT: part, Mode.WINDOW: part}
+        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, Origin.FULL, 0.0, 8, modes, AGREEMENT, 0.0, True)
+
+    async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
+        outcomes: list[Answer | Exception] = []
+        for request in requests:
+            try:
+                outcomes.append(await self.predict(request))
+            except Exception as error:
+                outcomes.append(error)
+        return outcomes
+
+    def begin(self, request: StepRequest) -> QuickStep | None:
+        return None
+
+    async def step(self, request: StepRequest) -> Answer:
+        await self._ask(request)
+        return Answer(
+            Mode.RECURRENT,
+            PREDICTIONS,
+            LATENCY,
+            Origin.RESIDENT,
+            0.0,
+            session=request.session,
+            position=len(request.tokens),
+            replayed=False,
+        )
+
+    async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
+        return await abreast(self.begin, self._end, lambda _: None, self.step, requests)
+
+    async def _end(self, quick: QuickStep) -> Answer:
+        raise AssertionError(f"{quick} was never begun")
+
+    async def score(self, request: ScoreRequest) -> Score:
+        await self._ask(request)
+        summary = ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
+        return Score((-1.0,) * len(request.tokens), summary)
+
+    async def scoring(self, request: ScoreRequest) -> AsyncGenerator[ScoreProgress | ScoredTokens | ScoreSummary, None]:
+        await self._ask(request)
+        return self._scores(request)
+
+    async def _scores(self, request: ScoreRequest) -> AsyncGenerator[ScoreProgress | ScoredTokens | ScoreSummary, None]:
+        try:
+            for index in range(len(request.tokens)):
+                if index and self.failure_after_first_token is not None:
+                    raise self.failure_after_first_token
+                if index and self.wait_after_first_token is not None:
+                    await self.wait_after_first_token.wait()
+                yield ScoredTokens(index, (-1.0,))
+                yield ScoreProgress(index + 1, len(request.tokens))
+        finally:
+            self.closed.set()
+        yield ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        await self._ask(request)
+        return self._tokens(request)
+
+    async def _tokens(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        try:
+            for index in range(request.max_tokens):
+                if index and self.failure_after_first_token is not None:
+                    raise self.failure_after_first_token
+                if index and self.wait_after_first_token is not None:
+                    await self.wait_after_first_token.wait()
+                yield GeneratedToken(200, "\ufffd", "", -0.5, b"\xc3")
+        finally:
+            self.closed.set()
+        yield Finish(
+            FinishReason.LENGTH, "é", (200,) * request.max_tokens, Mode.RECURRENT, Origin.FULL, 0.0, None, LATENCY
+        )
+
+    async def compare(self, request: CompareRequest) -> Comparison:
+        await self._ask(request)
+        percentiles = Percentiles(0.5, 1.0)
+
+        def line(window: int | None) -> ComparedMode:
+            return ComparedMode(
+                Mode.RECURRENT if window is None else Mode.WINDOW,
+                window,
+                Origin.RESIDENT if window is None else Origin.WINDOW,
+                PREDICTIONS,
+                percentiles,
+                percentiles,
+                percentiles,
+                0.0,
+                None if window is None else AGREEMENT,
+            )
+
+        return Comparison(request.repeat, line(None), tuple(line(window) for window in request.windows))
+
+    async def create_session(
+        self,
+        session: str | None = None,
+        mode: Mode | None = None,
+        owner: Owner = ANYBODY,
+        history: History | None = None,
+    ) -> SessionView:
+        await self._ask((session, mode) if history is None else (session, mode, history))
+        name = name_within(owner.name, "new" if session is None else session)
+        return replace(self._view(name, mode or Mode.AUTO), created=True)
+
+    async def get_session(self, session: str) -> SessionView:
+        await self._ask(session)
+        return self._view(session)
+
+    async def delete_session(self, session: str, deadline: float | None = None) -> None:
+        await self._ask(session)
+
+    async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
+        await self._ask((session, position))
+        return self._view(session)
+
+    def _view(self, session: str, mode: Mode = Mode.AUTO) -> SessionView:
+        return SessionView(session, self.name, self.version, mode, 0, Origin.RESIDENT, 0.0, 0.0)
+
+
+class FakeCatalog:
+    """One fake engine, ready at once. Every session exists but `unknown`; `failure` is raised by whatever is asked."""
+
+    device = "cpu"
+    default = "fake"
+    status = "ready"
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.presence = Presence()
+        self.failure: Exception | None = None
+        self.draining = asyncio.Event()
+        self.leaving = asyncio.Event()
+        self.standing = Standing("memory")
+
+    @property
+    def store(self) -> Standing:
+        return self.standing
+
+    @property
+    def ready(self) -> bool:
+        return self.status == "ready" and not self.leaving.is_set()
+
+    async def load(self) -> None:
+        pass
+
+    def check_ready(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.status != "ready":
+            raise Unavailable(f"the server is {self.status}")
+
+    def get(self, name: str | None = None) -> FakeEngine:
+        self.check_ready()
+        if name not in (None, self.engine.name):
+            raise UnknownModel(f"there is no model {name!r}")
+        return self.engine
+
+    def engine_at_once(self, session: str) -> FakeEngine | None:
+        """Its store has to be waited for."""
+        return None
+
+    async def engine_for(self, session: str, model: str | None = None) -> FakeEngine:
+        if id_of(session) == "unknown":
+            raise UnknownSession(f"there is no session {id_of(session)!r}")
+        return self.get(model)
+
+    def list(self) -> list[FakeEngine]:
+        return [self.get()]
+
+    async def report(self) -> dict[str, object]:
+        self.get()
+        return {"device": "cpu", "models": []}
+
+    def leave(self) -> None:
+        self.leaving.set()
+
+    async def load_model(self, name: str, deadline: float | None = None) -> FakeEngine:
+        return self.get(name)
+
+    async def unload_model(self, name: str) -> None:
+        self.get(name)
+
+    async def index(self) -> Sequence[Entry]:
+        self.check_ready()
+        return [
+            Entry("fake", "3", "READY"),
+            Entry("fake", "4", "LOADING"),
+            Entry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
+        ]
+
+    async def close(self) -> None:
+        """Waits for what the engine waits for: as the real one, for what was admitted."""
+        self.status = "draining"
+        self.draining.set()
+        if self.engine.wait is not None:
+            await self.engine.wait.wait()

@@ -1,0 +1,361 @@
+"""Clients that are slow, too many or too much: what a connection may cost, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from tests.service.live_server import live_server
+from tests.service.slow_client import (
+    CHUNKED,
+    ENOUGH_S,
+    GET,
+    HANDSHAKE,
+    POST,
+    SOON_S,
+    WAIT_S,
+    deaf,
+    dialogue,
+    flood,
+    frame,
+    serving,
+    until,
+)
+from wane.service.net.http_protocol import HEAD_END
+
+
+async def test_a_connection_on_which_nothing_comes_is_closed() -> None:
+    async with serving(header_timeout_s=SOON_S) as server:
+        assert await dialogue(server, b"") == b""
+
+
+@pytest.mark.parametrize("first", [b"\r\n", b"\n", GET + b"\r\n"], ids=["crlf", "lf", "second"])
+async def test_empty_lines_are_no_reason_to_wait_for_a_request_for_ever(first: bytes) -> None:
+    async with serving(header_timeout_s=ENOUGH_S) as server:
+        assert (await dialogue(server, first)).count(b"HTTP/1.1 200") == first.count(b"GET")
+
+
+async def test_an_empty_line_behind_an_answer_is_no_reason_either_and_a_request_may_follow_it() -> None:
+    async with serving(header_timeout_s=ENOUGH_S) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for _ in range(2):
+            writer.write(GET)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            (length,) = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+            await reader.readexactly(length)
+            writer.write(b"\r\n")
+        assert b" 200 OK" not in await reader.read()  # it ends, though it would be kept alive for longer
+        writer.close()
+
+
+@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", GET + b"GET /hea"], ids=["first", "second"])
+async def test_a_head_that_drips_in_is_timed_out(first: bytes) -> None:
+    async with serving(header_timeout_s=ENOUGH_S) as server:
+        said = await dialogue(server, first, b"x: y\r\n" if first.endswith(b"\r\n") else b"l")
+    assert b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n" in said
+    assert said.startswith(b"HTTP/1.1 200 OK") == (first != b"GET / HTTP/1.1\r\n")
+
+
+async def test_a_body_that_drips_in_is_timed_out_with_a_problem_document() -> None:
+    async with serving(body_timeout_s=SOON_S) as server:
+        head, _, body = (await dialogue(server, POST, b" ")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
+    assert json.loads(body)["code"] == "body_timeout"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_whoever_sends_too_much_is_told_so_however_much_it_is(declared: bool) -> None:
+    length = b"content-length: 99999999" if declared else b"transfer-encoding: chunked"
+    head = POST.partition(b"content-length")[0] + length + b"\r\n\r\n"
+    body = b"%x\r\n%s\r\n" % (2**20, b" " * 2**20)
+    async with serving(max_body_bytes=2048) as server:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(head + body * 4)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+            assert (await reader.read()).endswith(b"}")
+            writer.transport.abort()
+
+
+async def test_a_body_that_nobody_reads_does_not_drip_in_for_ever() -> None:
+    async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
+        said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
+    assert said.startswith(b"HTTP/1.1 404 ") and said.count(b"HTTP/1.1 ") == 1
+
+
+async def test_a_deadline_that_is_shorter_than_the_time_for_a_body_is_a_deadline() -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(POST.replace(b"host", b"x-request-timeout-ms: 100\r\nhost"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 504 ")
+        writer.close()
+
+
+async def test_a_connection_that_is_used_now_and_then_is_left_alone() -> None:
+    async with serving(header_timeout_s=ENOUGH_S, body_timeout_s=ENOUGH_S) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for _ in range(2):
+            writer.write(GET)
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+            await dialogue(server, b"")  # on this one too, nothing comes: it is closed in the end
+        writer.write(GET)
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [b"GET / HTTP/1.1\r\nx: " + b"y" * 5000 + b"\r\n\r\n"],
+        [b"GET / HTTP/1.1\r\n", *[b"x: " + b"y" * 500 + b"\r\n"] * 5],
+        [b"GET / HTTP/1.1\r\nx: " + b"y" * 1500, b"y" * 1500 + b"\r\n\r\n"],
+        [b"GET /" + b"y" * 5000],
+    ],
+    ids=["at once", "bit by bit", "in two", "path"],
+)
+async def test_a_head_that_is_too_long_is_refused(chunks: list[bytes]) -> None:
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        await server.say(writer, *chunks)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+
+@pytest.mark.parametrize("split", range(-5, 2))
+async def test_a_head_that_comes_in_two_may_be_as_long_as_one_that_does_not(split: int) -> None:
+    body = json.dumps({"tokens": [1] * 5000}).encode()
+    head = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\nx: " % len(body)
+    head += b"y" * (2040 - len(head)) + HEAD_END
+    at = len(head) + split
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        await server.say(writer, (head + body)[:at], (head + body)[at:])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_many_requests_at_once_and_long_bodies_are_no_long_heads() -> None:
+    body = json.dumps({"tokens": [1] * 5000}).encode()
+    post = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(GET * 200 + post * 5 + GET)
+        said = b""
+        while said.count(b"HTTP/1.1 200 ") < 206:
+            said += await reader.read(2**16)
+        assert b"HTTP/1.1 4" not in said
+        writer.close()
+
+
+async def test_a_connection_too_many_is_told_so_and_the_next_has_its_place() -> None:
+    async with serving(max_connections=2) as server:
+        kept = [await asyncio.open_connection(*server.address) for _ in range(2)]
+        for reader, writer in kept:
+            writer.write(GET)
+            await reader.readuntil(b"}")
+        assert (await dialogue(server, b"")).startswith(b"HTTP/1.1 503 ")
+        kept[0][1].close()
+        await kept[0][1].wait_closed()
+        await until(lambda: len(server.server_state.connections) == 1)
+        said = await dialogue(server, GET.replace(b"host", b"connection: close\r\nhost"))
+        assert said.startswith(b"HTTP/1.1 200 ")
+        kept[1][1].close()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=SOON_S) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+
+            async def ask() -> None:
+                while True:
+                    await loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100)
+
+            with pytest.raises(OSError):
+                await ask()
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+            await loop.sock_sendall(connection, HANDSHAKE)
+            step = frame(0x81, b'{"tokens": [1]}')
+
+            async def ask() -> None:
+                while True:
+                    await loop.sock_sendall(connection, step * 500)
+
+            with pytest.raises(OSError):
+                await ask()
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_stream_of_events_that_nobody_reads_is_closed_with_its_generation() -> None:
+    body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=SOON_S) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+            await loop.sock_sendall(
+                connection, b"POST /v1/generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            await server.app.state.catalog.engine.closed.wait()
+            await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+
+
+async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
+    loop = asyncio.get_running_loop()
+    async with serving(send_timeout_s=1) as server:
+        with deaf(server) as connection:
+            await loop.sock_connect(connection, server.address)
+            asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
+            for _ in range(100):  # so much that the server has the rest of the answers for longer than its patience
+                assert await loop.sock_recv(connection, 2048)
+                await asyncio.sleep(0.025)
+            assert len(server.server_state.connections) == 1
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("kind", ["events", "websocket"])
+def test_a_hundred_clients_that_read_nothing_are_cut_off_by_a_server_of_its_own(kind: str) -> None:
+    """Each is sent some tens of KB, which the kernel has room for."""
+    with live_server(WANE_SEND_TIMEOUT_S="1") as server, ExitStack() as stack:
+        url = httpx.URL(server.url)
+        body = json.dumps({"input": "The", "max_tokens": 100, "stream": True}).encode()
+        stream = b"POST /v1/generate HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        for number in range(100):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.settimeout(WAIT_S)
+            connection.connect((url.host, url.port))
+            if kind == "events":
+                connection.sendall(stream)
+            else:
+                httpx.post(f"{server.url}/v1/sessions", json={"session": f"s{number}"}).raise_for_status()
+                connection.sendall(HANDSHAKE.replace(b"/s/", b"/s%d/" % number))
+                assert connection.recv(100).startswith(b"HTTP/1.1 101 ")
+                connection.sendall(frame(0x81, b'{"tokens": [5], "top_k": 50}') * 16)
+        for _ in range(100):
+            server.read_until("refused", reason="unread")
+        if kind == "websocket":
+            assert "wane_websockets 0.0" in httpx.get(f"{server.url}/metrics").text
+
+
+async def test_a_message_of_a_websocket_that_is_too_long_closes_it() -> None:
+    async with serving(max_body_bytes=2048) as server:
+        url = f"ws://{server.address[0]}:{server.address[1]}/v1/sessions/s/stream"
+        async with connect(url) as client:
+            await client.send(" " * 2049)
+            with pytest.raises(ConnectionClosed) as caught:
+                await client.recv()
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
+
+
+FIELDS = b"x: y\r\n" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [(b"2\r\n{}\r\n0\r\n", FIELDS), (b"0\r\nx: ", b"y" * 50_000), (b"2;x=", b"y" * 50_000)],
+    ids=["trailers", "one trailer", "chunk extension"],
+)
+async def test_what_comes_with_a_body_and_is_not_the_body_is_bounded(first: bytes, more: bytes) -> None:
+    async with serving() as server:
+        said = await flood(server, CHUNKED % b"POST /v1/sessions" + first, more, 2**26)
+    assert said.startswith(b"HTTP/1.1 431 ") and said.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("line", [b"GET /healthz", b"POST /healthz"])
+async def test_an_answer_that_is_given_before_a_body_has_ended_is_the_last(line: bytes) -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(CHUNKED % line + b"0\r\n" + FIELDS)
+        said = await reader.read()
+        writer.transport.abort()
+    assert b"connection: close\r\n" in said and said.count(b"HTTP/1.1 ") == 1
+
+
+async def test_a_chunked_body_that_comes_bit_by_bit_leaves_the_connection_open() -> None:
+    body = json.dumps({"tokens": [1] * 2000}).encode()
+    bits = [b"%x;%s\r\n%s\r\n" % (1, b"x" * 20, body[at : at + 1]) for at in range(len(body))]
+    async with serving(max_header_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for _ in range(2):
+            writer.write(CHUNKED % b"POST /v1/predict")
+            for at in range(0, len(bits), 50):
+                await asyncio.sleep(0)
+                writer.write(b"".join(bits[at : at + 50]))
+            writer.write(b"0\r\nx: y\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in head
+            length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length: "))
+            await reader.readexactly(int(length.partition(b" ")[2]))
+        writer.close()
+
+
+async def test_a_trailer_is_no_header() -> None:
+    async with serving() as server:
+        trailer = b"2\r\n{}\r\n0\r\nx-request-id: smuggled\r\nconnection: close\r\n\r\n"
+        said = await dialogue(server, CHUNKED % b"POST /v1/sessions" + trailer)
+    assert said.startswith(b"HTTP/1.1 ") and b"smuggled" not in said
+
+
+@pytest.mark.parametrize("begun", [b"\x81", b"\x81\x8f", frame(0x81, b"{}")[:-1]], ids=["opcode", "head", "text"])
+async def test_a_message_that_is_begun_behind_a_whole_one_does_not_take_for_ever(begun: bytes) -> None:
+    async with serving(body_timeout_s=ENOUGH_S) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(frame(0x81, b'{"tokens": [1]}') + begun)
+        assert b'"predictions"' in await reader.readuntil(b"a message was not whole")
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [frame(0x01) + frame(0x00) * 5000, frame(0x89) * 5000, frame(0x8A) * 5000],
+    ids=["fragments", "pings", "pongs"],
+)
+async def test_a_websocket_of_frames_without_a_message_is_closed(frames: bytes) -> None:
+    async with serving() as server:
+        said = await flood(server, HANDSHAKE, frames, 2**26)
+    assert b"too many frames" in said
+
+
+async def test_a_websocket_that_is_closed_listens_no_more() -> None:
+    async with serving(api_keys="alice:alice-0123456789abcdefgh") as server:
+        said = await flood(server, HANDSHAKE, frame(0x81) * 5000, 2**26)
+        assert b"unauthorized" in said
+        async with connect(f"ws://{server.address[0]}:{server.address[1]}/v1/sessions/s/stream") as client:
+            assert "unauthorized" in str(await client.recv())
+            with pytest.raises(ConnectionClosed) as caught:
+                await client.recv()
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 1008
+
+
+async def test_messages_that_come_all_at_once_are_answered_in_order() -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        steps = [frame(0x81, b'{"expected_position": %d, "tokens": [1]}' % at) for at in range(600)]
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"".join(steps))
+        said = b""
+        while said.count(b'"predictions"') < 600:
+            said += await reader.read(2**16)
+        writer.close()
+    assert b'"error"' not in said

@@ -1,0 +1,364 @@
+"""Requests of one connection, one behind the other: answered in order, whatever comes behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.service.fake_engine import FakeEngine
+from tests.service.net.test_rejected_connections import counted
+from tests.service.slow_client import (
+    CHUNKED,
+    GET,
+    HANDSHAKE,
+    MALFORMED,
+    SOON_S,
+    Patient,
+    dialogue,
+    frame,
+    serving,
+    statuses,
+    until,
+)
+
+CLOSE = b"connection: close\r\nhost"
+
+
+def post(path: bytes, body: object) -> bytes:
+    """A request, whole."""
+    content = json.dumps(body).encode()
+    return b"POST %s HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n%s" % (path, len(content), content)
+
+
+PREDICT = post(b"/v1/predict", {"tokens": [1]})
+OLD = PREDICT.replace(b"HTTP/1.1", b"HTTP/1.0")
+STREAM = post(b"/v1/generate", {"tokens": [1], "max_tokens": 3, "stream": True})
+LONG = b"GET / HTTP/1.1\r\nx: " + b"y" * 3000
+
+
+def engine_of(server: Patient) -> FakeEngine:
+    engine: FakeEngine = server.app.state.catalog.engine
+    return engine
+
+
+@asynccontextmanager
+async def held(server: Patient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event]]:
+    """The engine, and what has to be set before it answers: it is set at the end of the block."""
+    engine = engine_of(server)
+    engine.wait = wait = asyncio.Event()
+    try:
+        yield engine, wait
+    finally:
+        wait.set()
+
+
+async def deafness(server: Patient) -> None:
+    """Waits until no connection of the server takes more requests."""
+    await until(lambda: all(connection.deaf for connection in server.server_state.connections))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("goods", [0, 1, 3])
+async def test_a_malformed_request_is_answered_behind_those_that_came_with_it(bad: bytes, goods: int) -> None:
+    async with serving() as server:
+        assert statuses(await dialogue(server, PREDICT * goods + bad)) == [200] * goods + [400]
+        assert len(engine_of(server).asked) == goods
+        assert counted(server) == {"malformed": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "bad"),
+    [
+        ("malformed", 400, [MALFORMED["request line"]]),
+        ("malformed", 400, [MALFORMED["chunk"]]),
+        ("malformed", 400, [CHUNKED % b"POST /v1/sessions", b"zz\r\n"]),
+        ("long_head", 431, [LONG]),
+        ("long_head", 431, [LONG[:1500], LONG[1500:]]),
+        ("long_trailers", 431, [CHUNKED % b"POST /v1/sessions" + b"2;x=" + b"y" * 100, b"y" * 3000]),
+        ("slow_head", 408, [b"GET / HT"]),
+        ("slow_body", 408, [CHUNKED % b"POST /v1/sessions" + b"2\r\n"]),
+    ],
+    ids=["line", "chunk", "chunk later", "long", "long in two", "extension", "slow head", "slow body"],
+)
+async def test_a_request_that_is_refused_waits_for_the_answer_before(
+    reason: str, status: int, bad: list[bytes]
+) -> None:
+    patience = {"header_timeout_s": SOON_S, "body_timeout_s": SOON_S, "max_header_bytes": 2048}
+    async with serving(**patience) as server, held(server) as (engine, wait):
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(PREDICT)
+        await engine.waiting.wait()
+        for part in bad:
+            writer.write(part)
+            await asyncio.sleep(0.01)
+        await deafness(server)
+        assert counted(server) == {reason: 1}
+        wait.set()
+        assert statuses(await reader.read()) == [200, status]
+        assert len(engine.asked) == 1
+        writer.close()
+
+
+async def test_a_malformed_request_behind_a_stream_of_events_is_answered_behind_it() -> None:
+    async with serving() as server:
+        engine = engine_of(server)
+        engine.wait_after_first_token = asyncio.Event()
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(STREAM)
+        said = await reader.readuntil(b"event: token")
+        writer.write(MALFORMED["request line"])
+        await deafness(server)
+        engine.wait_after_first_token.set()
+        said += await reader.read()
+        assert statuses(said) == [200, 400]
+        stream = said.partition(b"HTTP/1.1 400")[0]
+        assert (stream.count(b"event: token"), stream.count(b"event: finish")) == (3, 1)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (MALFORMED["chunk"], b"Invalid character in chunk size"),
+        (MALFORMED["URL"], b"the request target cannot be read"),
+        (b"GET http://wane HTTP/1.1\r\n\r\n", b"the request target cannot be read"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"this is HTTP/2, and the server speaks HTTP/1.1"),
+    ],
+    ids=["chunk", "URL", "URL without a path", "HTTP/2"],
+)
+async def test_what_is_malformed_is_named(bad: bytes, said: bytes) -> None:
+    async with serving() as server:
+        assert (await dialogue(server, bad)).endswith(b"\r\n\r\nmalformed HTTP request: " + said)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [PREDICT.replace(b"host", CLOSE), OLD, OLD.replace(b"host", b"connection: keep-alive\r\nhost")],
+    ids=["close", "HTTP/1.0", "HTTP/1.0 kept alive"],
+)
+@pytest.mark.parametrize(
+    "more",
+    [PREDICT, PREDICT + PREDICT[:-5], MALFORMED["request line"], HANDSHAKE, LONG, GET + CHUNKED % b"POST /v1/predict"],
+    ids=["whole", "and a part", "malformed", "upgrade", "long", "chunked"],
+)
+async def test_behind_the_last_request_of_a_connection_nothing_is_answered(first: bytes, more: bytes) -> None:
+    async with serving() as server:
+        assert statuses(await dialogue(server, first + more)) == [200]
+        await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+        assert len(engine_of(server).asked) == 1
+
+
+async def test_a_client_that_hangs_up_cancels_what_runs_though_another_request_waits() -> None:
+    async with serving() as server, held(server) as (engine, _):
+        _, writer = await asyncio.open_connection(*server.address)
+        writer.write(PREDICT + PREDICT)
+        await engine.waiting.wait()
+        writer.close()
+        await engine.cancelled.wait()
+        assert len(engine.asked) == 1
+
+
+async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Reads what accepts the WebSocket, and steps on it."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 101 ")
+    writer.write(frame(0x81, b'{"tokens": [1]}'))
+    assert (await reader.readexactly(2))[0] == 0x81
+    await reader.readuntil(b'"replayed":false}')
+
+
+@pytest.mark.parametrize("requests", [[PREDICT + HANDSHAKE], [PREDICT * 3 + HANDSHAKE], [PREDICT, HANDSHAKE]])
+async def test_a_websocket_begins_behind_the_answers_to_the_requests_before(requests: list[bytes]) -> None:
+    async with serving() as server, held(server) as (engine, wait):
+        reader, writer = await asyncio.open_connection(*server.address)
+        for one in requests:
+            writer.write(one)
+            await engine.waiting.wait()
+        await deafness(server)
+        wait.set()
+        for _ in range(requests[0].count(b"POST")):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+        await speak(reader, writer)
+        writer.close()
+
+
+async def test_a_websocket_begins_behind_a_stream_of_events_and_is_not_closed_as_idle_http_is() -> None:
+    async with serving() as server:
+        server.config.timeout_keep_alive = SOON_S  # type: ignore[assignment]
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(STREAM + HANDSHAKE)
+        stream = await reader.readuntil(b"\r\n0\r\n\r\n")
+        assert statuses(stream) == [200] and b"event: finish" in stream
+        await asyncio.sleep(2 * SOON_S)
+        await speak(reader, writer)
+        writer.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_websocket_that_speaks_before_it_may_is_refused_behind_the_answers(at_once: bool) -> None:
+    early = frame(0x81, b'{"tokens": [1]}')
+    async with serving() as server, held(server) as (engine, wait):
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(PREDICT + HANDSHAKE + early * at_once)
+        await engine.waiting.wait()
+        await deafness(server)
+        writer.write(early)
+        await until(lambda: counted(server) == {"handshake": 1})
+        wait.set()
+        assert statuses(await reader.read()) == [200, 400]
+        assert len(engine.asked) == 1
+        writer.close()
+
+
+async def test_a_protocol_that_is_not_spoken_is_ignored_and_requests_follow() -> None:
+    upgrade = GET.replace(b"host", b"connection: upgrade\r\nupgrade: h2c\r\nhost")
+    async with serving() as server:
+        assert statuses(await dialogue(server, upgrade * 3 + GET.replace(b"host", CLOSE))) == [200] * 4
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+SMUGGLED = b"DELETE /v1/sessions/victim HTTP/1.1\r\nhost: wane\r\n\r\n"
+
+
+def with_upgrade(request: bytes) -> bytes:
+    """The request, which also asks for HTTP/2, as a client does that speaks both."""
+    return request.replace(b"host", H2C + b"host", 1)
+
+
+def in_chunks(request: bytes) -> bytes:
+    """The request with its body in two chunks."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    first = head.partition(b"\r\n")[0]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:4], body[4:]))
+    return first + b"\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+async def in_two(server: Patient, request: bytes, at: int) -> bytes:
+    """What the server says to a request that comes in two packets, of which the server reads the first by itself."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(request[:at])
+    await until(
+        lambda: (
+            bool(counted(server))
+            or any(getattr(one, "scope", None) is not None for one in server.server_state.connections)
+        )
+    )
+    writer.write(request[at:])
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])
+async def test_a_request_that_asks_for_http_2_is_answered_with_its_body(framed: Callable[[bytes], bytes]) -> None:
+    request = with_upgrade(framed(post(b"/v1/predict", {"tokens": [1, 2, 3]})))
+    last = request.replace(b"Upgrade,", b"Upgrade, close,")
+    async with serving() as server:
+        assert statuses(await dialogue(server, request * 2 + PREDICT + last)) == [200] * 4
+        for at in (request.index(b"\r\n\r\n") + 4, len(request) - 3):
+            assert statuses(await in_two(server, last, at + len(last) - len(request))) == [200]
+        asked = [one.tokens for one in engine_of(server).asked]  # type: ignore[attr-defined]
+    assert asked == [(1, 2, 3), (1, 2, 3), (1,), (1, 2, 3), (1, 2, 3), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])
+@pytest.mark.parametrize("packets", [1, 2])
+async def test_a_request_in_the_body_of_one_that_asks_for_another_protocol_is_not_run(
+    framed: Callable[[bytes], bytes], packets: int
+) -> None:
+    outer = b"POST /v1/sessions HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n" % len(SMUGGLED)
+    request = with_upgrade(framed(outer + SMUGGLED)) + GET.replace(b"host", CLOSE)
+    async with serving() as server:
+        if packets == 1:
+            said = await dialogue(server, request)
+        else:
+            said = await in_two(server, request, request.index(b"\r\n\r\n") + 4)
+        assert statuses(said) == [400, 200] and b"not_json" in said
+        assert engine_of(server).asked == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"CONNECT / HTTP/1.1\r\nhost: wane\r\n",
+        b"CONNECT / HTTP/1.1\r\nhost: wane\r\nconnection: upgrade\r\nupgrade: h2c\r\n",
+        HANDSHAKE.removesuffix(b"\r\n"),
+    ],
+    ids=["CONNECT", "CONNECT with an upgrade", "handshake"],
+)
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"content-length: %d\r\n\r\n%s" % (len(SMUGGLED), SMUGGLED),
+        b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(SMUGGLED), SMUGGLED),
+    ],
+    ids=["content-length", "chunked"],
+)
+@pytest.mark.parametrize("packets", [1, 2])
+async def test_a_body_where_none_is_taken_is_refused_and_no_request_in_it_is_run(
+    head: bytes, framed: bytes, packets: int
+) -> None:
+    request = head + framed
+    async with serving() as server:
+        if packets == 1:
+            said = await dialogue(server, PREDICT + request)
+        else:
+            said = await in_two(server, PREDICT + request, len(PREDICT) + request.index(b"\r\n\r\n") + 4)
+        assert statuses(said) == [200, 400]
+        assert len(engine_of(server).asked) == 1
+
+
+async def test_many_requests_to_connect_in_one_packet_are_answered() -> None:
+    connect = b"CONNECT / HTTP/1.1\r\n\r\n"
+    async with serving() as server:
+        answered = statuses(await dialogue(server, connect * 2000 + GET.replace(b"host", CLOSE)))
+    assert len(answered) == 2001 and set(answered[:-1]) <= {400, 404, 405}
+
+
+@pytest.mark.parametrize("space", [b" ", b"\t", b" \t \t"], ids=["space", "tab", "both"])
+async def test_white_space_around_a_header_is_no_part_of_it(space: bytes) -> None:
+    async with serving(api_keys="alice:alice-0123456789abcdefgh") as server:
+        engine = engine_of(server)
+        headers = [b"authorization: Bearer alice-0123456789abcdefgh", b"idempotency-key: k", b"x-wane-position: 0"]
+        lines = b"".join(line.replace(b": ", b":" + space, 1) + space + b"\r\n" for line in headers)
+        step = post(b"/v1/sessions/s/tokens", {"tokens": [1]}).replace(b"host", lines + b"connection: close\r\nhost")
+        for request in (step, step.replace(space + b"\r\n", b"\r\n")):
+            assert statuses(await dialogue(server, request)) == [200]
+        first, second = engine.asked
+        assert (first.expected_position, first.idempotency_key) == (0, "k")  # type: ignore[attr-defined]
+        assert (second.expected_position, second.idempotency_key) == (0, "k")  # type: ignore[attr-defined]
+
+
+async def test_white_space_around_the_headers_of_a_handshake_is_no_part_of_them() -> None:
+    handshake = (
+        HANDSHAKE.replace(b"\r\n", b" \t\r\n").replace(b"HTTP/1.1 \t", b"HTTP/1.1").replace(b" \t\r\n \t", b" \t\r\n")
+    )
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(handshake)
+        await speak(reader, writer)
+        writer.close()
+
+
+@pytest.mark.parametrize("session", [b".", b"..", b"%2e", b"%2E%2e"])
+async def test_a_session_that_a_path_cannot_name_is_refused_wherever_its_id_is_taken(session: bytes) -> None:
+    path = b"/v1/sessions/" + session
+    requests = [post(path + b"/tokens", {"tokens": [1]}), post(path + b"/rewind", {"position": 0})]
+    requests += [b"%s %s HTTP/1.1\r\nhost: wane\r\n\r\n" % (method, path) for method in (b"GET", b"DELETE")]
+    async with serving() as server:
+        for request in requests:
+            said = await dialogue(server, request.replace(b"host", CLOSE))
+            assert statuses(said) == [422] and b'but not \\".\\" or \\"..\\"' in said
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(HANDSHAKE.replace(b"/s/", b"/%s/" % session))
+        said = await reader.readuntil(b'"status":422')
+        assert b"101 Switching" in said
+        writer.close()
+        assert engine_of(server).asked == []

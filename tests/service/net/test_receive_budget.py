@@ -1,0 +1,119 @@
+"""The budget of what is being received and not yet answered, over all connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.service.net.test_rejected_connections import closed_with, counted, status_of
+from tests.service.slow_client import CHUNKED, HANDSHAKE, Patient, conversation, dialogue, frame, serving, until
+from wane.service.net.connection import SMALL_BYTES, Intake, Share
+
+BODY_BYTES = 2**19
+BUDGET = {"max_body_bytes": BODY_BYTES, "max_bodies_bytes": 2 * BODY_BYTES}
+SMALL = json.dumps({"tokens": [1]}).encode()
+LARGE = SMALL + b" " * (BODY_BYTES // 2)
+MOST = SMALL + b" " * (BODY_BYTES - len(SMALL))
+LINE = b"POST /v1/predict"
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    """A request whose body is to have this length, and with whose answer the connection ends."""
+    head = LINE + b" HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return head % (len(body) if length is None else length) + body
+
+
+def chunked(body: bytes) -> bytes:
+    return CHUNKED % LINE + b"%x\r\n%s\r\n" % (len(body), body)
+
+
+@asynccontextmanager
+async def connected(server: Patient, first: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection on which that much was sent."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    if first.startswith(HANDSHAKE):
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+    writer.write(first.removeprefix(HANDSHAKE))
+    yield reader
+    writer.close()
+
+
+@asynccontextmanager
+async def filled(server: Patient) -> AsyncIterator[None]:
+    """Two connections that hold back the end of the largest body there may be."""
+    almost = post(MOST[:-100], len(MOST))
+    async with connected(server, almost), connected(server, almost):
+        await until(lambda: server.intake.taken >= 2 * (len(MOST) - 100))
+        yield
+
+
+HELD = [
+    post(LARGE[:-1], len(LARGE)),
+    chunked(LARGE),
+    HANDSHAKE + frame(0x81, LARGE)[:-1],
+    HANDSHAKE + frame(0x01, LARGE),
+]
+
+
+@pytest.mark.parametrize("first", HELD, ids=["declared", "chunked", "frame", "fragment"])
+async def test_what_comes_in_is_counted_until_its_client_has_gone(first: bytes) -> None:
+    async with serving(**BUDGET) as server:
+        async with connected(server, first):
+            await until(lambda: server.intake.taken >= len(LARGE) - 1)
+        await until(lambda: server.intake.taken == 0)
+
+
+async def test_what_comes_in_is_counted_until_it_is_answered() -> None:
+    async with serving(**BUDGET) as server:
+        for body in (LARGE, MOST, LARGE):
+            async with connected(server, post(body).replace(b"connection: close\r\n", b"")) as reader:
+                assert (await reader.readline()).endswith(b" 200 OK\r\n")
+                await until(lambda: server.intake.taken == 0)  # though the connection is kept alive
+        async with connected(server, HANDSHAKE + frame(0x81, LARGE) * 10) as reader:
+            for _ in range(10):
+                await reader.readuntil(b'"predictions"')
+            await until(lambda: server.intake.taken == 0)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [post(MOST), post(LARGE)[:1000], post(LARGE[:30_000]), chunked(LARGE)],
+    ids=["all", "head", "one", "chunked"],
+)
+async def test_over_the_budget_a_large_request_is_refused_and_a_small_one_is_not(first: bytes) -> None:
+    async with serving(**BUDGET) as server, filled(server):
+        said = await dialogue(server, first)
+        assert status_of(said) == 429 and b"\r\nretry-after: 1\r\n" in said and said.count(b"HTTP/1.1 ") == 1
+        assert counted(server) == {"full": 1}
+        assert status_of(await dialogue(server, post(SMALL + b" " * 2000))) == 200
+
+
+async def test_over_the_budget_a_large_message_closes_its_websocket_and_a_small_one_does_not() -> None:
+    async with serving(**BUDGET) as server, filled(server):
+        assert closed_with(await conversation(server, frame(0x81, LARGE))) == 1013
+        assert counted(server) == {"full": 1}
+        async with connected(server, HANDSHAKE + frame(0x81, SMALL)) as reader:
+            await reader.readuntil(b'"predictions"')
+
+
+async def test_there_is_room_again_for_all_once_those_who_took_it_have_gone() -> None:
+    async with serving(**BUDGET) as server:
+        for _ in range(3):
+            async with filled(server):
+                assert status_of(await dialogue(server, post(LARGE))) == 429
+            await until(lambda: server.intake.taken == 0)
+            assert status_of(await dialogue(server, post(LARGE))) == 200
+
+
+def test_a_budget_is_one_over_all_shares_and_does_not_count_what_is_small() -> None:
+    intake = Intake(3 * SMALL_BYTES)
+    one, other = Share(intake), Share(intake)
+    assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and intake.taken == 2 * SMALL_BYTES
+    assert not other.is_now(SMALL_BYTES + 1) and intake.taken == 2 * SMALL_BYTES
+    assert one.is_now(SMALL_BYTES + 1) and other.is_now(SMALL_BYTES + 1) and intake.taken == 2 * SMALL_BYTES + 2
+    assert one.is_now(0) and other.is_now(1) and intake.taken == 0

@@ -1,0 +1,165 @@
+"""Coarse timers, and the deadline that rests on them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from tests.service.alone import alone
+from wane.service.engine.deadline import until
+from wane.service.errors import DeadlineExceeded
+from wane.service.net.timers import Alarms, alarms
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_alarms_ring_in_their_order_and_each_once() -> None:
+    rung: list[str] = []
+    done = asyncio.Event()
+    alarms().at(now() + 0.05, done.set)
+    alarms().at(now() + 0.03, lambda: rung.append("second"))
+    alarms().at(now(), lambda: rung.append("first"))
+    await done.wait()
+    assert rung == ["first", "second"]
+
+
+async def test_an_alarm_that_fails_keeps_no_other_from_ringing() -> None:
+    loop, failed = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, what: failed.append(what["exception"]))
+    rung: list[int] = []
+    done = asyncio.Event()
+
+    def fail() -> None:
+        raise RuntimeError("nobody expected this")
+
+    def ring() -> None:
+        rung.append(1)
+        if len(rung) == 4:
+            done.set()
+
+    when = now()
+    for each in (ring, fail, ring, fail, ring, fail, ring):
+        alarms().at(when, each)
+    await asyncio.wait_for(done.wait(), 120)
+    while len(failed) < 3:  # noqa: ASYNC110  (the failures may be the last to ring)
+        await asyncio.sleep(0)
+    assert [type(error) for error in failed] == [RuntimeError] * 3
+
+
+async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
+    rung: list[str] = []
+    done = asyncio.Event()
+    when = now() + 0.01
+    alarm = alarms().at(when, lambda: rung.append("never"))
+    alarms().at(when + 0.02, done.set)
+    alarm.cancel()
+    await done.wait()
+    alarm.cancel()  # once more changes nothing
+    assert rung == []
+
+
+async def test_one_alarm_may_take_back_another_of_the_same_time_and_set_a_new_one() -> None:
+    mine = Alarms(asyncio.get_running_loop())
+    rung: list[int] = []
+    done = asyncio.Event()
+    when = now()
+
+    def ring(number: int) -> None:
+        rung.append(number)
+        pair[1 - number].cancel()
+        mine.at(when, done.set)
+
+    pair = [mine.at(when, lambda number=number: ring(number)) for number in (0, 1)]  # type: ignore[misc]
+    await done.wait()
+    assert len(rung) == 1
+
+
+async def test_many_alarms_of_one_time_are_one_timer_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    timers: list[float] = []
+    monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
+    mine, when = Alarms(asyncio.get_running_loop()), now() + 1
+    for _ in range(100):
+        mine.at(when, lambda: None)
+    assert len(timers) == 1 and when <= timers[0] <= when + 0.0101
+
+
+@pytest.mark.parametrize("seconds", [30.0, 300.0, 86_400.0])
+async def test_alarms_that_are_far_off_have_few_timers_and_ring_no_later_than_that_allows(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    timers: list[float] = []
+    monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
+    mine = Alarms(asyncio.get_running_loop())
+    for index in range(2000):
+        began_s = now()
+        when = began_s + seconds * (1 + index / 2000)
+        mine.at(when, lambda: None).cancel()
+        late = [timer - when for timer in timers if timer >= when]
+        assert late and min(late) <= (when - began_s) / 64 + 0.0101
+    assert len(timers) <= 200
+
+
+async def test_a_deadline_that_passes_takes_the_place_of_the_cancellation() -> None:
+    with pytest.raises(DeadlineExceeded, match="too late"), until(now() + 0.01, "too late"):
+        await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+
+
+async def test_a_deadline_that_has_passed_cancels_the_first_wait() -> None:
+    with pytest.raises(DeadlineExceeded), until(now() - 1):
+        await asyncio.Event().wait()
+
+
+async def test_the_outer_of_two_deadlines_reaches_through_the_inner() -> None:
+    with pytest.raises(DeadlineExceeded, match="outer"), until(now() + 0.01, "outer"), until(now() + 60, "inner"):
+        await asyncio.Event().wait()
+
+
+async def test_no_deadline_and_one_that_is_met_change_nothing() -> None:
+    with until(None):
+        await asyncio.sleep(0)
+    with until(now() + 0.01):
+        pass
+    done = asyncio.Event()
+    alarms().at(now() + 0.03, done.set)
+    await done.wait()
+
+
+async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+    entered = asyncio.Event()
+
+    async def waits() -> None:
+        with until(now() + 60):
+            entered.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(waits())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_what_fails_in_time_fails_as_it_does() -> None:
+    with pytest.raises(ZeroDivisionError), until(now() + 60):
+        raise ZeroDivisionError
+
+
+async def meet_deadlines() -> None:
+    """Ten of them, a minute off."""
+    gc.collect()
+    for _ in range(10):
+        with until(now() + 60):
+            pass
+    assert gc.collect() == 0
+
+
+def test_a_deadline_that_is_met_leaves_nothing_for_the_garbage_collector() -> None:
+    alone(meet_deadlines)

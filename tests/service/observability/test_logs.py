@@ -1,0 +1,89 @@
+"""Lines of the log: what they hold, and when they are written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from wane.service.observability.logs import JsonFormatter, TogetherHandler
+
+
+class Stream(io.StringIO):
+    """Remembers what every write wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+@pytest.fixture
+def stream() -> Stream:
+    return Stream()
+
+
+@pytest.fixture
+def logger(stream: Stream) -> Iterator[logging.Logger]:
+    handler = TogetherHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    yield logger
+    handler.close()
+
+
+def messages(stream: Stream) -> list[str]:
+    return [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+
+
+def test_a_warning_is_written_at_once_behind_what_was_said_before_it(logger: logging.Logger, stream: Stream) -> None:
+    for text in ("one", "two"):
+        logger.info(text)
+    logger.warning("three")
+    assert messages(stream) == ["one", "two", "three"]
+    assert len(stream.writes) <= 2
+
+
+def test_what_is_said_is_written_in_order_by_the_time_the_handler_is_closed(
+    logger: logging.Logger, stream: Stream
+) -> None:
+    for index in range(100):
+        logger.info("line %d", index)
+    logger.handlers[0].close()
+    assert messages(stream) == [f"line {index}" for index in range(100)]
+    assert len(stream.writes) < 100
+
+
+def test_a_line_is_written_without_another_behind_it(logger: logging.Logger) -> None:
+    handler = logger.handlers[0]
+    assert isinstance(handler, TogetherHandler)
+    logger.info("alone")
+    while handler._lines:  # until the thread has taken it
+        handler._ended.wait(0.001)
+    handler.flush()  # waits for the lock that the thread writes under
+    assert messages(handler._stream) == ["alone"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["é ẞ 漢", 'a "quoted" \\ line\nand another', "half a pair: \ud800"])
+def test_a_line_is_one_json_object_whatever_it_says(text: str) -> None:
+    record = logging.makeLogRecord({"msg": text, "fields": {"path": text, "odd": {1, 2}}})
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    document = json.loads(line)
+    assert document["message"] == document["path"] == text
+    assert document["odd"] == "{1, 2}"
+
+
+def test_a_failure_brings_its_trace() -> None:
+    try:
+        raise ZeroDivisionError("so it goes")
+    except ZeroDivisionError as error:
+        record = logging.makeLogRecord({"msg": "failed", "exc_info": (type(error), error, error.__traceback__)})
+    assert "ZeroDivisionError: so it goes" in json.loads(JsonFormatter().format(record))["trace"]

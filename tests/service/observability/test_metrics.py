@@ -1,0 +1,70 @@
+"""Our histograms are prometheus_client's, in all that is to be seen of them."""
+
+from __future__ import annotations
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+
+from wane.service.observability.metrics import Histogram
+
+BOUNDS = (0.0, 0.00005, 0.1, 1.0)
+VALUES = (0.0, 0.00004, 0.00005, 0.1, 0.10001, 1.0, 7.5)
+
+
+def shown(registry: CollectorRegistry) -> list[str]:
+    """What is exposed, but for when a metric was made, which ours does not tell."""
+    return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+
+def test_what_is_exposed_is_what_the_library_exposes() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    mine = Histogram("wane_x_seconds", "Some text.", ("model", "mode"), BOUNDS, ours)
+    library = prometheus_client.Histogram(
+        "wane_x_seconds", "Some text.", ("model", "mode"), buckets=BOUNDS, registry=theirs
+    )
+    for value in VALUES:
+        mine.labels("a", "window").observe(value)
+        library.labels("a", "window").observe(value)
+    mine.labels("b", "both").observe(0.5)
+    library.labels("b", "both").observe(0.5)
+    assert shown(ours) == shown(theirs)
+
+
+def test_one_without_labels_is_there_from_the_start() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    mine = Histogram("wane_y", "Some text.", (), BOUNDS, ours)
+    library = prometheus_client.Histogram("wane_y", "Some text.", buckets=BOUNDS, registry=theirs)
+    assert shown(ours) == shown(theirs)
+    mine.observe(0.2)
+    library.observe(0.2)
+    assert shown(ours) == shown(theirs)
+
+
+def test_the_latest_traced_value_of_a_bucket_is_its_exemplar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1700000000.25)
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    mine = Histogram("wane_x_seconds", "Some text.", ("mode",), BOUNDS, ours)
+    library = prometheus_client.Histogram("wane_x_seconds", "Some text.", ("mode",), buckets=BOUNDS, registry=theirs)
+    for value, trace_id in ((0.2, "a"), (0.3, "b"), (0.4, None), (7.0, "c"), (0.00001, None)):
+        mine.labels("both").observe(value, trace_id)
+        library.labels("both").observe(value, None if trace_id is None else {"trace_id": trace_id})
+    text = [line for line in generate_openmetrics(ours).decode().splitlines() if "_created" not in line]
+    assert text == [line for line in generate_openmetrics(theirs).decode().splitlines() if "_created" not in line]
+    assert sum('trace_id="b"' in line for line in text) == sum('trace_id="c"' in line for line in text) == 1
+    assert sum("trace_id" in line for line in text) == 2
+    assert "trace_id" not in generate_latest(ours).decode()
+
+
+def test_labels_that_there_are_not_are_refused() -> None:
+    mine = Histogram("wane_z", "Some text.", ("model",), BOUNDS, CollectorRegistry())
+    with pytest.raises(ValueError, match="wane_z has the labels"):
+        mine.labels("a", "b")
+
+
+def test_two_of_one_name_are_refused() -> None:
+    registry = CollectorRegistry()
+    Histogram("wane_z", "Some text.", (), BOUNDS, registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        Histogram("wane_z", "Some text.", (), BOUNDS, registry)

@@ -1,0 +1,147 @@
+"""Small models of every cell, with the certificates that they have, run by the oracle: no graphs are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.models.random_models import architecture, random_weights
+from tests.models.rounding import rounding
+from tests.service.engine_harness import InOrder, make_manifest, name_vocabulary
+from wane.models.certificate import certify
+from wane.models.certificate.request import RequestBound
+from wane.models.manifest import Architecture, Cell, Manifest, Role
+from wane.models.reference import Reference, State
+from wane.models.vocabulary import Vocabulary
+from wane.models.weights import head_weight
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+
+# The oracle rounds states to float32 between runs, and what it puts out: some 1e-7 of values of order 10 here.
+ROUNDING, OF_STATES = 2e-5, 1e-5
+NAMES = tuple("abcdefghi")
+
+
+class OracleRunner:
+    """Graphs by the numpy oracle; windows say their radius where `beside`, and how they end where the cell is gated."""
+
+    device = "cpu"
+
+    def __init__(self, architecture: Architecture, weights: Mapping[str, NDArray[np.float32]], beside: bool) -> None:
+        self._reference = Reference(architecture, weights)
+        self._radius = RequestBound(architecture, weights) if beside else None
+        self._gated = architecture.cell == "gated"
+        self._names = [tensor.name for tensor in architecture.state_tensors()]
+
+    def outputs(self, role: Role) -> Sequence[str]:
+        """Of windows, as far as anybody asks."""
+        assert role == "window"
+        names = ["logits", "hidden"]
+        if self._radius is not None:
+            names += [RADIUS, STREAM] if self._gated else [RADIUS]
+        return names
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        if role == "head":
+            return {"logits": _float32(self._reference.logits(feeds["hidden"].astype(np.float64)))}
+        batch = range(len(feeds["tokens"]))
+        rows = [self._row(role, {name: value[row] for name, value in feeds.items()}) for row in batch]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        tokens = feeds["tokens"].reshape(-1)[: feeds.get("lengths", 1)]
+        state = self._reference.zero_state(1)
+        if role != "window":
+            state = {name: feeds[name][None] for name in self._names}
+        for token in tokens:
+            hidden, state = self._reference.advance(np.array([token]), state)
+            state = {name: _float32(value) for name, value in state.items()}
+        outputs = {"hidden": _float32(hidden[0]), "logits": _float32(self._reference.logits(hidden)[0])}
+        outputs |= {NEXT + name: value[0] for name, value in state.items()}
+        if role == "window" and self._radius is not None:
+            bound = self._radius(tokens[None])
+            outputs[RADIUS] = np.nextafter(np.float32(bound.radius[0]), np.float32(np.inf))
+            if self._gated:
+                outputs[STREAM] = _float32(bound.stream[0])
+                for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
+                    outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
+        if role == "scan":
+            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # for the warm-up: nobody asks
+        return outputs
+
+
+class Small:
+    """A model of eleven tokens and six units, an engine on it, and what it would say if nothing were ever cut."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        block: str,
+        layers: int,
+        seed: int,
+        recurrent: float,
+        *,
+        beside: bool,
+        keep: int = 24,
+        **fields: object,
+    ) -> None:
+        """`keep` is the largest window, and the tokens kept of a session; `fields`: the architecture's others."""
+        self.architecture = architecture(cell, block, layers, **fields)
+        self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
+        self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)
+        states = [tensor.name for tensor in self.architecture.state_tensors() if tensor.name.startswith("layers.")]
+        of_runs = rounding(ROUNDING, states=states, state=OF_STATES)
+        self.manifest: Manifest = make_manifest(
+            self.vocabulary,
+            architecture=self.architecture,
+            state=self.architecture.state_tensors(),
+            window=8,
+            max_window=keep,
+            certificate=certify(self.architecture, self.weights, keep, of_runs),
+        )
+        self.settings = Settings(tail_tokens=keep, max_batch=4)
+        self.reference = Reference(self.architecture, self.weights)
+        self._past: list[tuple[int, NDArray[np.float64], State]] = []
+        self.engine = Engine(
+            self.manifest,
+            self.vocabulary,
+            Margin(self.weights),
+            OracleRunner(self.architecture, self.weights, beside),
+            MemoryStore(keep, 3600, 2**20),
+            self.settings,
+            Metrics(),
+            pacing=InOrder(),
+        )
+        self.engine.warm_up()
+
+    @property
+    def head(self) -> NDArray[np.float32]:
+        """(V, H)."""
+        return head_weight(self.weights)
+
+    def uninterrupted(self, tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The distribution (V) and hidden (H) of the never-interrupted model after `tokens`, in float64."""
+        fed = [self.vocabulary.eos_id, *tokens]
+        while self._past and [token for token, _, _ in self._past] != fed[: len(self._past)]:
+            self._past.pop()
+        for token in fed[len(self._past) :]:
+            state = self._past[-1][2] if self._past else self.reference.zero_state(1)
+            self._past.append((token, *self.reference.advance(np.array([token]), state)))
+        hidden = self._past[-1][1]
+        logits = self.reference.logits(hidden)[0]
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum(), hidden[0]
+
+
+def _float32(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    rounded: NDArray[np.float32] = values.astype(np.float32)
+    return rounded

@@ -1,0 +1,173 @@
+"""What must hold of every bundle that is served, through the whole engine and onnxruntime."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from tests.service.shipped import FOLDER, PATHS, opened
+from wane.models.reference import Reference
+from wane.service.engine.engine import Engine
+from wane.service.engine.logits import log_softmax
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.types import (
+    Answer,
+    GeneratedToken,
+    GenerateRequest,
+    Mode,
+    Origin,
+    PredictRequest,
+    ScoreRequest,
+    StepRequest,
+)
+
+STREAMED = 1000
+
+
+@pytest.fixture(params=PATHS, ids=[path.name for path in PATHS])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    """One shipped model, warmed up."""
+    bundle, runner = opened(request.param)
+    settings = Settings(max_batch=8)
+    store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.session_budget_bytes)
+    margin = Margin(bundle.weights())
+    engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics())
+    await asyncio.to_thread(engine.warm_up)
+    yield engine
+    await engine.close()
+
+
+def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(1).integers(engine.vocabulary.size, size=count).tolist())
+
+
+async def own_tokens(engine: Engine, count: int) -> tuple[int, ...]:
+    """Tokens that the model itself draws: what it is used on, and mostly among its first hundred."""
+    request = GenerateRequest(some_tokens(engine, 10), max_tokens=count, seed=1)
+    items = [item async for item in await engine.generate(request)]
+    return tuple(item.token_id for item in items if isinstance(item, GeneratedToken))
+
+
+def logprobs(answer: Answer) -> dict[int, float]:
+    return {one.token_id: one.logprob for one in answer.predictions}
+
+
+async def test_a_thousand_tokens_streamed_are_a_thousand_tokens_scored(engine: Engine) -> None:
+    tokens = await own_tokens(engine, STREAMED)
+    score = await engine.score(ScoreRequest(tokens))
+    session = (await engine.create_session()).session
+    answer = await engine.predict(PredictRequest(session=session, top_k=100))
+    compared = 0
+    for token, scored in zip(tokens, score.logprobs, strict=True):
+        seen = logprobs(answer)
+        if token in seen:
+            assert seen[token] == pytest.approx(scored, abs=1e-4)
+            compared += 1
+        answer = await engine.step(StepRequest(session, (token,), top_k=100))
+    assert compared > STREAMED // 2
+    assert answer.position == STREAMED
+    assert answer.error_bound == 0.0
+    whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
+    assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
+
+
+async def test_a_truncated_sequence_is_the_models_own_forward_pass_over_its_tokens_and_no_others(
+    engine: Engine,
+) -> None:
+    (path,) = (path for path in PATHS if path.name == engine.name)
+    bundle, _ = opened(path)
+    oracle = Reference(bundle.manifest.architecture, bundle.weights())
+    tokens = some_tokens(engine, 12)
+    state, expected = oracle.zero_state(1), []
+    for token in tokens:
+        hidden, state = oracle.advance(np.array([token]), state)
+        expected.append(log_softmax(oracle.logits(hidden)[0]))
+    for count in (1, 12):
+        request = PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100, truncated=True)
+        answer = await engine.predict(request)
+        own = {token: float(expected[count - 1][token]) for token in logprobs(answer)}
+        assert logprobs(answer) == pytest.approx(own, abs=1e-4)
+        begun = await engine.predict(PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100))
+        assert logprobs(begun) != pytest.approx(own, abs=1e-4)
+        assert (begun.error_bound, answer.error_bound) == (0.0, engine.manifest.certificate.error_bound_at(count))
+    score = await engine.score(ScoreRequest(tokens, truncated=True))
+    own_scores = [float(expected[index][token]) for index, token in enumerate(tokens[1:])]
+    assert score.logprobs[1:] == pytest.approx(own_scores, abs=1e-4)
+
+
+async def test_a_window_of_at_least_the_position_is_recurrent_bit_for_bit(engine: Engine) -> None:
+    tokens = some_tokens(engine, engine.manifest.window - 1)
+    recurrent = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    for k in (len(tokens), engine.manifest.max_window):
+        window = await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=k))
+        assert window.predictions == recurrent.predictions
+
+
+async def test_a_window_that_covers_a_session_agrees_with_its_steps_bit_for_bit(engine: Engine) -> None:
+    session = (await engine.create_session()).session
+    for token in some_tokens(engine, engine.manifest.window - 1):
+        answer = await engine.step(StepRequest(session, (token,), mode=Mode.BOTH))
+        assert answer.agreement is not None
+        assert answer.agreement.error_bound == 0.0
+        assert answer.agreement.total_variation == 0.0
+    report = await engine.report()
+    assert isinstance(report["agreement"], dict)
+    assert report["agreement"]["bound_violations"] == 0
+
+
+async def test_batched_and_padded_equals_single(engine: Engine) -> None:
+    tokens = some_tokens(engine, 60)
+    requests = [PredictRequest(tokens[:n], mode=Mode.RECURRENT, top_k=50) for n in (60, 41, 59, 33, 60)]
+    together = await engine.predict_many(requests)
+    for request, answer in zip(requests, together, strict=True):
+        alone = await engine.predict(request)
+        assert isinstance(answer, Answer)
+        assert logprobs(answer) == pytest.approx(logprobs(alone), abs=1e-4)
+
+
+async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engine: Engine) -> None:
+    tokens = some_tokens(engine, 40)
+    session = (await engine.create_session()).session
+    await engine.step(StepRequest(session, tokens))
+    stayed = await engine.predict(PredictRequest(session=session, top_k=50))
+    engine._slab.drop(session)
+    rebuilt = await engine.predict(PredictRequest(session=session, top_k=50))
+    assert (stayed.state, rebuilt.state) == (Origin.RESIDENT, Origin.REBUILT)
+    assert rebuilt.error_bound == 0.0
+    assert logprobs(rebuilt) == pytest.approx(logprobs(stayed), abs=1e-4)
+
+
+async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
+    texts = [some_tokens(engine, 30 + index) for index in range(8)]
+    sessions = [(await engine.create_session()).session for _ in texts]
+
+    async def stream(session: str, tokens: tuple[int, ...]) -> Answer:
+        for token in tokens[:-1]:
+            await engine.step(StepRequest(session, (token,)))
+        return await engine.step(StepRequest(session, tokens[-1:], top_k=50))
+
+    answers = await asyncio.gather(*map(stream, sessions, texts))
+    for answer, tokens in zip(answers, texts, strict=True):
+        whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=50))
+        assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
+    engine._slab.check_integrity()
+
+
+@pytest.mark.parametrize("token", [1336, 5, 2047])
+async def test_a_token_that_is_held_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
+    """After 367 times 1336 float32 has taken `lstm` to another first token than exact arithmetic has."""
+    manifest, held = engine.manifest, (token,) * 367
+    answer = await engine.predict(PredictRequest(held, mode=Mode.RECURRENT))
+    reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())
+    state = reference.zero_state(1)
+    for each in (engine.vocabulary.eos_id, *held):
+        logits, _, state = reference.step(np.array([each]), state)
+    assert answer.error_bound == 0.0, "it is the float32 run that no token was left out of"
+    assert answer.top1_proved <= manifest.certificate.contractive
+    assert not answer.top1_proved or answer.predictions[0].token_id == logits[0].argmax()

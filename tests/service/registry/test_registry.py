@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import threading
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.models.bundles import edit_manifest
+from tests.models.rounding import rounding
+from tests.service.engine_harness import PATIENCE_S
+from tests.service.shipped import FOLDER, PATHS, each_bundle
+from wane.models.bundle import Bundle, BundleError, CertificateError
+from wane.models.certificate import certify
+from wane.models.manifest import Role
+from wane.service.errors import InvalidRequest, LoadFailed, Unavailable, UnknownModel, UnknownSession
+from wane.service.observability.metrics import Metrics
+from wane.service.registry import loader
+from wane.service.registry.registry import Catalog, CatalogError
+from wane.service.registry.repository import Found
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.runner import Array
+from wane.service.settings import Settings
+from wane.service.types import Mode, Origin, PredictRequest, StepRequest
+
+STABLE = FOLDER / "rnn-stable"
+
+
+def make(path: Path, **settings: object) -> Catalog:
+    return Catalog(Settings(bundles=path, device="cpu", **settings), Metrics())
+
+
+@pytest.fixture
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are not held against the oracle: for tests of something else."""
+    monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
+
+
+@pytest.fixture
+async def catalog(tmp_path: Path, believed: None) -> AsyncIterator[Catalog]:
+    """Two bundles, loaded."""
+    for path in PATHS[:2]:
+        shutil.copytree(path, tmp_path / path.name)
+    catalog = make(tmp_path)
+    await catalog.load()
+    yield catalog
+    await catalog.close()
+
+
+@each_bundle
+async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
+    catalog = make(path)
+    assert (catalog.ready, catalog.status) == (False, "loading")
+    with pytest.raises(Unavailable, match="loading"):
+        catalog.get()
+    await catalog.load()
+    assert (catalog.ready, catalog.status, catalog.device) == (True, "ready", "cpu")
+    answer = await catalog.get().predict(PredictRequest((1, 2, 3)))
+    assert sum(one.probability for one in answer.predictions) <= 1
+    await catalog.close()
+    assert (catalog.ready, catalog.status) == (False, "draining")
+    with pytest.raises(Unavailable, match="stopping"):
+        catalog.get()
+
+
+async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(catalog: Catalog) -> None:
+    catalog.leave()
+    assert (catalog.ready, catalog.status) == (False, "draining")
+    assert (await catalog.get().predict(PredictRequest((1, 2, 3)))).predictions
+    await catalog.close()
+    with pytest.raises(Unavailable, match="stopping"):
+        catalog.get()
+
+
+async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_them(tmp_path: Path) -> None:
+    catalog = make(tmp_path)
+    for reason in ("loading", "stopping"):
+        with pytest.raises(Unavailable, match=reason):
+            catalog.list()
+        with pytest.raises(Unavailable, match=reason):
+            await catalog.report()
+        await catalog.close()
+
+
+async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: Catalog) -> None:
+    names = sorted(engine.name for engine in catalog.list())
+    assert catalog.default == ("gated-stable" if "gated-stable" in names else names[0])
+    assert catalog.list()[0] is catalog.get() is catalog.get(catalog.default)
+    with pytest.raises(UnknownModel, match=f"no model 'nobody'; there are {names[0]}"):
+        catalog.get("nobody")
+
+
+async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: Catalog) -> None:
+    engines = catalog.list()
+    session = (await engines[-1].create_session()).session
+    assert await catalog.engine_for(session) is engines[-1]
+    assert await catalog.engine_for(session, engines[-1].name) is engines[-1]
+    if len(engines) > 1:
+        with pytest.raises(InvalidRequest, match=f"is of model '{engines[-1].name}'"):
+            await catalog.engine_for(session, engines[0].name)
+        with pytest.raises(UnknownSession):
+            await engines[0].step(StepRequest(session, (1,)))
+    with pytest.raises(UnknownSession, match="'nobody'"):
+        await catalog.engine_for("nobody")
+
+
+async def test_the_report_lists_every_model(catalog: Catalog) -> None:
+    report = await catalog.report()
+    assert report["device"] == "cpu"
+    assert isinstance(report["models"], list)
+    assert [model["model"] for model in report["models"]] == [engine.name for engine in catalog.list()]
+
+
+async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(believed: None) -> None:
+    catalog = make(PATHS[0], tail_tokens=1)
+    await catalog.load()
+    engine = catalog.get()
+    longest = engine.manifest.max_window
+    assert longest > 1
+    session = (await engine.create_session()).session
+    await engine.step(StepRequest(session, (1,) * (2 * longest)))
+    record = await engine._sessions.read(session)
+    assert len(record.tail) == longest
+    await catalog.close()
+
+
+async def test_a_catalog_that_is_closed_while_it_loads_leaves_the_sessions_to_the_next_process(
+    believed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, loop, open_graphs = make(PATHS[0]), asyncio.get_running_loop(), loader.open_graphs
+
+    def and_close(bundle: Bundle, settings: Settings) -> loader.Opened:
+        asyncio.run_coroutine_threadsafe(catalog.close(), loop).result()
+        return open_graphs(bundle, settings)
+
+    monkeypatch.setattr(loader, "open_graphs", and_close)
+    await catalog.load()
+    assert (catalog.store, catalog.ready, catalog.status) == (None, False, "draining")
+
+
+async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, opening, go_on, closed = catalog._store, threading.Event(), threading.Event(), asyncio.Event()
+    assert store is not None
+
+    def slow(found: Found) -> loader.Opened:
+        opening.set()
+        go_on.wait()
+        raise LoadFailed(found.name, "too late")
+
+    async def close() -> None:
+        closed.set()
+
+    monkeypatch.setattr(store, "close", close)
+    monkeypatch.setattr(catalog._changes, "_read", slow)
+    catalog._digests[catalog.default] = "another"
+    monkeypatch.setattr(catalog.get(), "version", "0")
+    load = asyncio.create_task(catalog.load_model(catalog.default))
+    await asyncio.to_thread(opening.wait)
+    closing = asyncio.create_task(catalog.close())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await closed.wait()
+        assert not closing.done()
+    finally:
+        go_on.set()
+        await closing
+    with pytest.raises(LoadFailed, match="too late"):
+        await load
+
+
+async def test_a_default_model_that_was_named_must_be_there() -> None:
+    with pytest.raises(CatalogError, match="default_model is 'nobody', but the bundles hold"):
+        await make(PATHS[0], default_model="nobody").load()
+
+
+async def test_two_bundles_of_one_name_and_version_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(PATHS[0], tmp_path / name)
+    with pytest.raises(CatalogError, match="same name and version"):
+        await make(tmp_path).load()
+
+
+async def test_a_folder_without_a_bundle_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="holds no bundle"):
+        await make(tmp_path).load()
+    with pytest.raises(CatalogError, match="is no folder"):
+        await make(tmp_path / "nowhere").load()
+
+
+async def test_a_budget_that_holds_no_states_is_refused_with_the_model(believed: None) -> None:
+    with pytest.raises(CatalogError, match=r"model .*: state_budget_bytes is 1,"):
+        await make(PATHS[0], state_budget_bytes=1).load()
+
+
+async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> None:
+    broken = shutil.copytree(PATHS[0], tmp_path / "broken")
+    weights = broken / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    catalog = make(tmp_path)
+    with pytest.raises(BundleError, match=r"weights\.safetensors"):
+        await catalog.load()
+    assert not catalog.ready
+
+
+async def test_a_graph_that_computes_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = OnnxRunner.run
+
+    def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        outputs = run(self, role, feeds)
+        return outputs if role != "advance" else outputs | {"hidden": outputs["hidden"] + 1}
+
+    monkeypatch.setattr(OnnxRunner, "run", wrong)
+    with pytest.raises(BundleError, match="advance"):
+        await make(PATHS[0]).load()
+
+
+def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
+    """A copy of a bundle with one field of its certificate changed."""
+    path = shutil.copytree(source, folder / source.name)
+    edit_manifest(path, "certificate", *keys, value=value)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("layers", 0, "factor"), 0.5, r"layers\.0\.factor"),
+        (("layers", 0, "rule"), "a better one", r"layers\.0\.rule"),
+        (("contractive",), False, "contractive"),
+    ],
+    ids=["factor", "rule", "contractive"],
+)
+async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and_says_why(
+    tmp_path: Path,
+    believed: None,
+    caplog: pytest.LogCaptureFixture,
+    keys: tuple[str | int, ...],
+    value: object,
+    message: str,
+) -> None:
+    path = edited(STABLE, tmp_path, *keys, value=value)
+    with pytest.raises(CertificateError, match=message):
+        Bundle.read(path)
+    catalog = make(path)
+    await catalog.load()
+    engine = catalog.get()
+    certificate = engine.manifest.certificate
+    assert (certificate.contractive, certificate.certified, certificate.layers) == (False, False, ())
+    assert (certificate.error_bound, certificate.state_error, certificate.rounding) == ((), (), None)
+    assert certificate.reason is not None
+    assert re.search(
+        f"^the certificate does not hold: certificate.*{message}.* claimed, the weights", certificate.reason
+    )
+    assert str(tmp_path) not in certificate.reason, "clients are told nothing of the server's folders"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("model rnn-stable is served as uncertified: ")
+    assert certificate.reason.removeprefix("the certificate does not hold: ") in warning
+
+    tokens = tuple(range(2 * engine.manifest.max_window))
+    window = await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    assert (window.error_bound, window.state_error_bound, window.top1_proved) == (None, None, False)
+    for request in (PredictRequest(tokens), PredictRequest(tokens, tolerance=0.9)):
+        auto = await engine.predict(request)
+        assert (auto.mode, auto.state, auto.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+    await catalog.close()
+
+
+async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = Bundle.read(STABLE)
+    boast = rounding(0.0, states=["layers.0.h"], state=1e-12)
+    claimed = certify(bundle.manifest.architecture, bundle.weights(), bundle.manifest.max_window, boast)
+    path = shutil.copytree(STABLE, tmp_path / STABLE.name)
+    edit_manifest(path, "certificate", value=claimed.model_dump(mode="json"))
+    assert Bundle.read(path).manifest.certificate == claimed, "of the weights it says nothing wrong"
+    catalog = make(path)
+    await catalog.load()
+    certificate = catalog.get().manifest.certificate
+    assert not certificate.certified
+    assert certificate.reason is not None
+    said = r"^the certificate does not hold: .*hidden is .* from the oracle.* has to be 2 times that, is .*e-1[0-9]$"
+    assert re.search(said, certificate.reason)
+    assert certificate.reason.removeprefix("the certificate does not hold: ") in caplog.text
+    await catalog.close()
+
+
+async def test_a_model_that_is_not_certified_by_its_own_word_says_why(
+    believed: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    catalog = make(FOLDER / "lstm")
+    await catalog.load()
+    certificate = catalog.get().manifest.certificate
+    assert not certificate.certified
+    assert certificate.reason is not None
+    assert f"model lstm is not certified: {certificate.reason}" in caplog.text
+    await catalog.close()
+
+
+async def test_a_graph_that_is_not_the_weights_is_fatal_with_a_certificate_that_does_not_hold_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = edited(STABLE, tmp_path, "layers", 0, "factor", value=0.5)
+    run = OnnxRunner.run
+
+    def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        outputs = run(self, role, feeds)
+        return outputs if role != "head" else {"logits": outputs["logits"] + outputs["logits"] ** 2}
+
+    monkeypatch.setattr(OnnxRunner, "run", wrong)
+    with pytest.raises(BundleError, match="head"):
+        await make(path).load()

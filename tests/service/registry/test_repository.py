@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.service.versions import MODEL, put
+from wane.service.errors import LoadFailed
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import Catalog
+from wane.service.registry.repository import Repository, Watch
+from wane.service.settings import Settings
+
+
+class Loads:
+    """Notes what is to be loaded."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.failure: Exception | None = None
+
+    async def __call__(self, name: str) -> None:
+        self.names.append(name)
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    put(folder, "1")
+    return folder
+
+
+async def looks(watch: Watch, times: int) -> None:
+    for _ in range(times):
+        await watch.look()
+
+
+async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: Path) -> None:
+    loads = Loads()
+    watch = Watch(Repository(folder), loads)
+    await looks(watch, 2)
+    assert loads.names == []
+    put(folder, "2")
+    await watch.look()
+    assert loads.names == [], "it may still be on its way"
+    await looks(watch, 3)
+    assert loads.names == [MODEL]
+
+
+async def test_a_bundle_that_is_still_being_copied_is_left_alone(folder: Path) -> None:
+    loads = Loads()
+    watch = Watch(Repository(folder), loads)
+    path = put(folder, "1", name="other")
+    weights = (path / "weights.safetensors").read_bytes()
+    for end in (1, 2, 3):
+        (path / "weights.safetensors").write_bytes(weights[:end])
+        await watch.look()
+    assert loads.names == []
+    (path / "weights.safetensors").write_bytes(weights)
+    await looks(watch, 2)
+    assert loads.names == ["other"]
+
+
+async def test_what_could_not_be_loaded_is_tried_again_when_it_changes(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = Loads()
+    loads.failure = LoadFailed(MODEL, "its weights are none")
+    watch = Watch(Repository(folder), loads)
+    for version in ("2", "3"):
+        put(folder, version)
+        await looks(watch, 4)
+    assert loads.names == [MODEL, MODEL]
+    assert "small has changed, and was not loaded: model 'small' was not loaded: its weights are none" in caplog.text
+
+
+async def test_a_bundle_that_goes_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
+    loads = Loads()
+    watch = Watch(Repository(folder), loads)
+    shutil.move(folder / MODEL, folder.parent / "away")
+    await looks(watch, 2)
+    assert loads.names == []
+    shutil.move(folder.parent / "away", folder / MODEL)
+    await looks(watch, 2)
+    assert loads.names == [MODEL]
+
+
+async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
+    catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
+    replaced = asyncio.Event()
+    replace = catalog._changes.replace
+
+    def noted(*arguments: object) -> None:
+        replace(*arguments)  # type: ignore[arg-type]
+        replaced.set()
+
+    monkeypatch.setattr(catalog._changes, "replace", noted)
+    await catalog.load()
+    put(folder, "2")
+    await asyncio.wait_for(replaced.wait(), 60)
+    assert catalog.get().version == "2"
+    await catalog.close()

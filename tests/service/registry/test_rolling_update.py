@@ -1,0 +1,120 @@
+"""Two replicas with a version of the model each, on one store, and sessions that go from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.service.shipped import FOLDER, opened
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import Margin
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
+
+VERSIONS = ("lstm-stable", "rnn-stable")
+MODEL = "small"
+FLOAT32 = 1e-4
+TAIL = 32
+
+
+class Replicas:
+    """Version 1 and version 2, which are different models with the same tokenizer."""
+
+    def __init__(self) -> None:
+        settings = Settings(max_batch=8)
+        self.store = MemoryStore(TAIL, settings.session_ttl_s, settings.session_budget_bytes)
+        self.engines: list[Engine] = []
+        self.metrics: list[Metrics] = []
+        for index, name in enumerate(VERSIONS):
+            bundle, runner = opened(FOLDER / name)
+            changes = {"name": MODEL, "version": str(index + 1)}
+            manifest = bundle.manifest.model_copy(update=changes)
+            self.metrics.append(Metrics())
+            engine = Engine(
+                manifest, bundle.vocabulary, Margin(bundle.weights()), runner, self.store, settings, self.metrics[-1]
+            )
+            engine.warm_up()
+            self.engines.append(engine)
+
+    def sample(self, replica: int, name: str) -> float:
+        return self.metrics[replica].registry.get_sample_value(name, {"model": MODEL}) or 0.0
+
+
+@pytest.fixture
+async def replicas() -> AsyncIterator[Replicas]:
+    replicas = Replicas()
+    yield replicas
+    for engine in replicas.engines:
+        await engine.drain()
+        engine._slab.check_integrity(idle=True)
+        await engine.close()
+
+
+def logprobs(answer: Answer) -> dict[int, float]:
+    return {one.token_id: one.logprob for one in answer.predictions}
+
+
+async def whole(engine: Engine, tokens: list[int]) -> dict[int, float]:
+    return logprobs(await engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT)))
+
+
+async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once_by_each(replicas: Replicas) -> None:
+    session = (await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session
+    tokens: list[int] = []
+    states: list[Origin] = []
+    for position in range(24):
+        tokens.append(2 + position)
+        engine = replicas.engines[position % 2]
+        answer = await engine.step(StepRequest(session, (tokens[-1],), expected_position=position))
+        states.append(answer.state)
+        assert (answer.position, answer.error_bound) == (position + 1, 0.0)
+        assert logprobs(answer) == pytest.approx(await whole(engine, tokens), abs=FLOAT32)
+    assert Counter(states) == {Origin.RESIDENT: 23, Origin.REBUILT: 1}
+    assert states[:2] == [Origin.RESIDENT, Origin.REBUILT], "nothing is to be rebuilt of a session without tokens"
+    assert [replicas.sample(replica, "wane_sessions_caught_up_total") for replica in (0, 1)] == [11, 11]
+
+
+async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(replicas: Replicas) -> None:
+    sessions = [(await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session for _ in range(6)]
+    states: Counter[Origin] = Counter()
+
+    async def client(number: int, session: str) -> None:
+        tokens: list[int] = []
+        for turn in range(20):
+            engine = replicas.engines[(turn * turn + number) // 3 % 2]
+            new = [5 + (turn + number) % 50] * (1 + turn % 3)
+            answer = await engine.step(StepRequest(session, tuple(new), expected_position=len(tokens)))
+            tokens += new
+            states[answer.state] += 1
+            if len(tokens) <= TAIL:
+                assert logprobs(answer) == pytest.approx(await whole(engine, tokens), abs=FLOAT32)
+
+    await asyncio.gather(*(client(*one) for one in enumerate(sessions)))
+    assert states.total() == 6 * 20
+    assert states[Origin.REBUILT] <= 2 * len(sessions)
+
+
+async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_only_grew(replicas: Replicas) -> None:
+    first, second = replicas.engines
+    session = (await first.create_session(mode=Mode.RECURRENT)).session
+    await first.step(StepRequest(session, (5, 6, 7)))
+    await second.step(StepRequest(session, (8,)))
+    await second.rewind(session, 1)
+    await second.step(StepRequest(session, (9, 10, 11, 12)))
+    answer = await first.step(StepRequest(session, (13,), expected_position=5))
+    assert answer.state is Origin.REBUILT
+    assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
+
+
+async def test_a_session_that_is_further_on_than_its_tail_reaches_is_rebuilt(replicas: Replicas) -> None:
+    first, second = replicas.engines
+    session = (await first.create_session(mode=Mode.RECURRENT)).session
+    await first.step(StepRequest(session, (5, 6, 7)))
+    await second.step(StepRequest(session, tuple(range(2, 2 + TAIL + 1))))
+    answer = await first.step(StepRequest(session, (13,)))
+    assert (answer.state, answer.position) == (Origin.REBUILT, 5 + TAIL)

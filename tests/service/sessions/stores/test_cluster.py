@@ -1,0 +1,72 @@
+"""Sessions in a Redis Cluster: of those of one batch each goes to its own node, all in one trip."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.service.sessions.stores.conftest import MakeStore
+from tests.service.sessions.stores.redis_server import DURABLE, TIMEOUT_S, RedisServer, free_port, redis_server
+from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin
+from wane.service.observability.metrics import Metrics
+
+pytestmark = pytest.mark.stack
+
+HALVES = ((0, 8191), (8192, 16383))
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[list[RedisServer]]:
+    """Two nodes, each with half of the slots."""
+    with ExitStack() as stack:
+        buses = [free_port() for _ in HALVES]
+        servers = [
+            stack.enter_context(
+                redis_server(tmp_path / str(bus), (*DURABLE, "--cluster-enabled", "yes", "--cluster-port", str(bus)))
+            )
+            for bus in buses
+        ]
+        clients = [Redis.from_url(server.url) for server in servers]
+        for client, (first, last) in zip(clients, HALVES, strict=True):
+            await client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+        await clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", servers[1].port, buses[1])
+        async with asyncio.timeout(TIMEOUT_S):
+            for client in clients:
+                while (await client.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                while len(await client.execute_command("CLUSTER NODES")) < len(HALVES):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        yield servers
+        for client in clients:
+            await client.aclose()
+
+
+async def test_a_batch_of_many_sessions_is_one_trip_to_all_nodes(
+    nodes: list[RedisServer], make_store: MakeStore
+) -> None:
+    metrics = Metrics()
+    store = await make_store(f"redis+cluster://127.0.0.1:{nodes[0].port}", namespace="n", metrics=metrics)
+    names = [str(index) for index in range(40)]
+    begun = await asyncio.gather(*(begin(store, name) for name in names))
+    appended = await asyncio.gather(*(store.append(one.session, one.revision, (5, 6), STEP, SNAPSHOT) for one in begun))
+    assert all(appended)
+    held = []
+    for server in nodes:
+        async with Redis.from_url(server.url) as client:
+            held.append({key.decode() for key in await client.keys("wane:n:*")})
+            await client.script_flush()
+    assert all(held)
+    assert held[0] | held[1] == {f"wane:n:{{{name}}}{end}" for name in names for end in ("", ":state")}
+    after = await asyncio.gather(*(store.append(one.session, one.revision, (7,), STEP) for one in appended if one))
+    assert [one.position for one in after if one] == [3] * 40
+    found = await store.get("7")
+    assert found is not None
+    assert (found.position, found.snapshot) == (3, SNAPSHOT)
+    assert await store.delete("7")
+    assert await store.get("7") is None
+    assert metrics.registry.get_sample_value("wane_store_trip_commands_count", {"store": "redis"}) == 6

@@ -1,0 +1,82 @@
+"""A session in bytes that other processes read."""
+
+from __future__ import annotations
+
+import pytest
+
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores import codec
+from wane.service.sessions.stores.codec import due, read_snapshot, write_snapshot
+from wane.service.sessions.stores.store import LastStep, Record, Snapshot
+from wane.service.types import Mode
+
+WIDE = Tail.start(7, 70_000).append((69_999, 3), 2, 300)
+PLAIN = Record("s", "m", "1", Mode.AUTO, 0, Tail.start(0, 300))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PLAIN,
+        PLAIN._replace(model="ünïcode", vocabulary="v" * 16, mode=Mode.WINDOW),
+        PLAIN._replace(tail=WIDE, position=2**40, revision=2**64 - 1, last=LastStep(2**40, b"t" * 16, b"k" * 16)),
+        PLAIN._replace(last=LastStep(0, b"7", None)),
+    ],
+)
+def test_what_is_written_is_read(record: Record) -> None:
+    data = codec.write(record)
+    assert codec.read("s", data, 300) == record
+    assert data.startswith(codec.mark(record.revision))
+    assert data.endswith(codec.after_run(data))
+
+
+def test_two_writers_of_the_same_change_are_told_apart() -> None:
+    one, other = codec.head(PLAIN), codec.head(PLAIN)
+    assert codec.mark(7, one) != codec.mark(7, other)
+    assert codec.mark(7, one)[:8] == codec.mark(7)
+
+
+def test_only_the_latest_tokens_are_read() -> None:
+    tail = Tail.start(0, 300).append((5, 6, 7), 3, 300)
+    record = PLAIN._replace(position=3, tail=tail)
+    assert codec.read("s", codec.write(record), 3).tail == tail
+    assert codec.read("s", codec.write(record), 2).tail.ids().tolist() == [6, 7]
+
+
+def spoilt() -> dict[str, bytes]:
+    data = codec.write(PLAIN)
+    return {
+        "nothing": b"",
+        "a beginning": data[:10],
+        "no tail": data[:-2],
+        "half a token": data + b"\0",
+        "no identity": data.replace(b'["m"', b'("m"'),
+        "another mode": data.replace(b"auto", b"none"),
+        "another width": data.replace(b", 2, ", b", 3, "),
+    }
+
+
+@pytest.mark.parametrize("name", spoilt())
+def test_what_is_no_session_is_not_read(name: str) -> None:
+    with pytest.raises(codec.Unreadable, match="'s'"):
+        codec.read("s", spoilt()[name], 300)
+
+
+def test_what_a_later_version_has_written_is_told_apart() -> None:
+    data = bytearray(codec.write(PLAIN))
+    data[14] = 2
+    with pytest.raises(codec.Unreadable, match="written in format 2, and this version reads 1"):
+        codec.read("s", bytes(data), 300)
+
+
+def test_a_state_is_written_and_read_with_what_it_is() -> None:
+    snapshot = Snapshot(2**40, 3, b"maker", b"\0\1\2")
+    assert read_snapshot(write_snapshot(snapshot)) == snapshot
+    assert read_snapshot(write_snapshot(snapshot)[:10]) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_due"), [(0, 1, False), (7, 8, True), (8, 9, False), (3, 30, True), (15, 15, False)]
+)
+def test_a_state_is_due_once_in_so_many_tokens(before: int, after: int, is_due: bool) -> None:
+    assert due(before, after, 8) is is_due

@@ -1,0 +1,162 @@
+"""Sessions in a file, from one process to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.engine_harness import Clock
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores import dump_file
+from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
+from wane.service.sessions.stores.store import LastStep, Record, StoreError
+from wane.service.types import Mode
+
+STEP = LastStep(1, b"t" * 16, b"key")
+
+
+def names(folder: Path) -> list[str]:
+    """What is in it."""
+    return sorted(one.name for one in folder.iterdir())
+
+
+def records() -> list[Record]:
+    short = Record("a", "m", "1", Mode.AUTO, 0, Tail.start(0, 300), vocabulary="v", idle_s=1.5)
+    wide = Record("b~:.-", "n", "2", Mode.WINDOW, 2, Tail.start(7, 70_000).append((69_999, 3), 2, 9), 2**40, STEP, 9.0)
+    return [short, wide]
+
+
+def make_store(file: Path, **changes: Any) -> tuple[MemoryStore, Clock]:
+    clock = Clock()
+    return MemoryStore(
+        **{"tail_tokens": 4, "ttl_s": 100, "budget_bytes": 2**20, "file": file, **changes}, clock=clock
+    ), clock
+
+
+def test_sessions_come_back_as_they_were_the_longest_idle_first(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    dump_file.save(path, records(), lambda: 1000.0)
+    assert dump_file.load(path, 9, lambda: 1000.0) == records()[::-1]
+    assert [one.idle_s for one in dump_file.load(path, 9, lambda: 1007.0)] == [16.0, 8.5]
+    assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]  # a clock that was set back
+    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]  # <eos> goes with the first token
+    assert names(tmp_path) == ["sessions"]
+
+
+async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    begun = Record("s", "m", "1", Mode.AUTO, 9, Tail.start(0, 300).ending((5, 6), 9, 4), vocabulary="v")
+    store, _ = make_store(path)
+    await store.open()
+    assert await store.create(begun)
+    await store.close()
+    store, _ = make_store(path)
+    await store.open()
+    found = store.look("s")
+    assert found is not None
+    assert (found.position, found.tail.ids().tolist(), found.cut, found.earliest) == (9, [5, 6], 7, 8)
+
+
+def test_no_sessions_are_a_file_too(tmp_path: Path) -> None:
+    dump_file.save(tmp_path / "sessions", [])
+    assert dump_file.load(tmp_path / "sessions", 9) == []
+
+
+def broken(data: bytes) -> dict[str, bytes]:
+    return {
+        "empty": b"",
+        "something else": b"PK\x03\x04" + data,
+        "cut": data[:-1],
+        "half": data[: len(data) // 2],
+        "longer": data + b"\0",
+        "a bit turned": data[:60] + bytes([data[60] ^ 1]) + data[61:],
+        "a later format": data.replace(b"sessions 1", b"sessions 2"),
+    }
+
+
+@pytest.mark.parametrize("name", broken(b"x" * 100))
+async def test_a_file_that_is_not_what_was_written_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "sessions"
+    dump_file.save(path, records())
+    data = broken(path.read_bytes())[name]
+    path.write_bytes(data)
+    store, _ = make_store(path)
+    with pytest.raises(StoreError, match=rf"^session_file {path} .*move it away"):
+        await store.open()
+    await store.close()
+    assert path.read_bytes() == data
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sessions"
+    dump_file.save(path, records())
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dump_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        dump_file.save(path, [])
+    assert path.read_bytes() == before
+    assert names(tmp_path) == ["sessions"]
+
+
+async def test_a_store_that_is_closed_is_there_when_the_next_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    store, clock = make_store(path)
+    await store.open()  # there is no file yet
+    for one in records():
+        await store.create(one._replace(idle_s=0.0))
+    appended = await store.append("a", 0, (5, 6), STEP)
+    clock.now_s += 60
+    await store.touch("a")
+    clock.now_s += 41  # b is over
+    await store.close()
+    after, _ = make_store(path)
+    await after.open()
+    found = await after.get("a")
+    assert found is not None
+    assert found.idle_s == pytest.approx(41, abs=40)
+    assert found._replace(idle_s=0.0) == appended
+    assert await after.get("b~:.-") is None
+    assert (await after.count("m"), await after.count("n")) == (1, 0)
+    assert after.used_bytes == entry_bytes("a", len(found.tail.data))
+    assert names(tmp_path) == ["sessions.read"]  # its sessions go on from here
+    assert await after.append("a", found.revision, (7,), STEP)
+
+
+async def test_a_store_that_is_closed_while_it_is_opened_leaves_the_file_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sessions"
+    dump_file.save(path, records())
+    store, _ = make_store(path)
+    load, reading, go_on = dump_file.load, threading.Event(), threading.Event()
+
+    def slow(path: Path, keep: int) -> list[Record]:
+        reading.set()
+        go_on.wait()
+        return load(path, keep)
+
+    monkeypatch.setattr(dump_file, "load", slow)
+    opening = asyncio.create_task(store.open())
+    await asyncio.to_thread(reading.wait)
+    await store.close()
+    go_on.set()
+    await opening
+    assert names(tmp_path) == ["sessions"]
+    assert await store.count("m") == 0
+
+
+async def test_a_store_with_less_room_keeps_the_latest(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    dump_file.save(path, records())
+    store, _ = make_store(path, budget_bytes=entry_bytes("a", 2))
+    await store.open()
+    assert await store.get("a") is not None
+    assert await store.get("b~:.-") is None

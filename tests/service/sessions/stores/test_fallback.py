@@ -1,0 +1,438 @@
+"""A store that is done without while it is away, and wins when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.service.engine_harness import Clock
+from tests.service.sessions.stores.conftest import MakeStore, settings_of
+from tests.service.sessions.stores.proxy import proxy
+from tests.service.sessions.stores.redis_server import RedisServer
+from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin, record, until
+from wane.service.errors import PositionConflict, Unavailable
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.fallback import DegradingStore
+from wane.service.sessions.stores.redis import REPLACE, RedisStore
+from wane.service.sessions.stores.redis_pipeline import Argument, Script
+from wane.service.sessions.stores.store import Record, follows
+
+pytestmark = pytest.mark.stack
+
+
+class Degrading(DegradingStore):
+    """With its parts in reach."""
+
+    def __init__(self, url: str) -> None:
+        self.metrics = Metrics()
+        self.shared = RedisStore(url, **settings_of(timeout_s=1.0, metrics=self.metrics))
+        self.clock = Clock()
+        super().__init__(self.shared, 100.0, self.metrics, self.clock)
+
+    async def until_settled(self) -> None:
+        """Waits until the store is there, and has all that it takes."""
+        await until(lambda: self.standing.reachable and not self.standing.not_durable)
+
+    async def until_given(self) -> None:
+        """Waits for what was begun when the store came back."""
+        assert self._settling is not None
+        await self._settling
+
+    def sample(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name)
+
+
+@asynccontextmanager
+async def degrading(port: int) -> AsyncIterator[Degrading]:
+    store = Degrading(f"redis://127.0.0.1:{port}/0")
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def step(store: DegradingStore | RedisStore, token: int, session: str = "s") -> Record:
+    """One token more, from what is remembered."""
+    here = store.recall(session, to_step=True) or await store.get(session)
+    assert here is not None
+    after = await store.append(session, here.revision, (token,), STEP._replace(start=here.position))
+    assert after is not None
+    return after
+
+
+async def test_a_session_goes_on_not_durable_and_is_durable_when_the_store_is_back(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        assert (await step(store, 5)).durable is True
+        server.kill()
+        for token in (6, 7):
+            after = await step(store, token)
+            assert after.durable is False
+        assert (after.position, after.tail.ids().tolist()) == (3, [0, 5, 6, 7])
+        assert store.standing.ready
+        assert (store.standing.reachable, store.standing.not_durable) == (False, 1)
+        assert store.sample("wane_sessions_not_durable") == 1
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.durable) == (3, False)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.durable, found.tail.ids().tolist()) == (3, True, [0, 5, 6, 7])
+        assert (await step(store, 8)).durable is True
+        assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_told(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        await step(store, 5)
+        between.cut()
+        lost = await step(store, 6)
+        theirs = await step(other, 7)
+        assert (lost.position, theirs.position) == (2, 2)
+        between.mend()
+        await store.until_settled()
+        with pytest.raises(PositionConflict, match="not durable are lost") as caught:
+            await step(store, 8)
+        assert caught.value.position == 2
+        after = await step(store, 8)  # said once
+        assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
+        assert not follows(after.revision, lost.revision)  # nor is the state of what was lost
+        assert store.sample("wane_sessions_overruled_total") == 1
+
+
+async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflict(
+    server: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        monkeypatch.setattr(store.shared.trips, "on_back", lambda: None)
+        await store.create(record())
+        between.cut()
+        await step(store, 6)
+        await step(other, 7)
+        between.mend()
+        await until(lambda: store.standing.reachable)
+        with pytest.raises(PositionConflict):
+            await step(store, 8)
+        after = await step(store, 8)
+        assert after.tail.ids().tolist() == [0, 7, 8]
+
+
+async def test_a_step_that_was_done_though_nobody_said_so_is_not_done_twice(server: RedisServer) -> None:
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        await step(store, 5)
+        between.hold_answers()
+        first = await step(store, 6)  # the store has it, and is taken to be away
+        assert first.durable is False
+        assert (await step(store, 7)).durable is False
+        between.mend()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.tail.ids().tolist()) == (3, [0, 5, 6, 7])
+        assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_that_was_not_answered(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        await step(store, 5)
+        between.cut()
+        await step(store, 6)
+        await step(other, 6)  # the same tokens, and a step of its own
+        between.mend()
+        await store.until_settled()
+        with pytest.raises(PositionConflict):
+            await step(store, 7)
+
+
+async def test_a_session_that_was_begun_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        server.kill()
+        assert await store.create(record("new"))
+        assert not await store.create(record("new"))
+        assert (await step(store, 5, "new")).durable is False
+        server.start()
+        await store.until_settled()
+        found = await store.get("new")
+        assert found is not None
+        assert (found.position, found.durable) == (1, True)
+
+
+async def test_a_session_that_was_never_seen_here_cannot_go_on(server: RedisServer, make_store: MakeStore) -> None:
+    await begin(await make_store(server.url, namespace="n"))
+    async with degrading(server.port) as store:
+        server.kill()
+        with pytest.raises(Unavailable):
+            await store.get("s")
+        with pytest.raises(Unavailable):
+            await store.delete("s")
+        server.start()
+        await store.until_settled()
+        assert await store.delete("s")
+
+
+async def test_before_the_store_was_ever_there_nothing_is_done_without_it(server: RedisServer) -> None:
+    server.kill()
+    async with degrading(server.port) as store:
+        assert not store.standing.ready
+        with pytest.raises(Unavailable):
+            await store.create(record())
+
+
+async def test_a_session_is_rewound_and_goes_on_another_way(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        for token in (5, 6):
+            await step(store, token)
+        server.kill()
+        here = await step(store, 7)
+        rewound = await store.rewind("s", here.revision, 1)
+        assert rewound is not None
+        assert (rewound.position, rewound.durable) == (1, False)
+        assert not follows(rewound.revision, here.revision)
+        await step(store, 8)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail.ids().tolist() == [0, 5, 8]
+
+
+async def test_a_durable_session_is_rewound_while_the_store_is_away(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        for token in (5, 6):
+            here = await step(store, token)
+        server.kill()
+        rewound = await store.rewind("s", here.revision, 1)
+        assert rewound is not None
+        assert (rewound.position, rewound.durable) == (1, False)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.durable) == (1, True)
+
+
+async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_rewound_behind_it_meanwhile(
+    server: RedisServer,
+) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        server.kill()
+        here = await step(store, 7)
+        assert await store.rewind("s", here.revision, 1)
+        for token in (8, 9):  # it is as far again, another way
+            here = await step(store, token)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.tail.ids().tolist()) == (3, [0, 5, 8, 9])
+        assert found.snapshot is None
+
+
+async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from_it(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        server.kill()
+        for token in (7, 8):
+            here = await step(store, token)
+        assert await store.rewind("s", here.revision, 3)
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.snapshot) == (3, SNAPSHOT)
+
+
+async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisServer) -> None:
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record("other"))
+        between.hold_answers()
+        assert await store.create(record())  # the store has it, and is taken to be away
+        assert (await step(store, 5)).durable is False
+        between.mend()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail.ids().tolist() == [0, 5]
+        assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
+            await redis.delete(store.shared._keys("s")[0])  # the session has ended, and its state has not
+        assert await store.get("s") is None
+        server.kill()
+        with suppress(Unavailable):
+            await store.get("s")
+        assert await store.create(record(position=9, tail=Tail.start(0, 300).ending((7, 8), 9, 4)))
+        assert (await step(store, 10)).durable is False
+        server.start()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.tail.ids().tolist(), found.cut) == (10, [7, 8, 10], 7)
+        assert found.snapshot is None
+
+
+async def test_a_session_whose_rewind_was_not_answered_goes_on(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        for token in (5, 6):
+            here = await step(store, token)
+        run = store.shared.trips.run
+
+        async def unanswered(script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
+            if script is REPLACE:
+                between.hold_answers()
+            return await run(script, keys, *arguments)
+
+        monkeypatch.setattr(store.shared.trips, "run", unanswered)
+        assert await store.rewind("s", here.revision, 1)
+        monkeypatch.undo()
+        assert (await step(store, 7)).durable is False
+        between.mend()
+        await store.until_settled()
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail.ids().tolist() == [0, 5, 7]
+        assert store.sample("wane_sessions_overruled_total") == 0
+
+
+async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        here = await step(store, 5)
+        server.kill()
+        results = await asyncio.gather(*(store.append("s", here.revision, (token,), STEP) for token in (6, 7)))
+        (won,) = [result for result in results if result is not None]
+        found = await store.get("s")
+        assert found is not None
+        assert found.tail == won.tail
+
+
+async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_one(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        between.cut()
+        await step(store, 6)
+        await step(other, 7)
+        between.mend()
+        await store.until_settled()
+        assert await store.delete("s")
+        assert await store.create(record())
+        assert (await step(store, 8)).position == 1
+
+
+async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer, make_store: MakeStore) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        between.cut()
+        await step(store, 5)
+        await other.delete("s")
+        between.mend()
+        await store.until_settled()
+        assert await store.get("s") is None
+
+
+async def test_what_is_not_durable_ends_too_when_nobody_uses_it(server: RedisServer) -> None:
+    async with degrading(server.port) as store:
+        await store.create(record())
+        server.kill()
+        await step(store, 5)
+        store.clock.now_s += 101
+        await store.count("m")
+        assert store.standing.not_durable == 0
+
+
+async def test_a_process_that_ends_gives_the_store_what_it_has(server: RedisServer, make_store: MakeStore) -> None:
+    async with degrading(server.port) as store:
+        store.shared.trips.on_back = lambda: None
+        await store.create(record())
+        server.kill()
+        await step(store, 5)
+        server.start()
+        await until(lambda: store.standing.reachable)
+    found = await (await make_store(server.url, namespace="n")).get("s")
+    assert found is not None
+    assert found.position == 1
+
+
+async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_to_it_later(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        for session in ("s", "t"):
+            await store.create(record(session))
+        between.cut()
+        for session in ("s", "t"):
+            await step(store, 5, session)
+        await other.trips.do("CONFIG", "SET", "maxmemory", "1")
+        between.mend()
+        await until(lambda: store.standing.reachable)
+        await store.until_given()
+        assert store.standing.not_durable == 2
+        await other.trips.do("CONFIG", "SET", "maxmemory", "0")
+        found = await store.get("s")
+        assert found is not None
+        assert (found.position, found.durable, store.standing.not_durable) == (1, True, 1)
+
+
+async def test_a_session_that_a_full_store_does_not_take_goes_on_and_no_step_is_refused_that_was_taken(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    other = await make_store(server.url, namespace="n")
+    async with proxy(server.port) as between, degrading(between.port) as store:
+        await store.create(record())
+        between.cut()
+        await step(store, 5)
+        await other.trips.do("CONFIG", "SET", "maxmemory", "1")
+        between.mend()
+        await until(lambda: store.standing.reachable)
+        await store.until_given()
+        full = await step(store, 6)
+        assert (full.position, full.durable) == (2, False)
+        seen = await store.get("s")
+        assert seen is not None and (seen.position, seen.durable) == (2, False)
+        back = await store.rewind("s", seen.revision, 1)
+        assert back is not None and (back.position, back.durable) == (1, False)
+        await other.trips.do("CONFIG", "SET", "maxmemory", "0")
+        again = await step(store, 7)
+        assert (again.position, again.durable, store.standing.not_durable) == (2, True, 0)
+    found = await other.get("s")
+    assert found is not None and (found.position, found.tail.ids().tolist()) == (2, [0, 5, 7])

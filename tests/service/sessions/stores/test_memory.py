@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.service.engine_harness import Clock
+from wane.service.errors import Overloaded
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.memory import EXPIRED_AT_ONCE, MemoryStore, entry_bytes
+from wane.service.sessions.stores.store import LastStep, Record, digest
+from wane.service.types import Mode
+
+STEP = LastStep(0, b"hash", None)
+
+
+def make_store(**changes: int) -> tuple[MemoryStore, Clock]:
+    clock = Clock()
+    return MemoryStore(**{"tail_tokens": 4, "ttl_s": 10, "budget_bytes": 2**24, **changes}, clock=clock), clock
+
+
+def record(session: str = "s", model: str = "m") -> Record:
+    return Record(session, model, "1", Mode.AUTO, 0, Tail.start(0, 300))
+
+
+async def test_an_append_moves_position_revision_and_tail_and_remembers_the_step() -> None:
+    store, _ = make_store()
+    assert await store.create(record())
+    appended = await store.append("s", 0, (7, 8), STEP)
+    assert appended is not None
+    assert (appended.position, appended.revision, appended.last) == (2, 1, STEP)
+    assert appended.tail.ids().tolist() == [0, 7, 8]
+    assert await store.get("s") == appended
+
+
+async def test_an_append_at_another_revision_does_nothing() -> None:
+    store, _ = make_store()
+    await store.create(record())
+    before = await store.get("s")
+    assert await store.append("s", 1, (7,), STEP) is None
+    assert await store.append("t", 0, (7,), STEP) is None
+    assert await store.get("s") == before
+
+
+async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() -> None:
+    store, _ = make_store()
+    await store.create(record())
+    for revision in range(6):
+        await store.append("s", revision, (10 + revision,), STEP)
+    full = await store.get("s")
+    assert full is not None
+    assert (full.cut, full.earliest) == (2, 3)
+    assert await store.rewind("s", 5, 4) is None
+    rewound = await store.rewind("s", 6, 4)
+    assert rewound is not None
+    assert rewound.tail.ids().tolist() == [12, 13]
+    assert (rewound.position, rewound.revision, rewound.last, rewound.cut) == (4, 1 << 32, None, 2)
+
+
+async def test_a_whole_tail_has_lost_nothing_and_goes_back_to_0() -> None:
+    store, _ = make_store()
+    await store.create(record())
+    await store.append("s", 0, (1, 2, 3, 4), STEP)
+    whole = await store.get("s")
+    assert whole is not None
+    assert (whole.cut, whole.earliest) == (0, 0)
+
+
+async def test_an_id_is_taken_until_it_is_deleted() -> None:
+    store, _ = make_store()
+    assert await store.create(record())
+    assert not await store.create(record())
+    assert await store.delete("s")
+    assert not await store.delete("s")
+    assert await store.create(record())
+
+
+async def test_a_session_idle_for_longer_than_the_time_to_live_does_not_exist() -> None:
+    store, clock = make_store()
+    await store.create(record())
+    clock.now_s += 10
+    found = await store.get("s")
+    assert found is not None
+    assert found.idle_s == 10
+    clock.now_s += 0.001
+    assert await store.get("s") is None
+    assert await store.append("s", 0, (7,), STEP) is None
+    assert await store.count("m") == 0
+
+
+async def test_touching_appending_and_rewinding_start_the_idle_time_again_and_reading_does_not() -> None:
+    store, clock = make_store()
+    await store.create(record())
+    for change in (
+        lambda: store.touch("s"),
+        lambda: store.append("s", 0, (7,), STEP),
+        lambda: store.rewind("s", 1, 0),
+    ):
+        clock.now_s += 8
+        assert (await store.get("s")) is not None
+        await change()
+        found = await store.get("s")
+        assert found is not None
+        assert found.idle_s == 0
+
+
+async def test_the_idle_expire_in_order_though_they_were_used_in_another() -> None:
+    store, clock = make_store()
+    for name in "abc":
+        await store.create(record(name))
+        clock.now_s += 1
+    await store.touch("a")
+    clock.now_s += 8.5
+    assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
+
+
+async def test_sessions_are_counted_by_model() -> None:
+    store, _ = make_store()
+    for name, model in (("a", "m"), ("b", "m"), ("c", "n")):
+        await store.create(record(name, model))
+    await store.delete("a")
+    assert [await store.count(model) for model in ("m", "n", "o")] == [1, 1, 0]
+
+
+async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
+    store, clock = make_store(tail_tokens=300)
+    wide = Record("w", "n", "2", Mode.WINDOW, 2, Tail.start(7, 70_000).append((69_999, 3), 2, 300))
+    for whole in (record(), wide, record("x")._replace(position=2**40, revision=2**33, vocabulary="v")):
+        for last in (None, LastStep(0, b"7", None), LastStep(2**40, b"t" * 16, b"k" * 16)):
+            kept = whole._replace(last=last)
+            assert await store.create(kept)
+            clock.now_s += 1.5
+            assert await store.get(kept.session) == kept._replace(idle_s=1.5)
+            await store.delete(kept.session)
+
+
+async def test_a_new_session_needs_room_for_a_whole_tail_and_the_expired_make_room() -> None:
+    whole = entry_bytes("a", 5 * 2)
+    store, clock = make_store(budget_bytes=2 * whole)
+    await store.create(record("a"))
+    await store.create(record("b"))
+    assert store.used_bytes == 2 * entry_bytes("a", 2)
+    with pytest.raises(Overloaded, match=f"one more takes up to {whole}.*session_budget_bytes.* {2 * whole}"):
+        await store.create(record("c"))
+    clock.now_s += 11
+    assert await store.create(record("c"))
+
+
+async def test_memory_is_counted_through_every_change_and_all_of_it_comes_back() -> None:
+    store, clock = make_store()
+    names = [str(index) for index in range(200)]
+    for name in names:
+        await store.create(record(name))
+        await store.append(name, 0, (7, 8), STEP)
+    assert store.used_bytes == sum(entry_bytes(name, 6) for name in names)
+    for name in names:
+        await store.append(name, 1, (7, 8, 9), STEP)
+    assert store.used_bytes == sum(entry_bytes(name, 8) for name in names)
+    for name in names:
+        await store.rewind(name, 2, 3)
+        await store.touch(name)
+    assert store.used_bytes == sum(entry_bytes(name, 4) for name in names)
+    for name in names[:100]:
+        await store.delete(name)
+    clock.now_s += 11
+    assert await store.count("m") == 0
+    assert store.used_bytes == 0
+
+
+async def test_sessions_that_outgrow_the_budget_cost_the_longest_idle_theirs() -> None:
+    ended: list[str] = []
+    small, whole = entry_bytes("a", 2), entry_bytes("a", 10)
+    clock = Clock()
+    store = MemoryStore(4, 10, 2 * small + whole, clock, ended.append)
+    for name, model in (("a", "m"), ("b", "n"), ("c", "m")):
+        clock.now_s += 1
+        await store.create(record(name, model))
+    await store.touch("a")  # so that b is the longest idle
+    await store.append("c", 0, (1, 2, 3, 4), STEP)
+    assert ended == []
+    await store.append("a", 0, (1,), STEP)
+    assert ended == ["n"]
+    assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
+    assert [await store.count(model) for model in "mn"] == [2, 0]
+    assert store.used_bytes <= 2 * small + whole
+
+
+async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_same() -> None:
+    store, clock = make_store()
+    names = [str(index) for index in range(2 * EXPIRED_AT_ONCE + 5)]
+    for name in names:
+        await store.create(record(name))
+    clock.now_s += 11
+    assert not any([await store.get(name) for name in names])
+    assert await store.append(names[-1], 0, (7,), STEP) is None
+    assert not await store.delete(names[0])
+    assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
+
+
+async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_over() -> None:
+    store, clock = make_store()
+    await store.create(record()._replace(vocabulary="v"))
+    await store.create(record("t", "n")._replace(vocabulary="w"))
+    await store.append("s", 0, (7,), STEP)
+    assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
+    clock.now_s += 11
+    assert store.kind("s") is None
+
+
+async def test_the_id_of_a_session_that_is_over_is_free() -> None:
+    store, clock = make_store()
+    await store.create(record())
+    await store.append("s", 0, (7,), STEP)
+    clock.now_s += 11
+    assert await store.create(record())
+    assert await store.get("s") == record()
+    assert await store.count("m") == 1
+
+
+@pytest.mark.parametrize(("data", "length"), [(b"", 0), (b"x" * 15, 15), (b"x" * 16, 16), (b"x" * 9000, 16)])
+def test_a_digest_is_what_it_is_of_or_16_bytes(data: bytes, length: int) -> None:
+    assert len(digest(data)) == length
+    assert (digest(data) == data) == (len(data) < 16)
+    assert digest(data) != digest(data + b"x")

@@ -1,0 +1,276 @@
+"""How many sessions an owner may have, wherever they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.engine_harness import Clock
+from tests.service.sessions.stores.conftest import MakeStore
+from tests.service.sessions.stores.proxy import proxy
+from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
+from tests.service.sessions.stores.test_fallback import degrading
+from tests.service.sessions.stores.test_memory import record as in_memory
+from tests.service.sessions.stores.test_redis import STEP, record
+from wane.service.errors import QuotaExceeded
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.redis import REPLACE, RedisStore
+from wane.service.sessions.stores.redis_pipeline import Argument, Script, Trips
+from wane.service.sessions.stores.store import Record
+
+TTL_S = 2.0
+
+
+def of_alice(number: int) -> Record:
+    return in_memory(f"alice/{number}")
+
+
+async def test_one_session_too_many_is_refused_and_others_have_their_own_number() -> None:
+    store = MemoryStore(4, 10, 2**24, Clock())
+    for number in range(3):
+        assert await store.create(of_alice(number), 3)
+    with pytest.raises(QuotaExceeded, match="alice has 3 sessions"):
+        await store.create(of_alice(3), 3)
+    assert not await store.create(of_alice(2), 3)  # it is there, which is no wish for one more
+    assert await store.create(in_memory("bob/0"), 1)
+    assert await store.create(in_memory("alice"))
+
+
+async def test_a_session_that_was_deleted_or_has_ended_makes_room() -> None:
+    clock = Clock()
+    store = MemoryStore(4, 10, 2**24, clock)
+    for number in range(2):
+        await store.create(of_alice(number), 2)
+    await store.delete("alice/0")
+    assert await store.create(of_alice(2), 2)
+    clock.now_s += 9
+    await store.touch("alice/1")
+    clock.now_s += 2
+    assert await store.create(of_alice(3), 2)
+    with pytest.raises(QuotaExceeded):
+        await store.create(of_alice(4), 2)
+
+
+async def test_sessions_of_a_file_count(tmp_path: Path) -> None:
+    first = MemoryStore(4, 10, 2**24, file=tmp_path / "sessions")
+    await first.open()
+    await first.create(of_alice(0), 1)
+    await first.close()
+    second = MemoryStore(4, 10, 2**24, file=tmp_path / "sessions")
+    await second.open()
+    with pytest.raises(QuotaExceeded):
+        await second.create(of_alice(1), 1)
+
+
+@pytest.mark.stack
+async def test_replicas_count_an_owner_s_sessions_together(common: RedisServer, make_store: MakeStore) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    made = await asyncio.gather(
+        *(store.create(record(f"alice/{number}"), 10) for number in range(16) for store in (one, other)),
+        return_exceptions=True,
+    )
+    assert made.count(True) == 10
+    assert {type(outcome) for outcome in made} == {bool, QuotaExceeded}
+    assert await other.create(record("bob/0"), 1)
+    (kept,) = [number for number in range(16) if one.recall(f"alice/{number}") or other.recall(f"alice/{number}")][:1]
+    assert await other.delete(f"alice/{kept}")
+    assert await one.create(record("alice/new"), 10)
+    with pytest.raises(QuotaExceeded, match="alice has 10 sessions"):
+        await other.create(record("alice/newer"), 10)
+
+
+@pytest.mark.stack
+async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url, ttl_s=TTL_S)
+    for number in range(3):
+        assert await store.create(record(f"alice/{number}"), 3)
+    ended = asyncio.get_running_loop().time() + 2 * TTL_S
+    while asyncio.get_running_loop().time() < ended:
+        here = await store.get("alice/1")
+        assert here is not None
+        assert await store.append("alice/1", here.revision, (7,), STEP) is not None
+    assert await store.create(record("alice/3"), 3)
+    assert await store.create(record("alice/4"), 3)
+    with pytest.raises(QuotaExceeded):
+        await store.create(record("alice/5"), 3)
+    assert await store.get("alice/1") is not None
+
+
+@pytest.mark.stack
+async def test_while_the_store_is_away_sessions_that_are_not_durable_count(server: RedisServer) -> None:
+    async with proxy(server.port) as line, degrading(line.port) as store:
+        assert await store.create(record("alice/0"), 2)
+        line.cut()
+        assert await store.create(record("alice/1"), 2)
+        assert await store.create(record("alice/2"), 2)
+        with pytest.raises(QuotaExceeded):
+            await store.create(record("alice/3"), 2)
+        line.mend()
+        await store.until_settled()
+        with pytest.raises(QuotaExceeded):
+            await store.create(record("alice/3"), 3)
+        assert await store.delete("alice/2")
+        assert await store.create(record("alice/3"), 3)
+        with pytest.raises(QuotaExceeded):
+            await store.create(record("alice/4"), 3)
+
+
+@pytest.mark.stack
+async def test_what_is_made_while_the_store_is_away_by_an_owner_without_a_quota_is_not_counted(
+    server: RedisServer,
+) -> None:
+    async with proxy(server.port) as line, degrading(line.port) as store:
+        assert await store.create(record("alice/0"))
+        line.cut()
+        assert await store.create(record("alice/1"))
+        line.mend()
+        await store.until_settled()
+        assert await counted(store.shared, "alice") == set()
+
+
+async def counted(store: RedisStore, owner: str) -> set[str]:
+    """The sessions that the owner's set has."""
+    key = store.counting(f"{owner}/any")[1]
+    return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
+
+
+def hold_back(trips: Trips, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
+    """What is sent and not waited for from now on: it is not sent."""
+    held: list[tuple[Argument, ...]] = []
+    monkeypatch.setattr(trips, "tell", lambda *command: held.append(command))
+    return held
+
+
+def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that happens once the store was told how long a session has, and before it makes anything of that."""
+    do = store.trips.do
+
+    async def look(*command: Argument) -> Any:
+        left_ms = await do(*command)
+        if command[0] == "PTTL":
+            monkeypatch.setattr(store.trips, "do", do)
+            await then()
+        return left_ms
+
+    monkeypatch.setattr(store.trips, "do", look)
+
+
+def before_making(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that happens once a session was counted, and before it is made."""
+    run = store.trips.run
+
+    async def make(script: Script, *arguments: Any, **options: Any) -> Any:
+        if script is REPLACE:
+            monkeypatch.setattr(store.trips, "run", run)
+            await then()
+        return await run(script, *arguments, **options)
+
+    monkeypatch.setattr(store.trips, "run", make)
+
+
+@pytest.mark.stack
+async def test_a_session_that_is_made_while_its_namesake_is_deleted_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    await one.create(record("alice/0"), 1)
+    held = hold_back(one.trips, monkeypatch)
+    assert await one.delete("alice/0")
+    assert await other.create(record("alice/0"), 1)
+    for command in held:
+        await one.trips.do(*command)
+    with pytest.raises(QuotaExceeded):
+        await other.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_a_session_that_is_made_while_its_namesake_is_found_over_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    await one.create(record("alice/0"), 1)
+    await one.delete("alice/0")
+    after_looking(one, lambda: other.create(record("alice/0"), 1), monkeypatch)
+    with pytest.raises(QuotaExceeded):
+        await one.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_a_session_that_is_found_over_made_and_deleted_and_made_again_meanwhile_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, third = [await make_store(common.url) for _ in range(3)]
+    await one.create(record("alice/0"), 1)
+    await one.delete("alice/0")
+    held = hold_back(third.trips, monkeypatch)
+
+    async def again() -> None:
+        assert await third.create(record("alice/0"), 1)
+        assert await third.delete("alice/0")
+        assert await other.create(record("alice/0"), 1)
+        for command in held:
+            await other.trips.do(*command)
+
+    after_looking(one, again, monkeypatch)
+    with pytest.raises(QuotaExceeded):
+        await one.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_a_session_that_was_given_up_for_over_just_before_it_was_made_counts(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    await one.create(record("alice/0"), 1)
+
+    async def give_up() -> None:
+        assert await one.delete("alice/0")
+        assert await one.create(record("alice/1"), 1)
+
+    before_making(other, give_up, monkeypatch)
+    assert await other.create(record("alice/0"), 1)  # one too many, as long as both were being made
+    assert await one.delete("alice/1")
+    with pytest.raises(QuotaExceeded):
+        await one.create(record("alice/2"), 1)
+    assert await counted(one, "alice") == {"alice/0"}
+
+
+@pytest.mark.stack
+async def test_an_attempt_to_make_a_session_that_is_there_does_not_keep_its_place_after_its_end(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    short, long = await make_store(common.url, ttl_s=TTL_S), await make_store(common.url)
+    assert await short.create(record("alice/0"), 1)
+    assert not await long.create(record("alice/0"), 1)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await long.get("alice/0") is not None:
+            pass
+    assert await long.create(record("alice/1"), 1)
+
+
+@pytest.mark.stack
+async def test_whatever_is_made_and_deleted_at_a_time_every_session_counts(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    stores = [await make_store(common.url) for _ in range(3)]
+
+    async def quarrel(store: RedisStore, names: list[str]) -> None:
+        for session in names:
+            await asyncio.gather(
+                store.delete(session),
+                *(other.create(record(session), 2) for other in stores),
+                store.delete(session),
+                return_exceptions=True,
+            )
+
+    await asyncio.gather(*(quarrel(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores))
+    alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
+    async with asyncio.timeout(TIMEOUT_S):  # what nobody waits for may be under way
+        while not alive <= await counted(stores[0], "alice"):
+            pass

@@ -1,0 +1,78 @@
+"""Sessions as they were last seen."""
+
+from __future__ import annotations
+
+from tests.service.engine_harness import Clock
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.memory import entry_bytes
+from wane.service.sessions.stores.record_cache import SNAPSHOTS, Remembered
+from wane.service.sessions.stores.store import Record, Snapshot
+from wane.service.types import Mode
+
+ONE = entry_bytes("a", 2)
+
+
+def record(session: str, model: str = "m") -> Record:
+    return Record(session, model, "1", Mode.AUTO, 0, Tail.start(0, 300), revision=2**63, durable=True)
+
+
+def make(budget_bytes: int = 2**20) -> tuple[Remembered, Clock]:
+    clock = Clock()
+    return Remembered(budget_bytes, 10.0, clock), clock
+
+
+def test_a_session_is_remembered_as_it_was_put() -> None:
+    remembered, _ = make()
+    remembered.put(record("a"))
+    assert remembered.get("a") == record("a")
+    remembered.put(record("a")._replace(position=7))
+    assert remembered.get("a") == record("a")._replace(position=7)
+    remembered.forget("a")
+    remembered.forget("a")
+    assert remembered.get("a") is None
+
+
+def test_what_does_not_fit_is_forgotten_the_longest_unused_first() -> None:
+    remembered, _ = make(2 * ONE)
+    for name in "aba":
+        remembered.put(record(name))
+    remembered.put(record("c"))
+    assert [name for name in "abc" if remembered.get(name)] == ["a", "c"]
+    assert remembered.count("m") == 2
+
+
+def test_a_session_that_must_have_ended_is_not_there_and_not_counted() -> None:
+    remembered, clock = make()
+    remembered.put(record("a"))
+    remembered.put(record("b", "n"))
+    clock.now_s += 6
+    remembered.put(record("c"))
+    clock.now_s += 5
+    assert [name for name in "abc" if remembered.get(name)] == ["c"]
+    assert [remembered.count(model) for model in "mn"] == [1, 0]
+
+
+def test_states_are_remembered_until_the_session_changes_and_only_so_many() -> None:
+    remembered, _ = make()
+    snapshot = Snapshot(0, 0, b"maker", b"state")
+    remembered.put(record("a")._replace(snapshot=snapshot))
+    found = remembered.get("a")
+    assert found is not None
+    assert found.snapshot == snapshot
+    remembered.put(record("a"))
+    assert remembered.get("a") == record("a")
+    for index in range(SNAPSHOTS + 1):
+        remembered.put(record(str(index))._replace(snapshot=snapshot))
+    kept = [remembered.get(str(index)) for index in range(SNAPSHOTS + 1)]
+    assert [one.snapshot is None for one in kept if one] == [True] + [False] * SNAPSHOTS
+
+
+def test_it_is_known_whether_sessions_are_mostly_moved_on_elsewhere() -> None:
+    remembered, _ = make()
+    assert not remembered.mostly_moved
+    for _ in range(20):
+        remembered.saw(moved=True)
+    assert remembered.mostly_moved
+    for _ in range(20):
+        remembered.saw(moved=False)
+    assert not remembered.mostly_moved

@@ -1,0 +1,481 @@
+"""Sessions in a real Redis: the rules of `Store`, of two replicas, and of a Redis that is started anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError  # noqa: A004  (of redis)
+
+from tests.service.sessions.stores.conftest import MakeStore
+from tests.service.sessions.stores.proxy import proxy
+from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
+from wane.service.errors import Overloaded, Unavailable
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.record import Tail
+from wane.service.sessions.stores.redis import RedisStore
+from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
+from wane.service.sessions.stores.store import LastStep, Record, Snapshot, follows
+from wane.service.types import Mode
+
+pytestmark = pytest.mark.stack
+
+STEP = LastStep(0, b"tokens", b"key")
+SNAPSHOT = Snapshot(2, 0, b"maker", b"state")
+
+
+def record(session: str = "s", **changes: Any) -> Record:
+    return Record(session, "m", "1", Mode.AUTO, 0, Tail.start(0, 300), vocabulary="v")._replace(**changes)
+
+
+async def begin(store: RedisStore, session: str = "s") -> Record:
+    """A session that is there."""
+    assert await store.create(record(session))
+    found = store.recall(session)
+    assert found is not None
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until it holds; a test that waits for ever has failed, and says so."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(PROBE_EVERY_S / 10)
+
+
+async def test_a_session_comes_back_as_it_was_and_what_changes_it_is_durable(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    before = await begin(store)
+    appended = await store.append("s", before.revision, (7, 8), STEP)
+    assert appended is not None
+    assert (appended.position, appended.last, appended.durable) == (2, STEP, True)
+    assert appended.tail.ids().tolist() == [0, 7, 8]
+    found = await store.get("s")
+    assert found is not None
+    assert found._replace(idle_s=0.0) == appended
+    assert (found.model, found.model_version, found.vocabulary, found.mode) == ("m", "1", "v", Mode.AUTO)
+
+
+async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+    for index in range(6):
+        after = await store.append("s", here.revision, (10 + index,), STEP)
+        assert after is not None
+        here = after
+    found = await store.get("s")
+    assert found is not None
+    assert found.tail.ids().tolist() == here.tail.ids().tolist() == [12, 13, 14, 15]
+    assert (found.cut, found.earliest) == (2, 3)
+
+
+async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServer, make_store: MakeStore) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    empty = Tail.start(0, 300)
+    for name, tokens, position in (("whole", (5, 6), 2), ("truncated", (5, 6), 3), ("long", (4, 5, 6, 7, 8), 9)):
+        begun = record(name, position=position, tail=empty.ending(tokens, position, 4))
+        assert await one.create(begun)
+        found = await other.get(name)
+        assert found is not None
+        assert (found.position, found.tail, found.cut) == (position, begun.tail, begun.cut)
+        grown = begun.tail
+        for index in range(4):
+            position += 1
+            grown = grown.append((20 + index,), position, 4)
+            found = await other.append(name, found.revision, (20 + index,), STEP) or found
+            here = await one.get(name)
+            assert here is not None
+            assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
+
+
+async def test_a_new_session_does_not_take_over_a_state_that_outlived_an_earlier_one(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+    await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT)
+    async with Redis.from_url(common.url) as redis:
+        await redis.delete(store._keys("s")[0])
+    assert await store.create(record(position=9, tail=Tail.start(0, 300).ending((7, 8), 9, 4)))
+    found = await store.get("s")
+    assert found is not None
+    assert (found.position, found.snapshot) == (9, None)
+
+
+async def test_an_id_is_taken_until_it_is_deleted(common: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(common.url)
+    await begin(store)
+    assert not await store.create(record())
+    assert await store.delete("s")
+    assert not await store.delete("s")
+    assert await store.get("s") is None
+    assert await store.create(record())
+
+
+async def test_sessions_of_another_namespace_are_others(common: RedisServer, make_store: MakeStore) -> None:
+    one, other = await make_store(common.url, namespace="one"), await make_store(common.url, namespace="other")
+    await begin(one)
+    assert await other.get("s") is None
+    assert await other.create(record())
+    async with Redis.from_url(common.url) as redis:
+        assert set(await redis.keys("wane:o*")) == {b"wane:one:{s}", b"wane:other:{s}"}
+
+
+async def test_of_two_replicas_that_append_at_one_place_one_loses_and_knows_what_the_other_did(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    here = await begin(one)
+    results = await asyncio.gather(
+        one.append("s", here.revision, (7,), STEP), other.append("s", here.revision, (8,), STEP)
+    )
+    won = [result for result in results if result is not None]
+    assert len(won) == 1
+    assert one.recall("s") is not None
+    for store in (one, other):
+        recalled = store.recall("s")
+        assert recalled is not None
+        assert recalled.tail == won[0].tail
+        assert recalled.revision == won[0].revision
+
+
+async def test_the_same_tokens_of_two_replicas_are_two_steps(common: RedisServer, make_store: MakeStore) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    here = await begin(one)
+    results = await asyncio.gather(*(store.append("s", here.revision, (7,), STEP) for store in (one, other)))
+    assert results.count(None) == 1
+
+
+async def test_a_session_that_was_deleted_and_begun_anew_is_another_one(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    here = await begin(one)
+    old = await one.append("s", here.revision, (7,), STEP)
+    assert old is not None
+    await other.delete("s")
+    again = await begin(other)
+    assert await other.append("s", again.revision, (8,), STEP)
+    assert await one.append("s", old.revision, (9,), STEP) is None
+    recalled = one.recall("s")
+    assert recalled is not None
+    assert recalled.tail.ids().tolist() == [0, 8]
+    assert not follows(recalled.revision, old.revision)
+
+
+async def test_an_append_to_what_is_gone_is_lost_and_it_is_forgotten(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    here = await begin(one)
+    await other.delete("s")
+    assert await one.append("s", here.revision, (7,), STEP) is None
+    assert one.recall("s") is None
+
+
+async def test_what_is_appended_follows_and_what_is_rewound_does_not(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+    after = await store.append("s", here.revision, (5, 6, 7), STEP)
+    assert after is not None
+    assert follows(after.revision, here.revision)
+    assert await store.rewind("s", here.revision, 2) is None
+    rewound = await store.rewind("s", after.revision, 2)
+    assert rewound is not None
+    assert (rewound.position, rewound.tail.ids().tolist(), rewound.last) == (2, [0, 5, 6], None)
+    assert not follows(rewound.revision, after.revision)
+    found = await store.get("s")
+    assert found is not None
+    assert found._replace(idle_s=0.0) == rewound
+
+
+async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+    here = await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT) or here
+    here = await store.append("s", here.revision, (7,), STEP) or here
+    found = await store.get("s")
+    assert found is not None
+    assert found.snapshot == SNAPSHOT
+    recalled = store.recall("s")
+    assert recalled is not None
+    assert recalled.snapshot == SNAPSHOT
+    here = await store.rewind("s", here.revision, 2) or here
+    found = await store.get("s")
+    assert found is not None
+    assert found.snapshot == SNAPSHOT
+    await store.rewind("s", here.revision, 1)
+    found = await store.get("s")
+    assert found is not None
+    assert found.snapshot is None
+    await store.delete("s")
+    async with Redis.from_url(common.url) as redis:
+        assert not await redis.keys(f"{store._prefix}*")
+
+
+async def test_a_session_ends_when_it_was_idle_and_use_keeps_it(common: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(common.url, ttl_s=30_000.0)  # a stall of a minute changes none of it
+    here = await begin(store)
+    await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT)
+    keys = store._keys("s")
+    async with Redis.from_url(common.url) as redis:
+        for key in keys:
+            await redis.pexpire(key, 10_000_000)
+        found = await store.get("s")
+        assert found is not None
+        assert found.idle_s == pytest.approx(20_000, abs=300)
+        assert await redis.pttl(keys[0]) <= 10_000_000  # reading leaves it as it is
+        await store.touch("s")
+        assert await store.get("s")  # and by then it was told
+        for key in keys:
+            assert 29_000_000 < await redis.pttl(key) <= 30_000_000
+        await redis.pexpire(keys[0], 1)
+        await until_gone(redis, keys[0])
+    assert await store.get("s") is None
+
+
+async def until_gone(redis: Redis, key: str) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while await redis.exists(key):
+            pass
+
+
+async def test_commits_of_one_turn_of_the_event_loop_are_one_trip(common: RedisServer, make_store: MakeStore) -> None:
+    metrics = Metrics()
+    store = await make_store(common.url, metrics=metrics)
+    names = [str(index) for index in range(50)]
+    begun = await asyncio.gather(*(begin(store, name) for name in names))
+    appended = await asyncio.gather(*(store.append(one.session, one.revision, (7,), STEP) for one in begun))
+    assert all(appended)
+    count = metrics.registry.get_sample_value("wane_store_trip_commands_count", {"store": "redis"})
+    commands = metrics.registry.get_sample_value("wane_store_trip_commands_sum", {"store": "redis"})
+    assert (count, commands) == (2, 100)
+
+
+async def test_a_redis_that_forgot_the_scripts_is_sent_them_again(common: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(common.url)
+    here = await begin(store)
+    async with Redis.from_url(common.url) as redis:
+        await redis.script_flush()
+        after = await store.append("s", here.revision, (7,), STEP)
+        assert after is not None
+        assert await store.get("s") is not None
+        await redis.script_flush()
+        others = await asyncio.gather(*(begin(store, str(index)) for index in range(20)), store.get("s"))
+        assert all(others)
+
+
+async def test_what_redis_acknowledged_is_there_when_it_was_killed_and_started_again(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(server.url)
+    here = await begin(store)
+    for token in range(5, 25):
+        here = await store.append("s", here.revision, (token,), STEP) or here
+    server.kill()
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await store.append("s", here.revision, (99,), STEP)
+    assert not store.standing.ready
+    with pytest.raises(Unavailable):
+        await store.get("s")
+    server.start()
+    await until(lambda: store.standing.ready)
+    found = await store.get("s")
+    assert found is not None
+    assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
+    after = await store.append("s", here.revision, (25,), STEP)  # which also finds no script
+    assert after is not None
+    assert after.position == 21
+
+
+async def test_the_first_change_after_a_restart_is_of_a_new_branch_of_revisions(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(server.url)
+    here = await begin(store)
+    here = await store.append("s", here.revision, (5,), STEP) or here
+    run = await last_save(server)
+    while await last_save(server) == run:  # of two starts within a second, nobody can tell one from the other
+        server.kill()
+        server.start()
+    await until(lambda: store.standing.ready)
+    after = await store.append("s", here.revision, (6,), STEP)
+    assert after is not None
+    assert not follows(after.revision, here.revision)
+    later = await store.append("s", after.revision, (7,), STEP)
+    assert later is not None
+    assert follows(later.revision, after.revision)
+    found = await store.get("s")
+    assert found is not None
+    assert found.revision == later.revision
+
+
+async def last_save(server: RedisServer) -> object:
+    """When the server was started, or saved all, in seconds."""
+    async with Redis.from_url(server.url) as redis:
+        return await redis.lastsave()
+
+
+async def test_an_append_whose_answer_was_lost_is_not_done_twice(server: RedisServer, make_store: MakeStore) -> None:
+    async with proxy(server.port) as between:
+        store = await make_store(f"redis://127.0.0.1:{between.port}/0")
+        direct = await make_store(server.url)
+        here = await begin(store)
+        here = await store.append("s", here.revision, (5,), STEP) or here  # Redis has the script then
+        between.hold_answers()
+        appending = asyncio.create_task(store.append("s", here.revision, (7,), STEP))
+
+        async def arrived() -> bool:
+            found = await direct.get("s")
+            return found is not None and found.position == 2
+
+        async with asyncio.timeout(TIMEOUT_S):
+            while not await arrived():
+                pass
+        between.mend()  # which ends the connection: the append is sent once more, and finds itself done
+        after = await appending
+        assert after is not None
+        found = await direct.get("s")
+        assert found is not None
+        assert (found.position, found.revision) == (after.position, after.revision) == (2, after.revision)
+
+
+async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    async with proxy(server.port) as between:
+        store = await make_store(f"redis://127.0.0.1:{between.port}/0", timeout_s=1.0)
+        here = await begin(store)
+        between.cut()
+        with pytest.raises(Unavailable):
+            await store.append("s", here.revision, (7,), STEP)
+        assert not store.standing.reachable
+        with pytest.raises(Unavailable):  # at once: nothing is sent
+            await store.append("s", here.revision, (7,), STEP)
+        await store.touch("s")  # nobody minds
+        between.mend()
+        await until(lambda: store.standing.reachable)
+        assert await store.append("s", here.revision, (7,), STEP)
+
+
+async def test_a_redis_that_stands_still_is_away(server: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(server.url, timeout_s=1.0)
+    here = await begin(store)
+    server.pause()
+    with pytest.raises(Unavailable):
+        await store.append("s", here.revision, (7,), STEP)
+    server.resume()
+    await until(lambda: store.standing.reachable)
+    found = await store.get("s")
+    assert found is not None
+    assert found.position in (0, 1)  # it may have been done all the same
+
+
+async def test_a_store_that_is_not_there_at_first_is_used_when_it_is(
+    server: RedisServer, make_store: MakeStore
+) -> None:
+    server.kill()
+    store = await make_store(server.url)
+    assert not store.standing.ready
+    with pytest.raises(Unavailable):
+        await store.create(record())
+    server.start()
+    await until(lambda: store.standing.ready)
+    assert await store.create(record())
+
+
+async def test_a_redis_that_is_full_refuses_and_is_not_away(server: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(server.url)
+    here = await begin(store)
+    async with Redis.from_url(server.url) as redis:
+        await redis.config_set("maxmemory", 1)
+        with pytest.raises(Overloaded, match="full"):
+            await store.append("s", here.revision, (7,), STEP)
+        await redis.config_set("maxmemory", 0)
+    assert store.standing.reachable
+    assert await store.append("s", here.revision, (7,), STEP)
+
+
+async def test_what_a_later_version_has_written_is_not_touched(common: RedisServer, make_store: MakeStore) -> None:
+    store = await make_store(common.url)
+    await begin(store)
+    async with Redis.from_url(common.url) as redis:
+        key = store._keys("s")[0]
+        await redis.setrange(key, 14, b"\x09")
+        with pytest.raises(Unavailable, match=r"format 9.*later version"):
+            await store.get("s")
+
+
+async def test_where_others_step_too_the_store_is_asked_first(common: RedisServer, make_store: MakeStore) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    here = await begin(one)
+    assert one.recall("s", to_step=True) is not None
+    for _ in range(20):
+        found = await other.get("s")
+        assert found is not None
+        await other.append("s", found.revision, (7,), STEP)
+        await one.append("s", here.revision, (8,), STEP)  # lost
+        here = one.recall("s") or here
+    assert one.recall("s", to_step=True) is None
+    assert one.recall("s") is not None
+    for _ in range(40):
+        here = await one.append("s", here.revision, (8,), STEP) or await one.get("s") or here
+    assert one.recall("s", to_step=True) is not None
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_said_to_have_changed_nothing(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, carried_out: bool
+) -> None:
+    one, other = await make_store(common.url), await make_store(common.url)
+    begun = await begin(one)
+    here = await one.append("s", begun.revision, (4,), STEP)
+    assert here is not None
+    send = one.trips._send
+
+    async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        monkeypatch.setattr(one.trips, "_send", send)
+        if carried_out:
+            await send(commands)
+        there = await other.get("s")
+        assert there is not None
+        assert await other.append("s", there.revision, (9,), STEP)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(one.trips, "_send", cut_off)
+    with pytest.raises(Unavailable, match="may have done it or not"):
+        await one.append("s", here.revision, (5,), STEP)
+    assert one.standing.reachable
+    found = await one.get("s")
+    assert found is not None
+    assert found.tail.ids().tolist() == ([0, 4, 5, 9] if carried_out else [0, 4, 9])
+
+
+async def test_an_append_that_was_sent_twice_is_done_once(
+    common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await make_store(common.url)
+    begun = await begin(store)
+    here = await store.append("s", begun.revision, (4,), STEP)
+    assert here is not None
+    send = store.trips._send
+
+    async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        monkeypatch.setattr(store.trips, "_send", send)
+        await send(commands)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(store.trips, "_send", cut_off)
+    after = await store.append("s", here.revision, (5,), STEP)
+    assert after is not None
+    assert after.tail.ids().tolist() == [0, 4, 5]
+    assert await store.append("s", after.revision, (6,), STEP)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from wane.service.errors import Overloaded
+from wane.service.sessions.lock import MOST_WAITERS, Turns
+
+
+async def until_settled() -> None:
+    """Lets every task that is ready come up to its next wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Visitors:
+    """Tasks that take a session's turn, note that they have it, and keep it until they are told to go."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.inside: list[str] = []
+        self.go: dict[str, asyncio.Event] = {}
+
+    def come(self, name: str, session: str = "s") -> asyncio.Task[None]:
+        self.go[name] = asyncio.Event()
+        return asyncio.create_task(self._visit(name, session))
+
+    async def _visit(self, name: str, session: str) -> None:
+        async with self.turns.turn(session):
+            self.inside.append(name)
+            await self.go[name].wait()
+            self.inside.remove(name)
+
+
+async def test_one_has_the_turn_and_the_others_follow_in_order() -> None:
+    visitors = Visitors()
+    tasks = [visitors.come(name) for name in "abc"]
+    for name in "abc":
+        await until_settled()
+        assert visitors.inside == [name]
+        visitors.go[name].set()
+    await asyncio.gather(*tasks)
+    assert not visitors.turns._waiting
+
+
+async def test_sessions_do_not_wait_for_each_other() -> None:
+    visitors = Visitors()
+    tasks = [visitors.come(name, session=name) for name in "ab"]
+    await until_settled()
+    assert visitors.inside == ["a", "b"]
+    for name in "ab":
+        visitors.go[name].set()
+    await asyncio.gather(*tasks)
+
+
+async def test_who_leaves_the_queue_is_passed_over() -> None:
+    visitors = Visitors()
+    first, gone, last = (visitors.come(name) for name in "abc")
+    await until_settled()
+    gone.cancel()
+    await until_settled()
+    visitors.go["a"].set()
+    await until_settled()
+    assert visitors.inside == ["c"]
+    visitors.go["c"].set()
+    await asyncio.gather(first, last)
+    assert gone.cancelled()
+    assert not visitors.turns._waiting
+
+
+async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -> None:
+    visitors = Visitors()
+    async with visitors.turns.turn("s"):
+        gone, last = (visitors.come(name) for name in "ab")
+        await until_settled()
+    gone.cancel()  # the turn is its own already, but it has not come to take it
+    await until_settled()
+    assert gone.cancelled()
+    assert visitors.inside == ["b"]
+    visitors.go["b"].set()
+    await last
+    assert not visitors.turns._waiting
+
+
+async def test_a_failure_with_the_turn_gives_it_back() -> None:
+    turns = Turns()
+    with pytest.raises(ZeroDivisionError):
+        async with turns.turn("s"):
+            raise ZeroDivisionError
+    assert not turns._waiting
+    async with turns.turn("s"):
+        assert list(turns._waiting) == ["s"]
+
+
+async def test_only_so_many_may_wait_and_those_who_left_do_not_count() -> None:
+    visitors = Visitors()
+    names = [str(index) for index in range(1 + MOST_WAITERS)]
+    tasks = [visitors.come(name) for name in names]
+    await until_settled()
+    with pytest.raises(Overloaded, match=f"{MOST_WAITERS} requests are waiting for session 's'"):
+        await visitors.come("late")
+    tasks[-1].cancel()
+    await until_settled()
+    tasks[-1] = visitors.come("in time")
+    for name in (*names, "in time"):
+        visitors.go[name].set()
+    await asyncio.gather(*tasks)

@@ -1,0 +1,180 @@
+"""The server over a fake engine, with settings of a test's own, and clients of bytes that do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from tests.service.conftest import SocketServer, never
+from tests.service.fake_engine import FakeCatalog
+from wane.service.app import create_app
+from wane.service.net.connection import Intake
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import Catalog
+from wane.service.server import WEBSOCKETS, protocols
+from wane.service.settings import Settings
+
+SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
+"""What is to run out; what is to run out once something has been done in time; and what is not to."""
+
+GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
+POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
+CHUNKED = b"%s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n"
+HANDSHAKE = (
+    b"GET /v1/sessions/s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+MALFORMED = {
+    "request line": b"POST /v1/predict HT\r\n\r\n",
+    "version": b"GET / HTTP/9.9\r\n\r\n",
+    "method": b"\x00\x01\r\n\r\n",
+    "URL": b"GET http:// HTTP/1.1\r\n\r\n",
+    "header": b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    "chunk": CHUNKED % b"POST /v1/sessions" + b"zz\r\n",
+    "second chunk": CHUNKED % b"POST /v1/sessions" + b"2\r\n{}\r\nzz\r\n",
+}
+WAIT_S = 120.0
+
+
+class Patient(SocketServer):
+    """The server over a fake engine, with settings of the test's own."""
+
+    def __init__(self, app: FastAPI, catalog: FakeCatalog, settings: Settings, metrics: Metrics) -> None:
+        super().__init__(app, catalog)
+        self.metrics = metrics
+        named = WEBSOCKETS | protocols(settings, metrics)
+        self.intake: Intake = named["http"].keywords["intake"]
+        named["http"] = self.counting(named["http"])
+        self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
+
+
+@asynccontextmanager
+async def serving(**changes: float) -> AsyncIterator[Patient]:
+    """A server that has time for everything but for what `changes` say."""
+    late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
+    settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
+    catalog, metrics = FakeCatalog(), Metrics()
+    app = create_app(settings, cast(Catalog, catalog), metrics, on_load_failure=never)
+    server = Patient(app, catalog, settings, metrics)
+    task = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield server
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def dialogue(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
+    """What the server says until it hangs up, to somebody who says `first` and goes on with `drip`, bit by bit."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    return await hear(reader, writer, first, drip)
+
+
+async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
+    """What is said until the other side hangs up."""
+
+    async def go_on() -> None:
+        while drip:
+            writer.write(drip)
+            await writer.drain()
+            await asyncio.sleep(SOON_S / 10)
+
+    writer.write(first)
+    going_on = asyncio.create_task(go_on())
+    said = bytearray()
+    try:
+        with suppress(ConnectionError):
+            while some := await reader.read(2**16):
+                said.extend(some)
+        return bytes(said)
+    finally:
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
+        writer.close()
+
+
+async def conversation(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
+    """As `dialogue`, on a WebSocket: what is said behind its handshake."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(HANDSHAKE)
+    await reader.readuntil(b"\r\n\r\n")
+    return await hear(reader, writer, first, drip)
+
+
+def deaf(server: Patient) -> socket.socket:
+    """A connection whose client takes next to nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.setblocking(False)
+    return connection
+
+
+def statuses(said: bytes) -> list[int]:
+    """The status of every response in what a server said, in order; fails where the bytes are anything else than one
+    whole response behind the other."""
+    found = []
+    while said:
+        head, end, rest = said.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
+        assert end and first.startswith(b"HTTP/1.1 "), said
+        headers = dict(line.lower().split(b": ", 1) for line in lines)
+        if headers.get(b"transfer-encoding") == b"chunked":
+            size = None
+            while size != 0:
+                line, end, rest = rest.partition(b"\r\n")
+                size = int(line, 16)
+                assert end and rest[size : size + 2] == b"\r\n", rest
+                rest = rest[size + 2 :]
+        else:
+            size = int(headers[b"content-length"])
+            assert len(rest) >= size, rest
+            rest = rest[size:]
+        found.append(int(first.split(b" ")[1]))
+        said = rest
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def frame(first: int, data: bytes = b"") -> bytes:
+    """A frame with this first byte, masked by zeros."""
+    length = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xff" + len(data).to_bytes(8)
+    return bytes([first]) + length + bytes(4) + data
+
+
+async def flood(server: Patient, first: bytes, more: bytes, most_bytes: int) -> bytes:
+    """What the server says to `first`, and then `more` again and again; it is to hang up before it took so much."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    said = bytearray()
+
+    async def listen() -> None:
+        with suppress(ConnectionError):
+            while some := await reader.read(2**16):
+                said.extend(some)
+
+    writer.write(first)
+    listening = asyncio.create_task(listen())
+    sent_bytes = 0
+    with suppress(ConnectionError):
+        while not listening.done():
+            writer.write(more)
+            await writer.drain()
+            sent_bytes += len(more)
+            assert sent_bytes < most_bytes, "the server takes it all"
+            await asyncio.sleep(0)
+    await listening
+    writer.transport.abort()
+    return bytes(said)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from wane.models.manifest import StateTensor
+from wane.service.errors import Overloaded
+from wane.service.state.pool import RESERVED, START, ZERO, Slab
+
+STATE = (StateTensor(name="a", shape=(2,)), StateTensor(name="b", shape=(3, 1)))
+SLOT_BYTES = 4 * (2 + 3 + 4)
+
+
+def make_slab(slots: int = 8) -> Slab:
+    return Slab(STATE, 4, slots * SLOT_BYTES)
+
+
+def test_the_budget_sets_the_number_of_slots() -> None:
+    slab = Slab(STATE, 4, 10 * SLOT_BYTES + SLOT_BYTES - 1)
+    assert (slab.slot_bytes, slab.capacity) == (SLOT_BYTES, 10)
+
+
+def test_a_budget_for_too_few_states_is_refused_with_the_bytes_it_takes() -> None:
+    with pytest.raises(ValueError, match=f"state_budget_bytes is {SLOT_BYTES}.* need {8 * SLOT_BYTES}"):
+        Slab(STATE, 4, SLOT_BYTES)
+
+
+def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
+    slab = make_slab()
+    first, second = slab.acquire(), slab.acquire()
+    slab.scatter(
+        [second, None, first],
+        {
+            "next.a": np.array([[1, 2], [3, 4], [5, 6]], np.float32),
+            "next.b": np.arange(9, dtype=np.float32).reshape(3, 3, 1),
+            "hidden": np.arange(12, dtype=np.float32).reshape(3, 4),
+        },
+    )
+    values = slab.gather([first, ZERO, second])
+    assert values["a"].tolist() == [[5, 6], [0, 0], [1, 2]]
+    assert values["b"][:, :, 0].tolist() == [[6, 7, 8], [0, 0, 0], [0, 1, 2]]
+    assert slab.gather_hidden([second, first]).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert slab.miscounts() == []
+
+
+def test_a_state_goes_to_another_slab_as_bytes() -> None:
+    slab, other = make_slab(), make_slab()
+    outputs = {
+        "next.a": np.array([[1, 2]], np.float32),
+        "next.b": np.arange(3, dtype=np.float32).reshape(1, 3, 1),
+        "hidden": np.arange(4, dtype=np.float32).reshape(1, 4),
+    }
+    here, there = slab.acquire(), other.acquire()
+    slab.scatter([here], outputs)
+    packed = slab.pack(here)
+    assert len(packed) == SLOT_BYTES
+    other.unpack(there, packed)
+    assert other.written(there) == 1
+    assert other.checksum(there) == slab.checksum(here)
+    assert all((other.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
+    assert (other.gather_hidden([there]) == outputs["hidden"]).all()
+
+
+def test_what_is_no_state_of_the_model_is_not_taken_for_one() -> None:
+    slab = make_slab()
+    with pytest.raises(ValueError, match=f"a state of 4 bytes, where this model's has {SLOT_BYTES}"):
+        slab.unpack(slab.acquire(), b"\0" * 4)
+
+
+def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
+    slab = make_slab()
+    with slab.lease() as slot:
+        slab.retain(slot)
+    assert slab.used_bytes == SLOT_BYTES
+    with slab.hold(slot):
+        slab.release(slot)
+        assert slab.used_bytes == SLOT_BYTES
+    assert slab.used_bytes == 0
+    assert slab.miscounts() == []
+
+
+def test_a_slot_is_used_again_and_a_full_slab_refuses() -> None:
+    slab = make_slab()
+    slots = [slab.acquire() for _ in range(slab.capacity - RESERVED)]
+    with pytest.raises(Overloaded, match="all 8 states are in use"):
+        slab.acquire()
+    slab.release(slots[3])
+    assert slab.acquire() == slots[3]
+    assert slab.miscounts() == []
+
+
+def test_the_reserved_slots_need_no_counting() -> None:
+    slab = make_slab()
+    for _ in range(3):
+        slab.release(ZERO)
+    assert slab.used_bytes == 0
+    assert slab.miscounts() == []
+
+
+def test_many_slots_are_released_as_one_by_one() -> None:
+    slab = make_slab()
+    one, other = slab.acquire(), slab.acquire()
+    slab.retain(one)
+    slab.release_all([one, ZERO, START, other])
+    assert slab.used == 1
+    slab.release_all([one])
+    assert slab.used == 0
+    assert slab.miscounts() == []
+    with pytest.raises(AssertionError, match="once too often"):
+        slab.release_all([one])
+
+
+def test_a_free_slot_can_neither_be_retained_nor_released() -> None:
+    slab = make_slab()
+    slot = slab.acquire()
+    slab.release(slot)
+    with pytest.raises(AssertionError, match="retained"):
+        slab.retain(slot)
+    with pytest.raises(AssertionError, match="once too often"):
+        slab.release(slot)
+
+
+def test_the_zero_state_cannot_be_written_to() -> None:
+    slab = make_slab()
+    with pytest.raises(AssertionError, match="zero state"):
+        slab.scatter([ZERO], {})
+
+
+def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
+    slab = make_slab()
+    slot = slab.acquire()
+    before = slab.checksum(slot)
+    assert slab.written(slot) == 0
+    values = {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))}
+    slab.scatter([slot], {name: value.astype(np.float32) for name, value in values.items()})
+    assert slab.written(slot) == 1
+    assert slab.checksum(slot) != before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda slab: slab._free.append(5), "freed twice"),
+        (lambda slab: slab._free.append(99), "free that there is not"),
+        (lambda slab: slab._free.remove(5), "lost"),
+        (lambda slab: slab._users.__setitem__(5, 1), "both in use and free"),
+        (lambda slab: slab._users.__setitem__(4, -1), "released once too often"),
+        (lambda slab: slab._users.__setitem__(4, 0), "lost"),
+        (lambda slab: slab._arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
+    ],
+    ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
+)
+def test_every_miscount_is_found_and_recounting_ends_it(spoil: Callable[[Slab], object], what: str) -> None:
+    slab = make_slab()
+    slots = [slab.acquire() for _ in range(4)]
+    slab.release(slots[3])
+    assert slots[2:] == [4, 5]
+    assert slab.miscounts() == []
+    spoil(slab)
+    assert any(what in text for text in slab.miscounts())
+    slab.recount()
+    assert slab.miscounts() == []

@@ -1,0 +1,41 @@
+"""Threads of numpy's, in processes that have not multiplied yet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from wane.service.server import SAID_BY
+
+ASKED = """
+import os
+import sys
+import numpy
+from threadpoolctl import threadpool_info
+from wane.service.server import spare_the_processors
+if "spare" in sys.argv:
+    spare_the_processors(os.environ)
+print(*(found["num_threads"] for found in threadpool_info() if found["user_api"] == "blas"))
+"""
+
+
+def threads(*arguments: str, **said: str) -> set[str]:
+    """Of every BLAS that a process has, which is told to spare processors if that is among the arguments."""
+    environment = {name: value for name, value in os.environ.items() if name not in SAID_BY}
+    run = subprocess.run(
+        [sys.executable, "-c", ASKED, *arguments], env=environment | said, check=True, capture_output=True, text=True
+    )
+    return set(run.stdout.split())
+
+
+def test_numpy_multiplies_with_one_thread() -> None:
+    assert threads("spare") == {"1"}
+
+
+@pytest.mark.parametrize("name", SAID_BY)
+def test_an_operator_may_say_otherwise(name: str) -> None:
+    said = {name: "2"}
+    assert threads("spare", **said) == threads(**said)

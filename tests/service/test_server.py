@@ -1,0 +1,204 @@
+"""The process: how it starts, how it refuses to, and how it ends without dropping what it has accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from wane.service.cli.commands import main
+
+from tests.service.conftest import SocketServer
+from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.live_server import TIMEOUT_S, LiveServer, environment, live_server, run
+from tests.service.problems import assert_problem
+from wane.service.settings import Settings
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, http: httpx.Client) -> Path:
+    """A copy of the default model's bundle, to be spoilt."""
+    name = http.get("/v1/models").json()["data"][0]["id"]
+    root = Settings.read(environment()).bundles
+    return Path(shutil.copytree(root / name, tmp_path / name))
+
+
+async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
+    server: SocketServer, engine: FakeEngine, catalog: FakeCatalog
+) -> None:
+    engine.wait = asyncio.Event()
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        accepted = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
+        await engine.waiting.wait()
+        server.handle_exit(signal.SIGTERM, None)
+        await catalog.draining.wait()
+
+        ready = await client.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+        assert_problem(await client.post("/v1/predict", json={"tokens": [1]}), 503, "unavailable")
+        server.handle_exit(signal.SIGTERM, None)  # impatience changes nothing
+        assert not server.should_exit
+
+        engine.wait.set()
+        assert (await accepted).status_code == 200
+    await server.draining_is_over()
+    assert server.should_exit
+
+
+async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_requests(
+    server: SocketServer, catalog: FakeCatalog
+) -> None:
+    server.notice_s = 3600
+    server.handle_exit(signal.SIGTERM, None)
+    await catalog.leaving.wait()
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.post("/v1/predict", json={"tokens": [1]})).status_code == 200
+    assert not catalog.draining.is_set()
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and server.force_exit
+    assert server.draining is not None
+    server.draining.cancel()
+
+
+async def test_a_second_interrupt_does_not_wait(server: SocketServer, engine: FakeEngine, catalog: FakeCatalog) -> None:
+    engine.wait = asyncio.Event()
+    server.handle_exit(signal.SIGINT, None)
+    await catalog.draining.wait()
+    assert not server.should_exit
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and server.force_exit
+    engine.wait.set()
+    await server.draining_is_over()
+
+
+async def test_a_request_that_outlasts_the_server_is_answered_503_and_logged_as_that(
+    server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.config.timeout_graceful_shutdown = 0
+    engine.wait = asyncio.Event()
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
+        asking = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
+        await engine.waiting.wait()
+        server.should_exit = True
+        document = assert_problem(await asking, 503, "unavailable")
+    engine.wait.set()
+    assert "stopping" in document["detail"]
+    (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
+    assert (fields["status"], fields["error"]) == (503, "unavailable")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_server_that_is_told_to_stop_ends_well() -> None:
+    with live_server() as server:
+        assert httpx.get(f"{server.url}/readyz").json()["ready"] is True
+        assert server.stop() == 0
+        server.read_until("draining")
+        server.read_until("stopped")
+
+
+def test_the_log_is_one_json_line_a_request(live: LiveServer, http: httpx.Client) -> None:
+    http.post("/v1/predict", json={"input": "The"}, headers={"x-request-id": "in-the-log"})
+    line = live.read_until("request", request_id="in-the-log")
+    assert (line["method"], line["path"], line["status"], line["level"]) == ("POST", "/v1/predict", 200, "info")
+    assert line["model"] and line["mode"] and line["time"].endswith("+00:00")
+
+
+def test_the_device_in_use_is_in_readyz_and_in_every_answer(http: httpx.Client) -> None:
+    device = http.get("/readyz").json()["device"]
+    assert device in ("cpu", "cuda")
+    assert http.post("/v1/predict", json={"input": "The"}).json()["device"] == device
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("WANE_PROT", "80"), ("WANE_MAX_BATCH", "many"), ("WANE_PORT", "65536"), ("WEB_CONCURRENCY", "2")],
+)
+def test_a_setting_that_is_none_ends_the_process_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert main([]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and variable in message
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "2"], ["--prot", "80"], ["sevre"]], ids=" ".join)
+def test_an_option_that_is_none_ends_the_process_with_its_name(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"WANE_BUNDLES": "/nowhere"}, "/nowhere"), ({"WANE_DEFAULT_MODEL": "gpt"}, "'gpt'")]
+)
+def test_models_that_are_not_there_end_the_process_with_a_message(settings: dict[str, str], named: str) -> None:
+    assert_ends_with_message(run("serve", "--port", "0", env=environment(**settings)), named)
+
+
+def assert_ends_with_message(ended: subprocess.CompletedProcess[str], named: str) -> None:
+    """The process failed, its last line says why, and no trace stands before it."""
+    assert ended.returncode == 2
+    message = ended.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: ") and named in message
+    assert "Traceback" not in ended.stderr
+
+
+def flip_a_byte(bundle: Path) -> str:
+    weights = bundle / str(json.loads((bundle / "manifest.json").read_text())["weights"])
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    return weights.name
+
+
+def remove_a_file(bundle: Path) -> str:
+    (bundle / "window.onnx").unlink()
+    return "window.onnx"
+
+
+def write_from_the_future(bundle: Path) -> str:
+    manifest = bundle / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 7}))
+    return "schema_version 7"
+
+
+@pytest.mark.parametrize("spoil", [flip_a_byte, remove_a_file, write_from_the_future])
+def test_a_spoilt_bundle_ends_the_process_with_a_message_that_names_the_fault(
+    bundle: Path, spoil: Callable[[Path], str]
+) -> None:
+    named = spoil(bundle)
+    assert_ends_with_message(run("serve", "--port", "0", "--bundles", str(bundle)), named)
+
+
+def test_a_device_that_is_asked_for_and_missing_ends_the_process(live: LiveServer, http: httpx.Client) -> None:
+    if http.get("/readyz").json()["device"] == "cuda":
+        pytest.skip("there is a CUDA device here")
+    assert_ends_with_message(run("serve", "--port", "0", "--device", "cuda"), "CUDA")
+
+
+def test_a_port_in_use_ends_the_process(live: LiveServer) -> None:
+    ended = run("serve", "--port", str(httpx.URL(live.url).port))
+    assert ended.returncode != 0
+    assert "address already in use" in ended.stderr
+
+
+def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"WANE_{name.upper()}" in text
+    for word in ("milliseconds", "seconds", "bytes", "tokens", "compare", "report"):
+        assert word in text

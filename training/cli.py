@@ -1,0 +1,234 @@
+"""`wane train | evaluate | export | audit`: the offline half of Wane."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.markup import escape
+
+from wane.models.manifest import LARGEST_WINDOW, Precision
+from wane.training.audit import audit
+from wane.training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
+from wane.training.audit_subject import POSITIONS as AUDITED
+from wane.training.config import Experiment
+from wane.training.errors import LostError, RunError, TrainingError
+from wane.training.evaluate import POSITIONS
+from wane.training.group import ALONE, Group
+from wane.training.run import evaluate_run, export_run, train
+from wane.training.run_folder import RunFolder
+
+REPLACE = "replace a bundle of the same name and of the same or a higher version, which is refused otherwise"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="wane", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train | evaluate | export | audit")
+
+    command = commands.add_parser("train", help="train an experiment, or go on with a run that was stopped")
+    command.add_argument("experiment", type=Path, help="experiment file (TOML)")
+    command.add_argument("--data", type=Path, help="file or folder with the data; overrides data.path")
+    command.add_argument("--run", type=Path, help="run folder (default: runs/NAME)")
+    command.add_argument("--tokenizer", type=Path, help="use this tokenizer.json and make none")
+
+    command = commands.add_parser("evaluate", help="perplexity as recurrent and as window, in a table and a plot")
+    command.add_argument("run", type=Path, help="run folder")
+    command.add_argument("--data", type=Path, help="overrides data.path")
+    command.add_argument(
+        "--positions", type=_positive, default=POSITIONS, help="window positions a split (default: %(default)s)"
+    )
+
+    command = commands.add_parser("export", help="write a bundle that the service can load")
+    command.add_argument("run", type=Path, help="run folder; evaluated first where that has not been done")
+    command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; the bundle is BUNDLES/NAME")
+    command.add_argument("--data", type=Path, help="overrides data.path")
+    command.add_argument(
+        "--version", type=_version, default="1", help="version number in the manifest (default: %(default)s)"
+    )
+    command.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="float32",
+        help="what the graphs multiply in; in int8 the bundle is NAME-int8 and is not certified (default: %(default)s)",
+    )
+    command.add_argument("--replace", action="store_true", help=REPLACE)
+    _add_audit(commands)
+    return parser
+
+
+def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "audit",
+        help="what is proved and measured of a model's memory; makes a bundle of a checkpoint from elsewhere",
+        description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "
+        "(torch.save or safetensors), or the folder of a bundle or a run.",
+    )
+    command.add_argument("file", type=Path, help="checkpoint, bundle or run folder")
+    command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: a list a line)")
+    command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
+    command.add_argument(
+        "--vocabulary",
+        type=Path,
+        help="names in the order of their ids: JSON, or one a line; words, characters, events",
+    )
+    command.add_argument("--eos", metavar="TOKEN", help="the token that begins a sequence and stands for a line break")
+    command.add_argument(
+        "--tolerance", type=_share, default=TOLERANCE, help="total variation to recommend k for (default: %(default)s)"
+    )
+    command.add_argument(
+        "--positions", type=_positive, default=AUDITED, help="positions compared (default: %(default)s)"
+    )
+    command.add_argument(
+        "--tokens", type=_positive, default=TOKENS, help="at most so many tokens of the data (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max-window", type=_window, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
+    )
+    command.add_argument("--threads", type=_positive, help="of torch; 1 where the machine is busy (default: torch's)")
+    command.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (default: audits/NAME)")
+    command.add_argument("--export", type=Path, metavar="BUNDLES", help="write the bundle BUNDLES/NAME")
+    command.add_argument("--replace", action="store_true", help=REPLACE)
+    command.add_argument("--name", type=_name, help="name of report and bundle (default: the file's)")
+    command.add_argument("--version", type=_version, default="1", help="version of the bundle (default: %(default)s)")
+    command.add_argument("--attribution", help="whose the weights and their data are; kept in the bundle")
+    unusual = command.add_argument_group("where the file is unusual")
+    unusual.add_argument("--state-dict", metavar="KEY", help="where in the file the tensors are, as in model.best")
+    unusual.add_argument(
+        "--map",
+        dest="mapping",
+        action="append",
+        default=[],
+        metavar="NAME=THEIRS",
+        help="embedding, head or head.bias and their tensor; layers.0 and their module; layers.0.weight_ih and so on",
+    )
+    unusual.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="tensors that are no part of the model"
+    )
+    unusual.add_argument("--nonlinearity", choices=("tanh", "relu"), help="of an RNN; no file says it (default: tanh)")
+
+
+FAILURES = ()  # `main` reports its own
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command; the exit status: 0, 1 where another process of the group was lost, 2 where the input was at
+    fault, 130 where it was interrupted.
+    """
+    options = build_parser().parse_args(arguments)
+    console, group = Console(), ALONE
+    try:
+        group = Group.join()
+        with group.heard():
+            _run(options, console if group.first else Console(quiet=True), group)
+        group.leave()
+    except LostError as error:
+        _print_error(console, error)
+        group.wait_for_end()
+        return 1
+    except (TrainingError, FloatingPointError) as error:
+        # what is wrong is wrong in every process of a group: one says so
+        if group.first:
+            _print_error(console, error)
+        else:
+            group.wait_for_end()
+        return 2
+    except KeyboardInterrupt:
+        if group.first:
+            console.print(
+                "stopped" + ("; the same command goes on from the last checkpoint" if _can_go_on(options) else "")
+            )
+        return 130
+    return 0
+
+
+def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
+    if options.command == "train":
+        experiment = group.from_first(lambda: Experiment.read(options.experiment))
+        train(experiment, options.data, options.run, options.tokenizer, _as_typed(options, group), console, group)
+        return
+    if not group.alone:
+        raise RunError(f"{group.size} processes: `train` is for several, `{options.command}` for one")
+    if options.command == "evaluate":
+        evaluate_run(options.run, options.data, options.positions, console)
+    elif options.command == "audit":
+        given = {name: value for name, value in vars(options).items() if name != "command"}
+        audit(AuditOptions(command=_audit_as_typed(options), **given), console)
+    else:
+        export_run(
+            options.run, options.bundles, options.data, options.version, console, options.precision, options.replace
+        )
+
+
+def _print_error(console: Console, error: Exception) -> None:
+    console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def _as_typed(options: argparse.Namespace, group: Group) -> str:
+    """The command, with the names of files and folders and not where they lay on this machine."""
+    words = [*group.launcher, "train", options.experiment.name]
+    for option in ("data", "run", "tokenizer"):
+        if (path := getattr(options, option)) is not None:
+            words += [f"--{option}", path.name]
+    return shlex.join(words)
+
+
+def _audit_as_typed(options: argparse.Namespace) -> str:
+    """The command's essentials, with the names of files and not where they lay."""
+    words = ["wane", "audit", options.file.name]
+    for option in ("data", "tokenizer", "vocabulary", "export"):
+        if (path := getattr(options, option)) is not None:
+            words += [f"--{option}", path.name]
+    words += [word for pair in options.mapping for word in ("--map", pair)]
+    words += [word for pattern in options.ignore for word in ("--ignore", pattern)]
+    for option in ("eos", "state_dict", "nonlinearity"):
+        if (value := getattr(options, option)) is not None:
+            words += [f"--{option.replace('_', '-')}", value]
+    words += ["--tolerance", f"{options.tolerance:g}", "--positions", str(options.positions)]
+    words += ["--tokens", str(options.tokens), "--max-window", str(options.max_window)]
+    return shlex.join(words)
+
+
+def _can_go_on(options: argparse.Namespace) -> bool:
+    if options.command != "train":
+        return False
+    return RunFolder(options.run or Path("runs") / options.experiment.stem).begun
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _window(text: str) -> int:
+    if (window := _positive(text)) > LARGEST_WINDOW:
+        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST_WINDOW}, the largest window there is")
+    return window
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name: letters, digits, '.', '_' and '-', up to 64")
+    return text
+
+
+def _version(text: str) -> str:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version: up to nine digits")
+    return text

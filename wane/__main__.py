@@ -1,0 +1,10 @@
+"""`python -m wane`: the same as the command `wane`."""
+
+from __future__ import annotations
+
+import sys
+
+from wane.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
