@@ -138,7 +138,7 @@ def serving(k: int) -> Iterator[list[Subject]]:
         (bundle / "manifest.json").write_text(json.dumps(manifest | {"window": k}), encoding="utf-8")
         servers: list[ServerProcess] = []
         for rate in RATES:
-            command = ("{bin}/python", "-m", "wane", "serve", "--bundles={bundle}", "--port={ports[0]}")
+            command = ("{bin}/wane", "serve", "--bundles={bundle}", "--port={ports[0]}")
             wane = Contender("wane", "Wane", (*command, "--log-level=warning", f"--shadow-rate={rate}"))
             servers.append(stack.enter_context(ServerProcess(wane, bundle, scratch / f"{rate}.log")))
         for server in servers:

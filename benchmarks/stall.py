@@ -263,9 +263,7 @@ def main() -> None:
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as scratch:
         command = (
-            "{bin}/python",
-            "-m",
-            "wane",
+            "{bin}/wane",
             "serve",
             "--bundles={bundle}",
             "--port={ports[0]}",

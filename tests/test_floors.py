@@ -1,7 +1,7 @@
 """Who may import whom: downward only. A floor that is not tested is not there.
 
-__main__ -> server -> app -> middleware, routes -> engine -> runners, stores
-everyone -> settings, metrics, errors, engine.{mode,requests,answers,scores,generated,compared,standing}
+service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
+          > auth > net > observability > types > settings > errors
 service  -> the light part of models (no torch), never training
 training -> models, never service
 """
@@ -12,12 +12,36 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
+CHECKED = (*PACKAGES, "benchmarks", "deploy", "examples", "tests")
+MOST_FILES = 25
+
+ROOMS = (
+    "cli",
+    "server",
+    "app",
+    "api",
+    "registry",
+    "engine",
+    "chunked",
+    "batching",
+    "sessions",
+    "state",
+    "runners",
+    "auth",
+    "net",
+    "observability",
+    "types",
+    "settings",
+    "errors",
+)
+"""The folders and modules of `service/`, the topmost first: each imports only from itself and from those below."""
 
 LIGHT_MODELS = (
     "models.manifest",
@@ -35,67 +59,27 @@ TORCH_MODELS = (
     "models/parallel_scan",
     "models/export/",
 )
-HTTP = (
-    "service/app",
-    "service/direct",
-    "service/fast_path",
-    "service/guard",
-    "service/middleware",
-    "service/routes/",
-    "service/schemas",
-    "service/underway",
-)
-CLIENTS = ("service/client", "service/compare", "service/console", "service/merged", "service/plot")
 
 ONLY_IN = {
-    "fastapi": HTTP,
-    "starlette": HTTP,
-    "uvicorn": (
-        "service/corked",
-        "service/patient_http",
-        "service/patient_websocket",
-        "service/server",
-        "service/whole_http",
-    ),
-    "httpx": ("service/client",),
-    "redis": ("service/stores/redis",),
-    "rich": ("service/__main__", "service/console", "training/"),
-    "matplotlib": ("service/plot", "training/"),
-    "prometheus_client": ("service/histogram", "service/metrics"),
-    "opentelemetry": ("service/tracing",),
-    "threadpoolctl": ("service/arithmetic",),
+    "fastapi": ("service/app", "service/api/"),
+    "starlette": ("service/app", "service/api/", "service/auth/guard"),
+    "uvicorn": ("service/net/", "service/server", "service/api/http_dispatch"),
+    "httpx": ("service/cli/client",),
+    "redis": ("service/sessions/stores/redis",),
+    "rich": ("service/cli/", "training/"),
+    "matplotlib": ("service/cli/render", "training/"),
+    "prometheus_client": ("service/observability/metrics",),
+    "opentelemetry": ("service/observability/tracing",),
+    "threadpoolctl": ("service/server",),
     "onnxruntime": ("service/runners/onnx", "models/export/", "training/"),
     "onnx": ("models/export/", "training/"),
     "torch": (*TORCH_MODELS, "training/"),
-    "training": ("training/",),
-    "service": ("service/",),
-    "service.app": ("service/server",),
-    "service.server": ("service/__main__",),
-    "service.fast_path": ("service/app", "service/server", "service/whole_http"),
-    "service.underway": ("service/fast_path", "service/whole_http"),
-    "service.routes": ("service/app", "service/fast_path", "service/routes/", "service/underway"),
-    "service.schemas": ("service/fast_path", "service/routes/"),
-    "service.documents": ("service/documents/", "service/app", "service/client", "service/routes/"),
-    "service.middleware": ("service/app", "service/fast_path", "service/routes/", "service/underway"),
-    "service.runners": ("service/runners/", "service/engine/", "service/__main__"),
-    "service.stores": ("service/stores/", "service/engine/", "service/__main__"),
+    "wane.training": ("training/",),
+    "wane.service": ("service/",),
+    "wane.service.server": ("service/cli/serve",),
+    "wane.service.app": ("service/server",),
 }
 """Where a package or module may be imported, by path prefix."""
-
-NEVER = {
-    "service/engine/": HTTP,
-    "service/runners/": (*HTTP, "service/engine/engine", "service/engine/catalog", "service/engine/changes"),
-    "service/stores/": (
-        *HTTP,
-        "service/engine/engine",
-        "service/engine/catalog",
-        "service/engine/changes",
-        "service/runners/",
-    ),
-    "service/routes/": ("service/runners/", "service/stores/", "service/server", *CLIENTS),
-    **dict.fromkeys(CLIENTS, ("service/engine/", "service/runners/", "service/stores/", "service/server", *HTTP)),
-}
-"""What the files under a prefix may not import, by path prefix: nobody looks up."""
 
 
 def sources() -> list[Path]:
@@ -131,17 +115,54 @@ def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
     assert importers, f"nobody imports {package}: the rule is out of date"
 
 
-@pytest.mark.parametrize("importer", NEVER)
-def test_nobody_imports_upward(importer: str) -> None:
-    forbidden = NEVER[importer]
+def room(module: str) -> str | None:
+    """The folder or module of `service/` that a dotted name or a path lies in."""
+    parts = module.replace("/", ".").removeprefix("wane.").split(".")
+    return parts[1] if parts[0] == "service" and len(parts) > 1 else None
+
+
+def test_every_folder_of_the_service_has_its_floor() -> None:
+    rooms = {room(name_of(path)) for path in sources() if name_of(path).startswith("service/")}
+    assert rooms == {*ROOMS, "__init__"}
+
+
+def test_no_import_of_the_service_runs_upward() -> None:
+    floors = {name: floor for floor, name in enumerate(ROOMS)}
     upward = {
         (name_of(path), module)
         for path in sources()
-        if name_of(path).startswith(importer)
         for module in imports(path)
-        if module.replace(".", "/").startswith(forbidden)
+        if (above := room(module)) in floors and (here := room(name_of(path))) in floors
+        if floors[here] > floors[above]
     }
     assert not upward
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    names = {f"wane.{name_of(path).replace('/', '.')}": path for path in sources()}
+    graph = {name: {module for module in imports(path) if module in names} - {name} for name, path in names.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_folder_has_more_files_than_one_can_take_in() -> None:
+    folders = {path.parent for path in sources()}
+    counts = {name_of(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_nothing_imports_the_folders_but_through_the_package() -> None:
+    checked = [path for folder in CHECKED for path in (ROOT / folder).rglob("*.py")]
+    assert len(checked) > len(sources())
+    strangers = {
+        (path.relative_to(ROOT).as_posix(), module)
+        for path in checked
+        for module in imports(path)
+        if module.split(".")[0] in PACKAGES
+    }
+    assert not strangers
 
 
 def test_the_service_sees_only_the_light_part_of_models() -> None:
@@ -150,33 +171,34 @@ def test_the_service_sees_only_the_light_part_of_models() -> None:
         for path in sources()
         if name_of(path).startswith("service/")
         for module in imports(path)
-        if module.startswith("models")
+        if module.startswith("wane.models")
     }
-    assert {module for module in used if not module.startswith(LIGHT_MODELS)} == set()
+    assert {module for module in used if not module.startswith(tuple(f"wane.{name}" for name in LIGHT_MODELS))} == set()
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """The top-level packages that are loaded once these modules are imported, in a process of its own."""
+    """The packages that are loaded once these modules are imported, in a process of its own; ours as `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:
     importlib.import_module(name)
-print(*{{name.partition(".")[0] for name in sys.modules}})
+print(*sys.modules)
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(ended.stdout.split())
+    loaded = ended.stdout.split()
+    return {name for name in loaded if name.count(".") == name.startswith("wane.")}
 
 
 def test_importing_all_of_the_service_brings_neither_torch_nor_training() -> None:
-    names = [name_of(path).replace("/", ".").removesuffix(".__init__") for path in sources()]
-    loaded = modules_loaded_by(*(name for name in names if name.startswith("service")))
-    assert {"service", "models", "onnxruntime"} <= loaded
-    assert not loaded & {"torch", "training", "onnx", "matplotlib"}
+    names = [f"wane.{name_of(path)}".replace("/", ".").removesuffix(".__init__") for path in sources()]
+    loaded = modules_loaded_by(*(name for name in names if name.startswith("wane.service")))
+    assert {"wane.service", "wane.models", "onnxruntime"} <= loaded
+    assert not loaded & {"torch", "wane.training", "onnx", "matplotlib"}
 
 
 def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_framework() -> None:
-    loaded = modules_loaded_by(*LIGHT_MODELS)
-    assert not loaded & {"torch", "onnx", "onnxruntime", "fastapi", "service", "training"}
+    loaded = modules_loaded_by(*(f"wane.{name}" for name in LIGHT_MODELS))
+    assert not loaded & {"torch", "onnx", "onnxruntime", "fastapi", "wane.service", "wane.training"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -82,7 +82,7 @@ def contenders() -> dict[str, Contender]:
     wane = Contender(
         WANE,
         "Wane",
-        ("{bin}/python", "-m", "wane", "serve", "--bundles={bundle}", "--port={ports[0]}", "--log-level=warning"),
+        ("{bin}/wane", "serve", "--bundles={bundle}", "--port={ports[0]}", "--log-level=warning"),
         "/v1/predict",
         "wane",
     )

@@ -14,7 +14,7 @@ from deploy.stack import secrets
 from deploy.stack.local import ROOT
 from tests.service.sessions.stores.redis_server import redis_server
 
-STORES = ROOT / "service" / "stores"
+STORES = ROOT / "service" / "sessions" / "stores"
 PAGE = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
 CONFIGURATION = dict(
     re.findall(r"^([a-z-]+) (.*)$", (ROOT / "deploy/redis/redis.conf").read_text(encoding="utf-8"), re.MULTILINE)

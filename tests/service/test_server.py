@@ -12,12 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from wane.service.cli.commands import main
 
 from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeCatalog, FakeEngine
 from tests.service.live_server import TIMEOUT_S, LiveServer, environment, live_server, run
 from tests.service.problems import assert_problem
+from wane.cli import main
 from wane.service.settings import Settings
 
 

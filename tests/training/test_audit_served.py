@@ -90,7 +90,7 @@ def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = start("service", "--bundles", bundles, "--port", port)
+    server = start("wane", "serve", "--bundles", bundles, "--port", port)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
             wait_until(lambda: is_ready(client), server)

@@ -64,7 +64,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     whole, cut, experiment = tmp_path / "whole", tmp_path / "cut", tmp_path / "licence.toml"
     # It goes on until it is killed, so that the kill cannot come too late.
     experiment.write_text(endless(EXPERIMENT.read_text()))
-    killed = start("training", "train", experiment, "--run", cut)
+    killed = start("wane", "train", experiment, "--run", cut)
     wait_until(lambda: (cut / "checkpoint.pt").exists() and max(logged(cut), default=0) >= 200, killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=TIMEOUT_S)
@@ -72,15 +72,15 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     at = RunFolder(cut).load("checkpoint.pt")["step"]
     steps = at + 100
     experiment.write_text(experiment.read_text().replace(ENDLESS, f"steps = {steps}\n"))
-    assert f"from step {at}" in run("training", "train", experiment, "--run", cut)
-    run("training", "train", experiment, "--run", whole)
+    assert f"from step {at}" in run("wane", "train", experiment, "--run", cut)
+    run("wane", "train", experiment, "--run", whole)
     assert logged(cut) == logged(whole)
     assert logged(cut)[steps] < logged(cut)[50]
 
     bundles = tmp_path / "bundles"
-    exported = run("training", "export", cut, "--bundles", bundles)
+    exported = run("wane", "export", cut, "--bundles", bundles)
     assert "contractive" in exported
-    exported = run("training", "export", cut, "--bundles", tmp_path / "quantised", "--precision", "int8")
+    exported = run("wane", "export", cut, "--bundles", tmp_path / "quantised", "--precision", "int8")
     assert "not certified: its graphs multiply in int8" in exported
     quantised = json.loads((tmp_path / "quantised" / "licence-int8" / "manifest.json").read_text())
     assert (quantised["name"], quantised["precision"], quantised["quality"]) == ("licence-int8", "int8", None)
@@ -94,7 +94,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = start("service", "--bundles", bundles, "--port", port)
+    server = start("wane", "serve", "--bundles", bundles, "--port", port)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
             wait_until(lambda: is_ready(client), server)

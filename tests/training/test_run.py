@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from wane.training.__main__ import main
 
 from tests.training.corpora import experiment
+from wane.cli import main
 from wane.training.run import train
 
 

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from wane.service import documents
+from wane.service.api import schemas
 from wane.service.api.schemas.common import Body, CompareBody, GenerateBody, PredictBody, ScoreBody, StepBody
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
@@ -55,7 +55,7 @@ def assert_as_promised(name: str, document: object) -> None:
 
 DOCUMENTS: dict[str, Any] = {
     name: one
-    for module in iter_modules(documents.__path__, f"{documents.__name__}.")
+    for module in iter_modules(schemas.__path__, f"{schemas.__name__}.")
     for name, one in vars(import_module(module.name)).items()
     if name.endswith("Document")
 }

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from wane.service.batching.cost_model import NEWEST, RunTimes
+from wane.service.batching.cost_model import RUN_EMA_ALPHA, RunTimes
 
 
 def test_of_a_size_that_was_never_run_nothing_is_known() -> None:
@@ -28,7 +28,7 @@ def test_runs_of_the_event_loop_are_averaged() -> None:
     times = RunTimes()
     times.took("step", 8, 0.001, here=True)
     times.took("step", 8, 0.009, here=True)
-    assert times.expected("step", 8) == pytest.approx(0.001 + NEWEST * 0.008)
+    assert times.expected("step", 8) == pytest.approx(0.001 + RUN_EMA_ALPHA * 0.008)
 
 
 def test_of_runs_on_the_other_thread_which_may_have_waited_the_quickest_counts() -> None:

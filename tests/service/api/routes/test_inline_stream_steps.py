@@ -16,9 +16,8 @@ from tests.service.api.test_fast_path import MakeBench, Serve, Stage, hold, posi
 from tests.service.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.service.slow_client import WAIT_S, until
 from wane.service.api.body import parse
-from wane.service.api.routes.stream import Stream
+from wane.service.api.routes.stream import Stream, only_token
 from wane.service.api.schemas.common import StreamBody
-from wane.service.api.websocket_step import only_token
 from wane.service.auth.keyring import Holder
 from wane.service.errors import RateLimited
 from wane.service.types import Owner, StepRequest
