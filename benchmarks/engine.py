@@ -35,14 +35,14 @@ from wane.service.batching.batch import Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import NEXT
 from wane.service.server import spare_the_collector
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.state.pool import Slab
+from wane.service.state.pool import StatePool
 from wane.service.types import Mode, PredictRequest, StepRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
@@ -68,10 +68,10 @@ class Subject:
             max(settings.tail_tokens, bundle.manifest.max_window), settings.session_ttl_s, settings.session_budget_bytes
         )
         self.engine = Engine(
-            bundle.manifest, bundle.vocabulary, Margin(bundle.weights()), self.runner, store, settings, Metrics()
+            bundle.manifest, bundle.vocabulary, MarginProof(bundle.weights()), self.runner, store, settings, Metrics()
         )
         self.engine.warm_up()
-        self.slab = Slab(bundle.manifest.state, bundle.manifest.architecture.hidden, settings.state_budget_bytes)
+        self.slab = StatePool(bundle.manifest.state, bundle.manifest.architecture.hidden, settings.state_budget_bytes)
         self.batcher = Batcher(
             self.runner, self.slab, Metrics(), "batcher", max_batch=BATCH, max_queue=settings.max_queue
         )

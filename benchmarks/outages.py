@@ -27,7 +27,7 @@ from rich.table import Table
 
 from deploy.stack.stack import Stack, replicas
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
-from tests.stack.player import Player
+from tests.stack.player import SessionClient
 from wane.models.bundle import Bundle
 from wane.service.settings import Settings
 
@@ -48,7 +48,7 @@ def slices(start_s: float, count: int, each_s: float) -> list[Span]:
     return [(start_s + number * each_s, start_s + (number + 1) * each_s) for number in range(count)]
 
 
-def p99_ms(players: Iterable[Player], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
+def p99_ms(players: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
     """The p99 of the steps that were due in `spans`, except those that were under way in any of `outside`.
 
     It is NaN if there is no such step.

@@ -49,16 +49,16 @@ from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import EXACT, Course, Demand, Parallel
-from wane.service.chunked.layout import Pacing
+from wane.service.chunked.chunked import EXACT, ChunkedRunner, ChunkPlan, Demand
+from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import RESIDUAL
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.state.pool import ZERO, Slab
+from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import ScoreMethod, ScoreRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
@@ -118,15 +118,22 @@ class Subject:
         runner = OnnxRunner(bundle, "cpu", THREADS)
         settings = Settings(threads=THREADS)
         store = MemoryStore(manifest.max_window, settings.session_ttl_s, settings.session_budget_bytes)
-        self.pacing = Pacing()
+        self.pacing = ThroughputProfile()
         metrics = Metrics()
         self.engine = Engine(
-            manifest, bundle.vocabulary, Margin(bundle.weights()), runner, store, settings, metrics, pacing=self.pacing
+            manifest,
+            bundle.vocabulary,
+            MarginProof(bundle.weights()),
+            runner,
+            store,
+            settings,
+            metrics,
+            pacing=self.pacing,
         )
         self.engine.warm_up(bundle.propagation())
-        self.slab = Slab(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
+        self.slab = StatePool(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
         self.batcher = Batcher(runner, self.slab, Metrics(), "state", max_batch=WIDTH, max_queue=settings.max_queue)
-        self.parallel = Parallel(manifest, self.batcher, self.slab, self.pacing)
+        self.parallel = ChunkedRunner(manifest, self.batcher, self.slab, self.pacing)
         self.ends: dict[tuple[str, str], Feeds] = {}
         self.told: dict[tuple[str, str], dict[str, object]] = {}
 
@@ -214,7 +221,7 @@ class Subject:
         return run
 
     def _parallel(self, kind: str, name: str, tolerance: float | None) -> Way:
-        def tell(course: Course) -> None:
+        def tell(course: ChunkPlan) -> None:
             self.told[kind, name] = {
                 "chunks": course.chunks,
                 "warm_up": course.warm_up,

@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
-from wane.service.sessions.record import Tail
+from wane.service.registry.registry import ModelRegistry
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.sessions import of_tokens
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import LastStep, Record
+from wane.service.sessions.stores.store import LastStep, SessionRecord
 from wane.service.settings import Settings
 from wane.service.types import Mode
 
@@ -103,14 +103,14 @@ class Objects:
 class Stored:
     """The server's store."""
 
-    def __init__(self, tail_tokens: int, models: Catalog | None = None) -> None:
+    def __init__(self, tail_tokens: int, models: ModelRegistry | None = None) -> None:
         self.models = models
         self.later_s = 0.0
         self.store = MemoryStore(tail_tokens, TTL_S, 2**40, clock=lambda: time.monotonic() + self.later_s)
-        self._empty = Tail.start(0, VOCABULARY)
+        self._empty = TokenHistory.start(0, VOCABULARY)
 
     async def start(self, session: str) -> None:
-        assert await self.store.create(Record(session, "m", "1", Mode.AUTO, 0, self._empty))
+        assert await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, self._empty))
 
     async def append(self, session: str, tokens: tuple[int, ...]) -> None:
         record = await self.store.get(session)
@@ -146,7 +146,7 @@ async def measure(way: str, count: int, tail: int) -> Result:
     elif way == "store":
         kept = Stored(tail)
     else:
-        models = Catalog(Settings(bundles=SHIPPED), Metrics())
+        models = ModelRegistry(Settings(bundles=SHIPPED), Metrics())
         await models.load()
         kept = Stored(tail, models)
     names = [secrets.token_urlsafe(16) for _ in range(count)]

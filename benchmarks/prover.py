@@ -14,7 +14,7 @@ from wane.models.certificate.answer import total_variation
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
 from wane.models.reference import Reference
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 
 AT_ONCE = 128
 
@@ -62,7 +62,7 @@ class Prover:
         self.reference = Reference(architecture, weights)
         self._request = RequestBound(architecture, weights)
         self._direction = Top1(architecture, weights, self._request)
-        self._margin = Margin(weights)
+        self._margin = MarginProof(weights)
         self._rounding = self.certificate.rounding.between_runs if self.certificate.rounding else 0.0
 
     def figures(self, stream: Tokens, never: Never, k: int, progress: Progress) -> WindowFigures:

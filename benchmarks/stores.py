@@ -36,13 +36,13 @@ from rich.table import Table
 from tests.service.sessions.stores.redis_server import DURABLE, RedisServer, redis_server
 from wane.models.bundle import Bundle
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
-from wane.service.sessions.stores.store import LastStep, Record, Snapshot, Store
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store
 from wane.service.settings import Settings
 from wane.service.types import Mode, PredictRequest, StepRequest
 
@@ -70,7 +70,7 @@ class Replica:
         self.store: Store = make_store(settings, tail, metrics)
         self.vocabulary = bundle.vocabulary
         runner = OnnxRunner(bundle, "cpu", threads=1)
-        margin = Margin(bundle.weights())
+        margin = MarginProof(bundle.weights())
         self.engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, self.store, settings, metrics)
 
     async def open(self) -> None:
@@ -204,9 +204,9 @@ async def sizes(server: RedisServer, seconds: float) -> list[Result]:
 async def append(store: RedisStore, size: int, seconds: float) -> Result:
     """Appends a second, and how long it takes to read a session; tails are full."""
     state = np.random.default_rng(0).bytes(size)
-    tail = Tail.start(0, 2048).append(range(512), 512, 512)
+    tail = TokenHistory.start(0, 2048).append(range(512), 512, 512)
     for client in range(CLIENTS):
-        await store.create(Record(f"s{client}", "m", "1", Mode.AUTO, 600, tail))
+        await store.create(SessionRecord(f"s{client}", "m", "1", Mode.AUTO, 600, tail))
 
     async def step(client: int) -> None:
         record = store.recall(f"s{client}")

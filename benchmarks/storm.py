@@ -37,16 +37,16 @@ from rich.table import Table
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching import batch
-from wane.service.batching.scheduler import FairQueue, Queue
-from wane.service.batching.ticket import Item
+from wane.service.batching.scheduler import FairScheduler, Scheduler
+from wane.service.batching.ticket import WorkItem
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import LastStep
 from wane.service.settings import Settings
-from wane.service.types import Answer, Origin, StepRequest
+from wane.service.types import Answer, StateSource, StepRequest
 
 matplotlib.use("Agg")
 
@@ -66,12 +66,12 @@ TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
 
 
-class FirstCome(Queue[Item]):
+class FirstCome(Scheduler[WorkItem]):
     """One line: the oldest item, and all of its role behind it that fit into a batch."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._line: deque[Item] = deque()
+        self._line: deque[WorkItem] = deque()
 
     def __len__(self) -> int:
         return len(self._line)
@@ -79,11 +79,11 @@ class FirstCome(Queue[Item]):
     def before(self, _: Role) -> int:
         return len(self._line)
 
-    def put(self, item: Item) -> None:
+    def put(self, item: WorkItem) -> None:
         self._line.append(item)
 
-    def take(self, runs: Callable[[Item], bool]) -> list[Item]:
-        taken, left, longest, total = list[Item](), list[Item](), 0, 0
+    def take(self, runs: Callable[[WorkItem], bool]) -> list[WorkItem]:
+        taken, left, longest, total = list[WorkItem](), list[WorkItem](), 0, 0
         while self._line and len(taken) < self._max_batch:
             item = self._line.popleft()
             if not runs(item):
@@ -101,7 +101,7 @@ class FirstCome(Queue[Item]):
     def ran(self, role: Role, seconds: float) -> None:
         pass
 
-    def clear(self) -> list[Item]:
+    def clear(self) -> list[WorkItem]:
         items = list(self._line)
         self._line.clear()
         return items
@@ -128,7 +128,7 @@ class Subject:
         )
         runner = OnnxRunner(bundle, "cpu", threads=1)
         self.engine = Engine(
-            bundle.manifest, bundle.vocabulary, Margin(bundle.weights()), runner, self.store, settings, Metrics()
+            bundle.manifest, bundle.vocabulary, MarginProof(bundle.weights()), runner, self.store, settings, Metrics()
         )
         self.engine.warm_up()
         self.random = np.random.default_rng(0)
@@ -151,7 +151,7 @@ class Subject:
         """One way, from its sessions' begin to their end."""
         batcher = self.engine._batcher
         most = self.settings.max_batch
-        batcher._queue = FirstCome(most) if way == "first come" else FairQueue(most, self.engine._costs)
+        batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._costs)
         resident, parked = await self.sessions(RESIDENT), await self.sessions(PARKED)
         for session in resident:
             await self.engine.step(StepRequest(session, (5,)))
@@ -162,7 +162,7 @@ class Subject:
 
         async def step(session: str, due: float) -> None:
             answer = await self.engine.step(StepRequest(session, (5,)))
-            assert answer.state is Origin.RESIDENT
+            assert answer.state is StateSource.RESIDENT
             due_s.append(due - begun_s)
             taken_ms.append(1e3 * (time.perf_counter() - due))
 
@@ -186,7 +186,7 @@ class Subject:
             await asyncio.sleep(UNDISTURBED_S)
         else:
             answers = await asyncio.gather(*(come_back(*one) for one in enumerate(parked)))
-            assert all(answer.state is Origin.REBUILT for answer in answers)
+            assert all(answer.state is StateSource.REBUILT for answer in answers)
             storm_s = time.perf_counter() - begun_s
         stop.set()
         await load

@@ -20,18 +20,18 @@ from starlette.types import Receive, Scope, Send
 
 from wane.service.api.body import Decoder
 from wane.service.api.fast_path import FastPath
-from wane.service.api.hot_routes import Direct, Endpoint
-from wane.service.api.middleware import Door
+from wane.service.api.hot_routes import Endpoint, HotRoutes
+from wane.service.api.middleware import RequestMiddleware
 from wane.service.api.openapi import complete
 from wane.service.api.problem import NOWHERE, ProblemDocument, envelope
 from wane.service.api.routes import generate, models, ops, predict, repository, score, sessions, stream
-from wane.service.auth.guard import Guard
+from wane.service.auth.guard import Authenticator
 from wane.service.auth.key_file import KeySource
 from wane.service.errors import NotFound
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Tracing
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 VERSION = "0.1.0"
@@ -70,11 +70,11 @@ class Application(FastAPI):
 
     fast_path: FastPath
 
-    def __init__(self, *, door: Middleware, direct: Direct, settings: Settings, **described: Any) -> None:
+    def __init__(self, *, door: Middleware, direct: HotRoutes, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[door], **described)
         self.settings = settings
         self.direct = direct
-        self.answer_directly = cast(Door, door.cls(direct, *door.args, **door.kwargs))
+        self.answer_directly = cast(RequestMiddleware, door.cls(direct, *door.args, **door.kwargs))
 
     def openapi(self) -> dict[str, Any]:
         """The description of every route, made once."""
@@ -92,7 +92,7 @@ class Application(FastAPI):
 
 def create_app(
     settings: Settings,
-    catalog: Catalog,
+    catalog: ModelRegistry,
     metrics: Metrics,
     on_load_failure: Callable[[Exception], None],
     on_ready: Callable[[], None] = lambda: None,
@@ -131,7 +131,7 @@ def create_app(
 
     app = Application(
         door=Middleware(
-            Door,
+            RequestMiddleware,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_ms=settings.request_timeout_ms,
             body_timeout_s=settings.body_timeout_s,
@@ -139,9 +139,9 @@ def create_app(
             metrics=metrics,
             presence=catalog.presence,
             tracing=tracing,
-            guard=None if keys.keyring is None else Guard(keys.keyring),
+            guard=None if keys.keyring is None else Authenticator(keys.keyring),
         ),
-        direct=Direct(ROUTES, DIRECT),
+        direct=HotRoutes(ROUTES, DIRECT),
         settings=settings,
         title="Wane",
         version=VERSION,

@@ -33,7 +33,7 @@ from __future__ import annotations
 SHOWN_CHARACTERS = 64
 
 
-def shown(value: object) -> str:
+def truncate_repr(value: object) -> str:
     """What a client sent, as a message may repeat it: cut, for it may be as long as a body."""
     text = repr(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN_CHARACTERS + 2 else f"{text[:SHOWN_CHARACTERS]}..."
@@ -142,7 +142,7 @@ class EarlierStepFailed(Conflict):
     code = "earlier_step_failed"
 
     def __init__(self, session: str) -> None:
-        super().__init__(f"an earlier step of session {shown(session)} in this call failed, so this one was not taken")
+        super().__init__(f"an earlier step of session {truncate_repr(session)} in this call failed, so this one was not taken")
 
 
 class TokenizerChanged(Conflict):
@@ -152,7 +152,7 @@ class TokenizerChanged(Conflict):
 
     def __init__(self, session: str, model: str, version: str) -> None:
         super().__init__(
-            f"session {shown(session)} was started on another tokenizer than that of version {version} of model "
+            f"session {truncate_repr(session)} was started on another tokenizer than that of version {version} of model "
             f"{model}, which is served now: start a new session"
         )
 
@@ -164,7 +164,7 @@ class LoadFailed(WaneError):
     http_status = 422
 
     def __init__(self, model: str, reason: str) -> None:
-        super().__init__(f"model {shown(model)} was not loaded: {reason}")
+        super().__init__(f"model {truncate_repr(model)} was not loaded: {reason}")
         self.reason = reason
 
 

@@ -20,16 +20,16 @@ import uvicorn
 from threadpoolctl import threadpool_limits
 
 from wane.service.api.fast_path import FastPath
-from wane.service.api.http_dispatch import Believe, WholeHttp
+from wane.service.api.http_dispatch import InlineHttpProtocol, ProxyHeaders
 from wane.service.app import VERSION, create_app
 from wane.service.auth.key_file import KeySource
-from wane.service.net.connection import Intake, Patience, Refusals
-from wane.service.net.websocket_protocol import PatientWebSocket
+from wane.service.net.connection import ConnectionLimits, ReceiveBudget, RejectedConnections
+from wane.service.net.websocket_protocol import WebSocketProtocol
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Tracing
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings, SettingsError
 
 SAID_BY = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, catalog: Catalog, notice_s: float = 0.0, keys: KeySource | None = None
+        self, config: uvicorn.Config, catalog: ModelRegistry, notice_s: float = 0.0, keys: KeySource | None = None
     ) -> None:
         super().__init__(config)
         self.keys = keys
@@ -131,15 +131,15 @@ def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None =
     """Of uvicorn's configuration what says by whom connections are served, and who is believed to be at their ends: the
     peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine. `fast_path`: the
     application's."""
-    believe = None if settings.trusted_proxies is None else Believe(settings.trusted_proxies)
+    believe = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
-        "patience": Patience.of(settings),
-        "refusals": Refusals(metrics),
-        "intake": Intake(max(settings.max_bodies_bytes, 2 * settings.max_body_bytes)),
+        "patience": ConnectionLimits.of(settings),
+        "refusals": RejectedConnections(metrics),
+        "intake": ReceiveBudget(max(settings.max_bodies_bytes, 2 * settings.max_body_bytes)),
     }
     return {
-        "http": partial(WholeHttp, fast_path=fast_path, believe=believe, **named),
-        "ws": partial(PatientWebSocket, **named),
+        "http": partial(InlineHttpProtocol, fast_path=fast_path, believe=believe, **named),
+        "ws": partial(WebSocketProtocol, **named),
         "proxy_headers": settings.trusted_proxies is not None,
         "forwarded_allow_ips": settings.trusted_proxies or "",
     }
@@ -157,7 +157,7 @@ def run(settings: Settings) -> None:
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
-    catalog = Catalog(settings, metrics)
+    catalog = ModelRegistry(settings, metrics)
     app = create_app(settings, catalog, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing)
     config = uvicorn.Config(
         app,

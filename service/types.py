@@ -42,7 +42,7 @@ class Mode(StrEnum):
     BOTH = "both"
 
 
-class Origin(StrEnum):
+class StateSource(StrEnum):
     """Where the state behind an answer came from (the answer's `state`)."""
 
     RESIDENT = "resident"
@@ -368,7 +368,7 @@ class Answer(NamedTuple):
     mode: Mode
     predictions: tuple[Prediction, ...]
     latency: Latency
-    state: Origin
+    state: StateSource
     error_bound: float | None
     window: int | None = None
     modes: dict[Mode, ModeAnswer] | None = None
@@ -394,7 +394,7 @@ class SessionView:
     model_version: str
     mode: Mode
     position: int
-    state: Origin
+    state: StateSource
     error_bound: float | None
     idle_s: float
     durable: bool | None = None
@@ -482,7 +482,7 @@ class Finish:
     text: str
     tokens: tuple[int, ...]
     mode: Mode
-    state: Origin
+    state: StateSource
     error_bound: float | None
     window: int | None
     latency: Latency
@@ -505,7 +505,7 @@ class ComparedMode:
 
     mode: Mode
     window: int | None
-    state: Origin
+    state: StateSource
     predictions: tuple[Prediction, ...]
     queue: Percentiles
     compute: Percentiles

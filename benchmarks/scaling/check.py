@@ -34,7 +34,7 @@ from benchmarks.storm import PARKED, RATE, RESIDENT, UNDISTURBED_S, FirstCome
 from deploy.stack.stack import Stack, replicas
 from tests.stack.crowd import crowd, failures, playing
 from wane.service.batching.cost_model import Costs as RunCosts
-from wane.service.batching.scheduler import FairQueue, Queue
+from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 FILE = FIGURES / "scaling_check.json"
 PORTS = 2  # processors of the machine on which it was measured
@@ -158,7 +158,7 @@ def simulated_storm(costs: Costs, engine_step_s: float, way: str, within_s: floa
     """`benchmarks.storm`: one engine without HTTP and without Redis."""
     env, random = simpy.Environment(), np.random.default_rng(seed)
     own = replace(costs, loop_step_s=engine_step_s, loop_batch_s=0.0, loop_rebuilt_s=0.0, max_queue=16 * PARKED)
-    queue: Callable[[int, RunCosts], Queue[Item]] = FairQueue
+    queue: Callable[[int, RunCosts], Scheduler[Item]] = FairScheduler
     if way == "first come":
         queue = lambda most, _: FirstCome(most)  # type: ignore[return-value,assignment]  # noqa: E731
 

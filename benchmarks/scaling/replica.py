@@ -21,7 +21,7 @@ from benchmarks.scaling.worker import Cores, Then, Worker
 from wane.models.manifest import Role
 from wane.service.batching.batch import Work
 from wane.service.batching.cost_model import Costs as RunCosts
-from wane.service.batching.scheduler import FairQueue, Queue
+from wane.service.batching.scheduler import FairScheduler, Scheduler
 from wane.service.engine.routing import NEAR
 from wane.service.engine.step import MOST_USED, NEWEST
 
@@ -61,7 +61,7 @@ class Replica:
         store: Store,
         *,
         held: int,
-        queue: Callable[[int, RunCosts], Queue[Item]] = FairQueue,
+        queue: Callable[[int, RunCosts], Scheduler[Item]] = FairScheduler,
         cores: Cores | None = None,
         turns: bool = False,
     ) -> None:

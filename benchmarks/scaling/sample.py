@@ -25,7 +25,7 @@ from benchmarks.scaling.record import Record
 from benchmarks.scaling.replica import Item, Replica
 from benchmarks.scaling.worker import Then, after
 from wane.service.batching.cost_model import Costs as RunCosts
-from wane.service.batching.scheduler import FairQueue, Queue
+from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 
 class Sample:
@@ -43,7 +43,7 @@ class Sample:
         trips_s: NDArray[np.float64],
         shards: int = 1,
         seed: int = 0,
-        queue: Callable[[int, RunCosts], Queue[Item]] = FairQueue,
+        queue: Callable[[int, RunCosts], Scheduler[Item]] = FairScheduler,
     ) -> None:
         """`sessions`, of which `away` are new to it, step `rate` times a second each. `trips_s`: what a trip to one
         shard takes, to draw from."""

@@ -18,10 +18,10 @@ from benchmarks.scaling.fleet import SLOWSTART_S
 from benchmarks.scaling.ring import POINTS, Ring, full, places
 from benchmarks.scaling.sample import Sample
 from benchmarks.storm import FirstCome
-from wane.service.batching.scheduler import FairQueue
+from wane.service.batching.scheduler import FairScheduler
 
 BEFORE_S, AFTER_S, SLICE_S = 10.0, 60.0, 2.0
-QUEUES: dict[str, Callable[..., Any]] = {"fair": FairQueue, "first come": lambda most, _: FirstCome(most)}
+QUEUES: dict[str, Callable[..., Any]] = {"fair": FairScheduler, "first come": lambda most, _: FirstCome(most)}
 SLOWSTARTS = (0.0, 10.0, 60.0, 180.0)
 RINGS = (3, 10, 30, 100, 300)
 KEYS = 20_000

@@ -19,7 +19,7 @@ from wane.service.app import VERSION, create_app
 from wane.service.observability import logs
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Tracing
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.server import spare_the_collector
 from wane.service.settings import Settings
 
@@ -46,7 +46,7 @@ class Replica:
         self.tracing = Tracing.open(os.environ, VERSION)
         return create_app(
             self.settings,
-            Catalog(self.settings, metrics),
+            ModelRegistry(self.settings, metrics),
             metrics,
             on_load_failure=self._fail,
             on_ready=self._ready,

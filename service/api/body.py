@@ -38,7 +38,7 @@ from wane.service.errors import (
     InvalidRequest,
     NotJson,
     TooLarge,
-    shown,
+    truncate_repr,
 )
 from wane.service.settings import Settings
 
@@ -50,7 +50,7 @@ QUOTE, BACKSLASH, COMMA, COLON, BRACKET, BRACE, ZERO = b'"\\,:[{0'
 Mask = NDArray[np.bool_]
 
 
-class Most(NamedTuple):
+class BodyLimits(NamedTuple):
     """What a body may hold: values in all, and fields, and objects and lists."""
 
     values: int
@@ -58,7 +58,7 @@ class Most(NamedTuple):
     containers: int
 
 
-def excess(raw: bytes, most: Most) -> tuple[int, str] | None:
+def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
     """Where a body goes over what it may hold, and of what it holds too much; None if it does not.
 
     What is in a string does not count. Raises NotJson for a number that is too long to be read.
@@ -125,7 +125,7 @@ MENDABLE = frozenset({"missing", "too_short", "value_error"})
 """What pydantic may find in the beginning of a body and not in the whole. `value_error`: which fields go together."""
 
 
-class Shape(NamedTuple):
+class BodyShape(NamedTuple):
     """The names of a body's fields, which of them are bodies, or lists of bodies, and how long lists may be."""
 
     names: frozenset[str]
@@ -135,7 +135,7 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape(model: type[Body]) -> Shape:
+def shape(model: type[Body]) -> BodyShape:
     """The shape of a body."""
     bodies: dict[str, type[Body]] = {}
     lists: dict[str, type[Body]] = {}
@@ -147,7 +147,7 @@ def shape(model: type[Body]) -> Shape:
     longest = {
         name: one for name, field in model.model_fields.items() for one in field.metadata if isinstance(one, AtMost)
     }
-    return Shape(frozenset(model.model_fields), bodies, lists, longest)
+    return BodyShape(frozenset(model.model_fields), bodies, lists, longest)
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
@@ -196,7 +196,7 @@ def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
 def _spelt(name: str) -> str:
     """A name that a client chose: in quotes where it would not be seen for what it is, and cut."""
     plain = 0 < len(name) <= SHOWN_CHARACTERS and name.isprintable() and name == name.strip()
-    return name if plain else shown(name)
+    return name if plain else truncate_repr(name)
 
 
 def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest:
@@ -268,7 +268,7 @@ class Decoder:
         self._settings = settings
         fields = MOST_FIELDS * (settings.max_inputs + 4)
         tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
-        self._most = Most(values=tokens + fields, fields=fields, containers=fields)
+        self._most = BodyLimits(values=tokens + fields, fields=fields, containers=fields)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:

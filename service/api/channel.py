@@ -14,10 +14,10 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from wane.service.api.disconnect import until_hangup
-from wane.service.net.websocket_protocol import LINE, Inbox, Left
+from wane.service.net.websocket_protocol import LINE, ClientDisconnected, ReceiveQueue
 
 
-class Line(Protocol):
+class Channel(Protocol):
     """One WebSocket that was accepted, for one who speaks on it."""
 
     async def receive(self) -> Message:
@@ -37,10 +37,10 @@ class Line(Protocol):
         ...
 
 
-class Wire(Line, Protocol):
+class NativeChannel(Channel, Protocol):
     """A line of the server's own."""
 
-    inbox: Inbox
+    inbox: ReceiveQueue
 
     def may_say(self) -> bool:
         """Whether its client reads what it is told."""
@@ -51,13 +51,13 @@ class Wire(Line, Protocol):
         ...
 
 
-def wire_of(socket: WebSocket) -> Wire | None:
+def wire_of(socket: WebSocket) -> NativeChannel | None:
     """The server's own, where it has one."""
-    wire: Wire | None = socket.scope.get(LINE)
+    wire: NativeChannel | None = socket.scope.get(LINE)
     return wire
 
 
-class AsgiLine:
+class AsgiChannel:
     """By way of the framework, whatever server there is."""
 
     def __init__(self, socket: WebSocket) -> None:
@@ -71,7 +71,7 @@ class AsgiLine:
         try:
             await self._socket.send({"type": "websocket.send", "text": text.decode()})
         except WebSocketDisconnect as left:
-            raise Left from left
+            raise ClientDisconnected from left
 
     async def hang_up(self, code: int, reason: str) -> None:
         await self._socket.close(code, reason)

@@ -9,14 +9,14 @@ from wane.service.api.middleware import context
 from wane.service.engine.engine import Engine
 from wane.service.observability.logs import logs_access
 from wane.service.observability.tracing import CURRENT
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 from wane.service.types import Answer, Finish, Owner, name_within
 
 
-def catalog(request: HTTPConnection) -> Catalog:
+def catalog(request: HTTPConnection) -> ModelRegistry:
     """The models that this process serves."""
-    found: Catalog = request.app.state.catalog
+    found: ModelRegistry = request.app.state.catalog
     return found
 
 
@@ -41,7 +41,7 @@ def owner(request: HTTPConnection) -> Owner:
     return context(request.scope).owner
 
 
-def named(request: HTTPConnection, session: str) -> str:
+def session_key(request: HTTPConnection, session: str) -> str:
     """What a session of whoever asks goes by within. Raises InvalidRequest for what is no id."""
     return name_within(context(request.scope).owner.name, session)
 

@@ -11,7 +11,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from wane.service.errors import Abandoned
-from wane.service.net.timers import alarms
+from wane.service.net.timers import timers
 from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
 
 
@@ -40,7 +40,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         assert task is not None, "this is a bug: a request is always served by a task"
         self._task = task
         self._cancelled_before = task.cancelling()
-        self._alarm = alarms().at(asyncio.get_running_loop().time() + PATIENCE_S, self._watch)
+        self._alarm = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._watch)
 
     def _watch(self) -> None:
         self._watcher = asyncio.create_task(self._wait())

@@ -38,7 +38,7 @@ from wane.service.api.schemas.score import (
 )
 from wane.service.api.schemas.sessions import SessionDocument
 from wane.service.engine.engine import Engine
-from wane.service.sessions.stores.store import Standing
+from wane.service.sessions.stores.store import StoreHealth
 from wane.service.types import (
     Agreement,
     Answer,
@@ -47,7 +47,6 @@ from wane.service.types import (
     Finish,
     GeneratedToken,
     Latency,
-    Origin,
     Percentiles,
     Prediction,
     Score,
@@ -55,6 +54,7 @@ from wane.service.types import (
     ScoreProgress,
     ScoreSummary,
     SessionView,
+    StateSource,
     id_of,
 )
 
@@ -256,7 +256,7 @@ def score_summary(engine: Engine, given: ScoreSummary) -> ScoreSummaryDocument:
         "warm_up": given.warm_up,
         "rounds": given.rounds,
         "max_residual": given.max_residual,
-        "state": Origin.FULL,
+        "state": StateSource.FULL,
         "error_bound": given.error_bound,
         "latency": latency(given.latency),
     }
@@ -352,7 +352,7 @@ def standing(engine: Engine) -> ModelStandingDocument:
     return {**model(engine), "certified": certificate.certified, "reason": certificate.reason}
 
 
-def store(given: Standing) -> StoreDocument:
+def store(given: StoreHealth) -> StoreDocument:
     """How the store of the sessions is."""
     return {"kind": given.kind, "reachable": given.reachable, "not_durable": given.not_durable}
 

@@ -12,16 +12,16 @@ from starlette.types import Scope
 
 from wane.service.api import encode
 from wane.service.api.deps import note_answer
-from wane.service.api.middleware import Context, Door
-from wane.service.engine.engine import Engine, Operation, late
-from wane.service.engine.inline_step import QuickStep
-from wane.service.engine.inline_window import QuickWindow
+from wane.service.api.middleware import RequestContext, RequestMiddleware
+from wane.service.engine.engine import Engine, Operation, deadline_error
+from wane.service.engine.inline_step import InlineStep
+from wane.service.engine.inline_window import InlineWindow
 from wane.service.errors import Abandoned, Unavailable
-from wane.service.net.timers import Alarm, alarms
+from wane.service.net.timers import Timer, timers
 from wane.service.types import Answer
 
 
-class Exchange(Protocol):
+class ResponseSink(Protocol):
     """Where an answer goes to."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
@@ -29,13 +29,19 @@ class Exchange(Protocol):
         ...
 
 
-class Underway:
+class InFlight:
     """One request, whose answer a task brings."""
 
     __slots__ = ("_door", "_engine", "_exchange", "_here", "_scope", "_started_s", "_task", "_wave", "over")
 
     def __init__(
-        self, scope: Scope, here: Context, exchange: Exchange, door: Door, engine: Engine, started_s: float
+        self,
+        scope: Scope,
+        here: RequestContext,
+        exchange: ResponseSink,
+        door: RequestMiddleware,
+        engine: Engine,
+        started_s: float,
     ) -> None:
         """It is here from now on, until it is answered or left. `started_s`: by `time.perf_counter`."""
         self._scope = scope
@@ -101,17 +107,17 @@ class Underway:
             self._door.record(self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None)
 
 
-class QuickUnderway(Underway):
+class InlineInFlight(InFlight):
     """A step or a window that needs one run and nothing else: its answer is called for, and no task is needed."""
 
     __slots__ = ("_alarm", "_operation", "_quick")
 
-    def goes_on(self, quick: QuickStep | QuickWindow, operation: Operation) -> None:
+    def goes_on(self, quick: InlineStep | InlineWindow, operation: Operation) -> None:
         """Its run is waited for."""
         assert self._here.deadline is not None, "a request without a deadline: this is a bug"
         self._quick = quick
         self._operation: Operation = operation
-        self._alarm: Alarm | None = alarms().at(self._here.deadline, self._ring)
+        self._alarm: Timer | None = timers().at(self._here.deadline, self._ring)
         quick.answer.add_done_callback(self._answered)
 
     def take_back(self) -> None:
@@ -123,7 +129,7 @@ class QuickUnderway(Underway):
 
     def _ring(self) -> None:
         self._alarm = None
-        self.fail(late(self._quick, self._quick.ticket))
+        self.fail(deadline_error(self._quick, self._quick.ticket))
 
     def _answered(self, answer: asyncio.Future[Answer] | asyncio.Future[Answer | None]) -> None:
         error = answer.exception()
@@ -135,7 +141,7 @@ class QuickUnderway(Underway):
         elif (given := answer.result()) is not None:
             self._engine.count(self._operation, given)
             self.succeed(given)
-        elif isinstance(self._quick, QuickStep):  # another writer was first: it is tried again, as any other step
+        elif isinstance(self._quick, InlineStep):  # another writer was first: it is tried again, as any other step
             self.wait_for(self._engine.end(self._quick))
 
     def _at_ease(self) -> None:

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from wane.service.api.body import parse
-from wane.service.api.deps import catalog, named
-from wane.service.api.exchange import Exchange, QuickUnderway, Underway
-from wane.service.api.middleware import ADMITTED, Context, Door
+from wane.service.api.deps import catalog, session_key
+from wane.service.api.exchange import InFlight, InlineInFlight, ResponseSink
+from wane.service.api.middleware import ADMITTED, RequestContext, RequestMiddleware
 from wane.service.api.routes import predict, sessions
 from wane.service.api.schemas.common import PredictBody, StepBody
 
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 12  # of a body, if so many are taken: longer ones are not for
 class FastPath:
     """Begins requests for what comes next; under the protocol, beside the application."""
 
-    def __init__(self, app: ASGIApp, door: Door, step: Route, prediction: Route) -> None:
+    def __init__(self, app: ASGIApp, door: RequestMiddleware, step: Route, prediction: Route) -> None:
         """The routes are of the application `app`, which is behind `door`."""
         self._app = app
         self._step = step
@@ -50,12 +50,12 @@ class FastPath:
         scope["route"], scope["path_params"] = self._step, match.groupdict()
         return True
 
-    def begin(self, scope: Scope, body: bytes, exchange: Exchange) -> Underway | None:
+    def begin(self, scope: Scope, body: bytes, exchange: ResponseSink) -> InFlight | None:
         """A request on its way to be answered; None, and nothing done, where it is none for here."""
         if len(body) > self.most_bytes:
             return None
         started_s = time.perf_counter()
-        here = scope["wane.context"] = Context.of(scope)
+        here = scope["wane.context"] = RequestContext.of(scope)
         scope["app"] = self._app
         begin = self._begin_step if scope["route"] is self._step else self._begin_prediction
         try:
@@ -64,19 +64,19 @@ class FastPath:
             return None
 
     def _begin_step(
-        self, request: Request, here: Context, body: bytes, exchange: Exchange, started_s: float
-    ) -> Underway | None:
+        self, request: Request, here: RequestContext, body: bytes, exchange: ResponseSink, started_s: float
+    ) -> InFlight | None:
         given = parse(body, StepBody)
         if given.tokens is None:
             return None
         position = sessions.position(request, given)
         self._admit(request.scope, here)
-        session = named(request, request.path_params["session"])
+        session = session_key(request, request.path_params["session"])
         engine = catalog(request).engine_at_once(session)
         if engine is None:
             return None
         here.fields["model"] = engine.name
-        underway = QuickUnderway(request.scope, here, exchange, self.door, engine, started_s)
+        underway = InlineInFlight(request.scope, here, exchange, self.door, engine, started_s)
         try:
             quick = engine.begin(sessions.step(request, session, tuple(given.tokens), position, given))
         except Exception as error:
@@ -89,8 +89,8 @@ class FastPath:
         return underway
 
     def _begin_prediction(
-        self, request: Request, here: Context, body: bytes, exchange: Exchange, started_s: float
-    ) -> Underway | None:
+        self, request: Request, here: RequestContext, body: bytes, exchange: ResponseSink, started_s: float
+    ) -> InFlight | None:
         given = parse(body, PredictBody)
         if given.tokens is None or given.session is not None:
             return None
@@ -98,7 +98,7 @@ class FastPath:
         engine = catalog(request).get(given.model)
         asked = predict.asked(request, given, tuple(given.tokens))
         here.fields["model"] = engine.name
-        underway = QuickUnderway(request.scope, here, exchange, self.door, engine, started_s)
+        underway = InlineInFlight(request.scope, here, exchange, self.door, engine, started_s)
         try:
             quick = engine.begin_window(asked)
         except Exception as error:
@@ -110,7 +110,7 @@ class FastPath:
             underway.goes_on(quick, "predict")
         return underway
 
-    def _admit(self, scope: Scope, here: Context) -> None:
+    def _admit(self, scope: Scope, here: RequestContext) -> None:
         """Does what the door does. Raises what it raises, for it to say so again."""
         self.door.set_deadline(here)
         if self.door.guard is not None:

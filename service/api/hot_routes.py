@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 Endpoint = Callable[..., Awaitable[Response]]
 
 
-class Direct:
+class HotRoutes:
     """The ASGI application of some of the routes in `routes`: of those whose functions are in `endpoints`."""
 
     def __init__(self, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]) -> None:

@@ -9,14 +9,14 @@ from uvicorn._types import ASGI3Application
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from wane.service.api.exchange import Underway
+from wane.service.api.exchange import InFlight
 from wane.service.api.fast_path import FastPath
-from wane.service.net.http_protocol import Corked, PatientHttp
+from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
 
 CLOSE = (b"connection", b"close")
 
 
-class Believe:
+class ProxyHeaders:
     """Notes in a request's scope what trusted proxies say of who is at their other end; as uvicorn's middleware, which
     is what does it, on the way to the application. Twice is as good as once."""
 
@@ -41,11 +41,11 @@ async def _nothing(*_: Any) -> Any:
     """What the application would be given."""
 
 
-class WholeHttp(PatientHttp):
+class InlineHttpProtocol(HttpProtocol):
     """HTTP with a fast path, if one is given."""
 
     def __init__(
-        self, *given: Any, fast_path: FastPath | None = None, believe: Believe | None = None, **named: Any
+        self, *given: Any, fast_path: FastPath | None = None, believe: ProxyHeaders | None = None, **named: Any
     ) -> None:
         """`believe`: what proxies say, where there are any."""
         super().__init__(*given, **named)
@@ -53,7 +53,7 @@ class WholeHttp(PatientHttp):
         self.believe = believe
         self.reads = False  # something that came is being looked at
         self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until it is seen what has come of it
-        self.underway: Underway | None = None
+        self.underway: InFlight | None = None
 
     def data_received(self, data: bytes) -> None:
         self.reads = True
@@ -78,7 +78,7 @@ class WholeHttp(PatientHttp):
             scope = cast(dict[str, Any], cycle.scope)
             if self.believe is not None:
                 self.believe(scope)
-            underway = self.fast_path.begin(scope, bytes(cycle.body), Whole(self, cycle))
+            underway = self.fast_path.begin(scope, bytes(cycle.body), HttpResponder(self, cycle))
             if underway is not None:
                 if not underway.over:
                     self.underway = underway
@@ -100,12 +100,12 @@ def _told() -> None:
     """The protocol knows that the response is over."""
 
 
-class Whole:
+class HttpResponder:
     """Writes the answer to one request."""
 
     __slots__ = ("_cycle", "_protocol")
 
-    def __init__(self, protocol: WholeHttp, cycle: RequestResponseCycle) -> None:
+    def __init__(self, protocol: InlineHttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol
         self._cycle = cycle
 
@@ -125,7 +125,7 @@ class Whole:
         elif not cycle.keep_alive:
             parts.append(b"connection: close\r\n")
         parts += (b"\r\n", body)
-        cast(Corked, protocol.transport).write_whole(b"".join(parts))
+        cast(BufferedTransport, protocol.transport).write_whole(b"".join(parts))
         if not cycle.keep_alive:
             protocol.transport.close()
         on_response()

@@ -25,13 +25,13 @@ from random import getrandbits
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.auth.guard import Guard, chosen
-from wane.service.auth.keyring import Holder
-from wane.service.errors import InvalidRequest, NotFound, Overloaded, TooLarge, Unavailable, WaneError, shown
+from wane.service.auth.guard import Authenticator, chosen
+from wane.service.auth.keyring import Principal
+from wane.service.errors import InvalidRequest, NotFound, Overloaded, TooLarge, Unavailable, WaneError
 from wane.service.observability.logs import log_access, logs_access
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
-from wane.service.registry.swap import Presence
+from wane.service.registry.swap import Epochs
 from wane.service.types import ANYBODY, Owner
 
 Envelope = Callable[[Scope, Exception], Response]
@@ -48,13 +48,13 @@ ADMITTED = "wane.admitted"
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
 # Of what is not POSTed: the answer to a POST no browser stores, nor takes for a script, a style or an image.
-CAREFUL = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
+SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 POLICY = 1008
 TRY_AGAIN = 1013
 
 
 @dataclass(slots=True)
-class Context:
+class RequestContext:
     """What the server knows of one request beside its body.
 
     `parent` is the client's span, `trace_id` names the trace. `headers`: by lower-case name, the first of each.
@@ -72,10 +72,10 @@ class Context:
     body_timeout_s: float = math.inf
     fields: dict[str, object] = field(default_factory=dict)
     owner: Owner = ANYBODY
-    holder: Holder | None = None
+    holder: Principal | None = None
 
     @classmethod
-    def of(cls, scope: Scope) -> Context:
+    def of(cls, scope: Scope) -> RequestContext:
         """A request's id is the client's `x-request-id`, else its trace's id, else a new one."""
         headers = dict(reversed(scope["headers"]))
         parent = Parent.of(headers.get(b"traceparent"))
@@ -97,14 +97,14 @@ class Context:
         return None if value is None else value.decode("latin-1")
 
 
-def context(scope: Scope) -> Context:
+def context(scope: Scope) -> RequestContext:
     """The context that the door gave to this request."""
     found = scope["wane.context"]
-    assert isinstance(found, Context), "this is a bug: every request comes through the door"
+    assert isinstance(found, RequestContext), "this is a bug: every request comes through the door"
     return found
 
 
-class Door:
+class RequestMiddleware:
     """Wraps an application; see the module's text.
 
     `max_body_bytes` is the longest body; `request_timeout_ms` the deadline of requests that name none: a client may
@@ -122,8 +122,8 @@ class Door:
         request_timeout_ms: float,
         envelope: Envelope,
         metrics: Metrics,
-        presence: Presence,
-        guard: Guard | None = None,
+        presence: Epochs,
+        guard: Authenticator | None = None,
         body_timeout_s: float = math.inf,
         tracing: Tracing | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class Door:
             return
         started_s = time.perf_counter()
         wave = self.presence.enter()
-        here = scope["wane.context"] = Context.of(scope)
+        here = scope["wane.context"] = RequestContext.of(scope)
         traced = None if self.tracing is None else begin_trace(self.tracing, scope, here, started_s)
         if traced is not None:
             here.trace_id = traced.trace_id
@@ -158,7 +158,7 @@ class Door:
             nonlocal status, sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                careful = () if scope["method"] == "POST" else CAREFUL
+                careful = () if scope["method"] == "POST" else SECURITY_HEADERS
                 message["headers"] = [*message["headers"], here.named(), *careful]
             else:
                 sent_bytes += len(message.get("body", b""))
@@ -189,7 +189,7 @@ class Door:
         """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message, so that
         what is raised here was raised before it was accepted."""
         started_s = time.perf_counter()
-        here = scope["wane.context"] = Context.of(scope)
+        here = scope["wane.context"] = RequestContext.of(scope)
         here.timeout_s = self.request_timeout_ms / 1000
         try:
             try:
@@ -203,7 +203,7 @@ class Door:
         finally:
             log_access("socket", self.line(scope, here, time.perf_counter() - started_s) | here.fields)
 
-    def admit(self, guard: Guard, scope: Scope, here: Context) -> None:
+    def admit(self, guard: Authenticator, scope: Scope, here: RequestContext) -> None:
         """Notes who asks. Raises Unauthorized, Forbidden, RateLimited."""
         holder = scope[ADMITTED] if ADMITTED in scope else guard.identify(scope, here.headers)
         if holder is not None:
@@ -223,13 +223,13 @@ class Door:
         await send({"type": "websocket.send", "text": f'{{"error": {bytes(document).decode()}}}'})
         await send({"type": "websocket.close", "code": code, "reason": error.code})
 
-    def set_deadline(self, here: Context) -> None:
+    def set_deadline(self, here: RequestContext) -> None:
         """Notes by when an answer is wanted. Raises InvalidRequest for a timeout that is none."""
         here.timeout_s = self.timeout_s(here)
         here.body_timeout_s = self.body_timeout_s
         here.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
-    def timeout_s(self, here: Context) -> float:
+    def timeout_s(self, here: RequestContext) -> float:
         """How long an answer is wanted. Raises InvalidRequest for a timeout that is none."""
         asked = here.header(TIMEOUT_HEADER)
         if asked is None:
@@ -240,7 +240,7 @@ class Door:
             )
         return min(int(asked), self.request_timeout_ms) / 1000
 
-    def bounded(self, here: Context, receive: Receive) -> Receive:
+    def bounded(self, here: RequestContext, receive: Receive) -> Receive:
         """`receive`, which raises TooLarge where the body goes on over the limit; at once where it says that it will.
 
         A body of declared length is not counted again: the server reads no more of it than that.
@@ -266,7 +266,7 @@ class Door:
         return TooLarge(f"the body {what}; at most {self.max_body_bytes} bytes are taken")
 
     def record(
-        self, scope: Scope, here: Context, status: int, sent_bytes: int, seconds: float, traced: Traced | None
+        self, scope: Scope, here: RequestContext, status: int, sent_bytes: int, seconds: float, traced: Traced | None
     ) -> None:
         """Counts and logs a request that is over."""
         method = scope["method"]
@@ -284,7 +284,7 @@ class Door:
         line["bytes"] = sent_bytes
         log_access("request", line | here.fields)
 
-    def line(self, scope: Scope, here: Context, seconds: float) -> dict[str, object]:
+    def line(self, scope: Scope, here: RequestContext, seconds: float) -> dict[str, object]:
         """What the log says of every request."""
         client = scope.get("client")
         return {
@@ -309,14 +309,14 @@ def route(scope: Scope) -> str:
     return found
 
 
-def begin_trace(tracing: Tracing, scope: Scope, here: Context, started_s: float) -> Traced | None:
+def begin_trace(tracing: Tracing, scope: Scope, here: RequestContext, started_s: float) -> Traced | None:
     """A request, or a WebSocket's message, if it is sampled; one without a parent begins a trace of its own."""
     states = [value for name, value in scope["headers"] if name == b"tracestate"]
     return tracing.begin(here.parent, states, started_s)
 
 
 def end_trace(
-    traced: Traced, scope: Scope, here: Context, status: int, ended_s: float, error: object | None = None
+    traced: Traced, scope: Scope, here: RequestContext, status: int, ended_s: float, error: object | None = None
 ) -> None:
     """Says of it what the access log says, and the `error` that a message was answered with."""
     method = scope.get("method", "WS")  # of a message

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from starlette.types import Scope
 
-from wane.service.auth.keyring import Holder, Keyring
+from wane.service.auth.keyring import Keyring, Principal
 from wane.service.auth.keys import Permission
 from wane.service.errors import Forbidden, Unauthorized
 
@@ -29,13 +29,13 @@ ENCODED_KEY = "base64url.bearer.authorization.k8s.io."  # Kubernetes' convention
 HOW = "send a key as `Authorization: Bearer KEY`"
 
 
-class Guard:
+class Authenticator:
     """Lets in who has a key that is good for what is asked."""
 
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
-    def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Holder | None:
+    def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal | None:
         """Who asks; None where nobody is asked for a key. Raises Unauthorized."""
         if routed(scope) in OPEN:
             return None
@@ -46,7 +46,7 @@ class Guard:
             raise Unauthorized(why, basic=b"text/html" in headers.get(b"accept", b"") and may_read(scope))
         return holder
 
-    def admit(self, scope: Scope, holder: Holder) -> None:
+    def admit(self, scope: Scope, holder: Principal) -> None:
         """Lets in who was identified, and counts a request. Raises Forbidden, RateLimited."""
         needed = permission(routed(scope))
         if not holder.key.may(needed):

@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 """What is missing by less than this is not missing: to take and give back is not exact."""
 
 
-class Bucket:
+class TokenBucket:
     """Holds `burst` at most, and fills by `rate` a second. What is taken all at once, and is more than it can hold, is
     given when it is full, and leaves a debt: so a large call is not refused for ever, and costs no less."""
 
@@ -44,7 +44,7 @@ class Bucket:
         self._held = held - amount
         return 0.0
 
-    def adopt(self, before: Bucket) -> None:
+    def adopt(self, before: TokenBucket) -> None:
         """Goes on from what another one holds, of the same owner under other limits."""
         self._held = min(self._burst, before._held)
         self._since_s = before._since_s
@@ -55,16 +55,16 @@ SELECTOR_BYTES = 16
 a time that does not tell where two digests differ. Neither half tells anything of the key."""
 
 
-class Holder:
+class Principal:
     """Whoever has a key. It outlives changes of how much the key may do; once the key is good no more, or for less, or
     for somebody else, it is `gone`, and whoever goes on with it, a WebSocket, has to come through the door again."""
 
     __slots__ = ("_bucket", "_clock", "gone", "key", "owner")
 
-    def __init__(self, key: Key, clock: Callable[[], float], before: Holder | None = None) -> None:
+    def __init__(self, key: Key, clock: Callable[[], float], before: Principal | None = None) -> None:
         """`before`: who had the key until now, whose spending goes on."""
         self._clock = clock
-        self._bucket: Bucket | None = None if before is None else before._bucket
+        self._bucket: TokenBucket | None = None if before is None else before._bucket
         self.gone = False
         self.give(key)
 
@@ -75,7 +75,7 @@ class Holder:
         self.owner = Owner(key.name, key.sessions)
         self._bucket = None
         if key.rate is not None:
-            self._bucket = Bucket(key.rate, key.burst or max(key.rate, 1.0), self._clock)
+            self._bucket = TokenBucket(key.rate, key.burst or max(key.rate, 1.0), self._clock)
             if before is not None:
                 self._bucket.adopt(before)
 
@@ -97,14 +97,14 @@ class Keyring:
     def __init__(self, keys: Sequence[Key], clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._holders: dict[bytes, Holder] = {}
+        self._holders: dict[bytes, Principal] = {}
         self.replace(keys)
 
     def __len__(self) -> int:
         """How many keys there are."""
         return len(self._holders)
 
-    def find(self, key: bytes) -> Holder | None:
+    def find(self, key: bytes) -> Principal | None:
         """Who has this key; None for one that is not good."""
         told = digest(key)
         holder = self._holders.get(told[:SELECTOR_BYTES])
@@ -119,10 +119,10 @@ class Keyring:
         for key in keys:
             holder = before.pop(key.digest[:SELECTOR_BYTES], None)
             if holder is None:
-                holder = Holder(key, self._clock)
+                holder = Principal(key, self._clock)
             elif holder.key.name != key.name or not key.may_all(holder.key):
                 holder.gone = True
-                holder = Holder(key, self._clock, holder)
+                holder = Principal(key, self._clock, holder)
             elif holder.key != key:
                 holder.give(key)
             self._holders[key.digest[:SELECTOR_BYTES]] = holder

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from wane.models.manifest import Role
 from wane.service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
-from wane.service.state.pool import HIDDEN, ZERO, Slab
+from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 FEW = 5
 """Of the largest logits, which a graph puts out a hundred of, as many are looked at unless more are asked for."""
@@ -121,7 +121,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ending:
+class WindowTrace:
     """What a window's graph puts out for the directional test, of one row of `length` tokens: float32, all finite.
 
     stream: (H), what the first layer's mixing matrix is added to; states, errors: by the state tensor's name, (units),
@@ -144,7 +144,7 @@ class Row:
 
     __slots__ = ("_outputs", "_row", "ending", "radius")
 
-    def __init__(self, outputs: Outputs, row: int, radius: float | None, ending: Ending | None) -> None:
+    def __init__(self, outputs: Outputs, row: int, radius: float | None, ending: WindowTrace | None) -> None:
         """`row` of the `outputs` of a batch."""
         self._outputs = outputs
         self._row = row
@@ -190,7 +190,7 @@ def fits(role: Role, longest: int, total: int, items: int) -> bool:
 
 
 def run(
-    works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, Array] | None = None
+    works: Sequence[Work], slab: StatePool, runner: Runner, room: Mapping[str, Array] | None = None
 ) -> list[Row | Exception]:
     """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
 
@@ -204,7 +204,9 @@ def run(
         return [row for work in works for row in run([work], slab, runner, room)]
 
 
-def _run(works: Sequence[Work], slab: Slab, runner: Runner, room: Mapping[str, Array] | None) -> list[Row | Exception]:
+def _run(
+    works: Sequence[Work], slab: StatePool, runner: Runner, room: Mapping[str, Array] | None
+) -> list[Row | Exception]:
     role = works[0].role
     reads = [work.read for work in works]
     feeds: dict[str, Array]
@@ -243,7 +245,7 @@ def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
     return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
 
 
-def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[Ending | None]:
+def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowTrace | None]:
     """Of each row; None where the graph puts out none, or what is not finite."""
     if STREAM not in outputs:
         return [None] * len(works)
@@ -251,7 +253,7 @@ def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[Ending
     stream, states = outputs[STREAM], {name: outputs[NEXT + name] for name in names}
     errors = {name: outputs[ERROR + name] for name in names}
     return [
-        Ending(
+        WindowTrace(
             work.length,
             stream[row],
             {name: values[row] for name, values in states.items()},

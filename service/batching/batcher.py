@@ -19,14 +19,14 @@ from wane.models.bundle_checks import ROLES
 from wane.models.manifest import Role
 from wane.service.batching import batch
 from wane.service.batching.batch import Row, Work
-from wane.service.batching.cost_model import Costs, RunTimes
-from wane.service.batching.scheduler import ONE_TOKEN, FairQueue, Queue
-from wane.service.batching.ticket import Awaited, Item, Ticket, enter
+from wane.service.batching.cost_model import CostModel, RunTimeModel
+from wane.service.batching.scheduler import ONE_TOKEN, FairScheduler, Scheduler
+from wane.service.batching.ticket import Awaited, Ticket, WorkItem, enter
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Batch
 from wane.service.runners.runner import Runner
-from wane.service.state.pool import Slab
+from wane.service.state.pool import StatePool
 
 logger = logging.getLogger("wane.engine")
 
@@ -53,9 +53,9 @@ class _Ran(NamedTuple):
     """A batch that was run; `left`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
 
     role: Role
-    items: Sequence[Item]
+    items: Sequence[WorkItem]
     rows: Sequence[Row | Exception]
-    left: Sequence[Item]
+    left: Sequence[WorkItem]
     started_s: float
     seconds: float
 
@@ -69,13 +69,13 @@ class Batcher:
     def __init__(
         self,
         runner: Runner,
-        slab: Slab,
+        slab: StatePool,
         metrics: Metrics,
         model: str,
         *,
         max_batch: int,
         max_queue: int,
-        costs: Costs | None = None,
+        costs: CostModel | None = None,
         inline_s: float = 0.0,
     ) -> None:
         """`max_queue`: items that may wait in each of the queue's lines. `costs`: told of every run. `inline_s`: what
@@ -87,12 +87,12 @@ class Batcher:
         self._max_queue = max_queue
         self._costs = costs
         self._inline_s = inline_s
-        self._times = RunTimes()
-        self._queue: Queue[Item] = FairQueue(max_batch, costs)
+        self._times = RunTimeModel()
+        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch, costs)
         self._sequence_s = 0.0  # of a run, an item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # batches with the runner: one that runs, and one that waits for it
-        self._ahead: tuple[list[Item], Future[None]] | None = None  # the one that waits
+        self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the one that waits
         self._now = 0.0  # on the event loop's clock, when the latest batch was taken
         self._closed = False
         self.on_idle: Callable[[], None] | None = None
@@ -136,7 +136,7 @@ class Batcher:
         self.enqueue(Awaited(work, ticket, future))
         return await future
 
-    def enqueue(self, item: Item) -> None:
+    def enqueue(self, item: WorkItem) -> None:
         """As `submit`, of an item that is told. Raises Overloaded, Unavailable."""
         if self._closed:
             raise Unavailable("the server is stopping")
@@ -215,12 +215,12 @@ class Batcher:
             self._starting = True
             asyncio.get_running_loop().call_soon(self._start)
 
-    def _quick(self, items: Sequence[Item]) -> bool:
+    def _quick(self, items: Sequence[WorkItem]) -> bool:
         """Whether a batch is to be run on this thread."""
         role = items[0].work.role
         return role in ONE_TOKEN and self._times.expected(role, len(items)) <= self._inline_s
 
-    def _hand_over(self, items: list[Item]) -> None:
+    def _hand_over(self, items: list[WorkItem]) -> None:
         """To the runner's thread."""
         self._taken += 1
         if self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
@@ -229,18 +229,18 @@ class Batcher:
         if self._taken == MOST_TAKEN:
             self._ahead = items, running
 
-    def _take_back(self, items: list[Item], waiting: Future[None]) -> None:
+    def _take_back(self, items: list[WorkItem], waiting: Future[None]) -> None:
         """What waits for the runner waits in the queue again, if it has not begun."""
         self._ahead = None
         if waiting.cancel():
             self._taken -= 1
             self._queue.put_back(items)
 
-    def _run_aside(self, items: list[Item], loop: asyncio.AbstractEventLoop) -> None:
+    def _run_aside(self, items: list[WorkItem], loop: asyncio.AbstractEventLoop) -> None:
         """Runs a batch on the runner's thread; its results are handed back all at once."""
         loop.call_soon_threadsafe(self._finish, self._run(items))
 
-    def _run(self, items: list[Item]) -> _Ran:
+    def _run(self, items: list[WorkItem]) -> _Ran:
         """Runs a batch. Of one that waited for the runner some waiters may have left."""
         started_s = time.perf_counter()
         wanted = [item for item in items if not item.left()]
@@ -249,12 +249,12 @@ class Batcher:
         left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
         return _Ran(items[0].work.role, wanted, rows, left, started_s, time.perf_counter() - started_s)
 
-    def _take(self) -> list[Item]:
+    def _take(self) -> list[WorkItem]:
         """The next batch."""
         self._now = asyncio.get_running_loop().time()
         return self._queue.take(self._runs)
 
-    def _runs(self, item: Item) -> bool:
+    def _runs(self, item: WorkItem) -> bool:
         """Whether somebody still waits for it; if not, it is dropped."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
@@ -266,7 +266,7 @@ class Batcher:
             return False
         return True
 
-    def _skip(self, item: Item, *, late: bool, error: DeadlineExceeded | None = None) -> None:
+    def _skip(self, item: WorkItem, *, late: bool, error: DeadlineExceeded | None = None) -> None:
         """Counts, traces and drops what is not run."""
         (self._late if late else self._abandoned).inc()
         skipped_s = time.perf_counter()
@@ -322,7 +322,7 @@ class Batcher:
             ended_s = started_s + compute_s
             Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
 
-    def _observe(self, role: Role, items: Sequence[Item], started_s: float, compute_s: float) -> None:
+    def _observe(self, role: Role, items: Sequence[WorkItem], started_s: float, compute_s: float) -> None:
         """Counts a batch that has run."""
         lengths = [1] if role in ONE_TOKEN else [item.work.length for item in items]
         observer = self._observers[role]
@@ -331,7 +331,7 @@ class Batcher:
         observer.seconds(compute_s)
         observer.waited(sum([started_s - item.queued_s for item in items]))
 
-    def _drop(self, item: Item, error: WaneError | None) -> None:
+    def _drop(self, item: WorkItem, error: WaneError | None) -> None:
         """Lets go of what is not run, and tells whoever still waits for it."""
         self._slab.release(item.work.read)
         if item.work.write is not None:

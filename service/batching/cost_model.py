@@ -22,13 +22,13 @@ from wane.models.manifest import Role
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
 from wane.service.runners.runner import Runner
-from wane.service.state.pool import START, Slab
+from wane.service.state.pool import START, StatePool
 
 RUN_EMA_ALPHA = 1 / 8
 """Weight of the latest run in an average."""
 
 
-class RunTimes:
+class RunTimeModel:
     """Kept for every power of two of the number of items, up to which a batch counts as one of so many.
 
     A run on the runner's thread takes turns with the event loop at the interpreter, and seems to take as long as it
@@ -69,7 +69,7 @@ class _Point:
     seconds: float
 
 
-class Costs:
+class CostModel:
     """One model's costs. Nothing is known before `measure` or the first `observe`, and then nothing costs anything."""
 
     def __init__(self, piece_tokens: int) -> None:
@@ -123,7 +123,7 @@ class Costs:
     def measure(
         self,
         runner: Runner,
-        slab: Slab,
+        slab: StatePool,
         eos_id: int,
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,

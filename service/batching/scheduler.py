@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 from wane.models.manifest import Role
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
-from wane.service.batching.cost_model import Costs
+from wane.service.batching.cost_model import CostModel
 
 SLICE_S = 0.005
 """Seconds that a batch of sequences is to take at most, if it is of more than one."""
@@ -51,7 +51,7 @@ class Queued(Protocol):
 I = TypeVar("I", bound=Queued)  # noqa: E741  (an item)
 
 
-class Queue(Protocol[I]):
+class Scheduler(Protocol[I]):
     """What a batcher asks of its queue."""
 
     def __len__(self) -> int:
@@ -88,10 +88,10 @@ class Queue(Protocol[I]):
         ...
 
 
-class FairQueue(Queue[I]):
+class FairScheduler(Scheduler[I]):
     """See the module's text. Within a line the oldest item is first, and others of its role are with it."""
 
-    def __init__(self, max_batch: int, costs: Costs | None = None) -> None:
+    def __init__(self, max_batch: int, costs: CostModel | None = None) -> None:
         """`costs` tells what sequences are expected to take; without it no batch is cut."""
         self._max_batch = max_batch
         self._costs = costs

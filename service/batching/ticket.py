@@ -61,7 +61,7 @@ class Ticket:
         return copy
 
 
-class Item(Protocol):
+class WorkItem(Protocol):
     """Work that waits, and since when."""
 
     work: Work
@@ -93,21 +93,21 @@ class Awaited:
         self._future = future
 
     def left(self) -> bool:
-        """See `Item`."""
+        """See `WorkItem`."""
         return self._future.cancelled()
 
     def fail(self, error: WaneError) -> None:
-        """See `Item`."""
+        """See `WorkItem`."""
         if not self._future.done():
             self._future.set_exception(error)
 
     def give(self, row: Row) -> None:
-        """See `Item`."""
+        """See `WorkItem`."""
         if not self._future.done():
             self._future.set_result(row)
 
 
-def enter(items: Sequence[Item]) -> None:
+def enter(items: Sequence[WorkItem]) -> None:
     """They are in a batch that begins."""
     for item in items:
         if item.work.binding:

@@ -9,10 +9,10 @@ import numpy as np
 from wane.service.batching import batch
 from wane.service.batching.batch import Work
 from wane.service.runners.runner import Runner
-from wane.service.state.pool import START, ZERO, Slab
+from wane.service.state.pool import START, ZERO, StatePool
 
 
-def warm_up(runner: Runner, slab: Slab, eos_id: int, *, window: int, max_batch: int) -> None:
+def warm_up(runner: Runner, slab: StatePool, eos_id: int, *, window: int, max_batch: int) -> None:
     """Computes the state that sequences start from, and runs every graph, alone and in the largest batch.
 
     First runs allocate and plan: no request should pay for that. Blocks, so it belongs off the event loop.
@@ -33,7 +33,7 @@ def warm_up(runner: Runner, slab: Slab, eos_id: int, *, window: int, max_batch: 
             _run([work] * size, slab, runner)
 
 
-def _run(works: Sequence[Work], slab: Slab, runner: Runner) -> None:
+def _run(works: Sequence[Work], slab: StatePool, runner: Runner) -> None:
     for row in batch.run(works, slab, runner):
         if isinstance(row, Exception):
             raise row

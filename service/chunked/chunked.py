@@ -33,20 +33,25 @@ from wane.models.manifest import Manifest, Role
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.layout import SEGMENT_TOKENS, Layout, Pacing, lay_out
+from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
 from wane.service.runners.runner import NEXT, Array
-from wane.service.state.pool import HIDDEN, ZERO, Slab
+from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 States = Mapping[str, Array]
 """By the state tensor's name, one state a row: float32 (n, *shape)."""
 
 
-class Segment:
+class ChunkBatch:
     """tokens, targets: int64 (n), n at most the layout's; targets for scan only. Cells are counted along the sequence:
     cell g is part g % cells of chunk g // cells."""
 
     def __init__(
-        self, role: Role, layout: Layout, tokens: NDArray[np.int64], targets: NDArray[np.int64] | None, like: States
+        self,
+        role: Role,
+        layout: ChunkLayout,
+        tokens: NDArray[np.int64],
+        targets: NDArray[np.int64] | None,
+        like: States,
     ) -> None:
         """`like`: any states, for names and shapes."""
         self.layout = layout
@@ -135,7 +140,7 @@ HOPELESS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class ChunkPlan:
     """How a sequence was run, as far as it was.
 
     chunks: 1 where all of it was run in order. rounds: 1, and 1 for every cell that was run again. warm_up: the fewest
@@ -152,7 +157,7 @@ class Course:
     apart: int | None = None
     latest: int | None = None
 
-    def then(self, segment: Segment, start: int, repeated: int) -> Course:
+    def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
         """With a segment more, whose first token is at `start`, and of which so many cells were run again."""
         residuals = segment.residuals()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
@@ -161,7 +166,7 @@ class Course:
         joints = segment.joints()
         gaps = [after - before for before, after in pairwise(places)]
         warm_up = segment.layout.warm_up
-        return Course(
+        return ChunkPlan(
             chunks=self.chunks + segment.layout.chunks - 1,
             rounds=self.rounds + repeated,
             warm_up=warm_up if self.warm_up is None else min(warm_up, self.warm_up),
@@ -180,7 +185,7 @@ class Piece:
     """
 
     done: int
-    course: Course
+    course: ChunkPlan
     logprobs: NDArray[np.float64] | None = None
 
 
@@ -192,23 +197,23 @@ class Demand:
     """
 
     limit: float
-    judge: Callable[[Course], Awaitable[bool]] | None = None
+    judge: Callable[[ChunkPlan], Awaitable[bool]] | None = None
     enough: int | None = None
 
 
 EXACT = Demand(0.0)
 
 
-class Parallel:
+class ChunkedRunner:
     """Runs long sequences of one model."""
 
-    def __init__(self, manifest: Manifest, batcher: Batcher, slab: Slab, pacing: Pacing) -> None:
+    def __init__(self, manifest: Manifest, batcher: Batcher, slab: StatePool, pacing: ThroughputProfile) -> None:
         self._batcher = batcher
         self._slab = slab
         self._pacing = pacing
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
-    def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> Layout | None:
+    def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
         """How the next segment is cut, of a sequence of which `tokens` are left. None: in order is quicker.
 
         least: tokens that chunks are to be warmed up over at least, unless fewer are enough.
@@ -257,7 +262,7 @@ class Parallel:
         """Runs tokens (n) from the state in `read` by `advance`, or by `scan` with targets (n), and leaves the last
         state in `write`. demand: None runs them in order. To be closed however it ends.
         """
-        course, start, least = Course(), 0, 0
+        course, start, least = ChunkPlan(), 0, 0
         while start < len(tokens):
             here = write if start else read
             layout = None if demand is None else self.layout(role, len(tokens) - start, demand, least)
@@ -269,7 +274,7 @@ class Parallel:
                 row = await self._batcher.submit(work, ticket)
                 yield Piece(stop, course, _logprobs(row, stop - start))
             else:
-                segment = Segment(role, layout, tokens[start:stop], part, self._slab.gather([ZERO]))
+                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._slab.gather([ZERO]))
                 with ExitStack() as held:
                     slots = [held.enter_context(self._slab.lease()) for _ in range(layout.chunks)]
                     again = held.enter_context(self._slab.lease())
@@ -296,7 +301,7 @@ class Parallel:
             start = stop
 
     async def _warm_up(
-        self, tokens: NDArray[np.int64], start: int, layout: Layout, slots: Sequence[int], ticket: Ticket
+        self, tokens: NDArray[np.int64], start: int, layout: ChunkLayout, slots: Sequence[int], ticket: Ticket
     ) -> None:
         """Runs what stands before every chunk but the first, from the zero state."""
         starts = [start + chunk * layout.length for chunk in range(1, layout.chunks)]
@@ -312,7 +317,7 @@ class Parallel:
             )
 
     async def _column(
-        self, segment: Segment, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
+        self, segment: ChunkBatch, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
     ) -> int:
         """Runs the next cell of every chunk; returns their tokens. here: what the first chunk goes on from."""
         cells = segment.column(column)
@@ -327,7 +332,7 @@ class Parallel:
         segment.ended(cells, self._slab.gather(writes), rows)
         return sum(map(segment.length, cells))
 
-    async def _repair(self, segment: Segment, limit: float, again: int, last: int, ticket: Ticket) -> int:
+    async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
         """Runs every cell again whose joint is over the limit, from the end of the one before, and so on from there.
 
         Returns how many there were. again: a slot to run them in; last: that of the last chunk.

@@ -21,7 +21,7 @@ from wane.models.manifest import Manifest, Role
 from wane.service.batching import batch
 from wane.service.batching.batch import MOST_POSITIONS, Work
 from wane.service.runners.runner import NEXT, Array, Runner
-from wane.service.state.pool import START, ZERO, Slab
+from wane.service.state.pool import START, ZERO, StatePool
 
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Warm-ups that are tried."""
@@ -34,7 +34,7 @@ PAST = 512
 """Tokens that one of two runs knows before those that both read, in each of ROWS pairs."""
 
 
-class Forgetting:
+class DecayProfile:
     """How far apart two runs over the same tokens were, by their number, at most in any unit of the state."""
 
     def __init__(self, residuals: Sequence[tuple[int, float]]) -> None:
@@ -51,7 +51,7 @@ class Forgetting:
         return found
 
 
-def measure_forgetting(runner: Runner, slab: Slab, vocabulary_size: int) -> Forgetting:
+def measure_forgetting(runner: Runner, slab: StatePool, vocabulary_size: int) -> DecayProfile:
     """Runs random tokens from where random tokens led to, and from the zero state. Blocks."""
     random = np.random.default_rng(4)
     zeros = slab.gather([ZERO] * ROWS)
@@ -65,7 +65,7 @@ def measure_forgetting(runner: Runner, slab: Slab, vocabulary_size: int) -> Forg
         before = length
         apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
         residuals.append((length, apart if np.isfinite(apart) else np.inf))
-    return Forgetting(residuals)
+    return DecayProfile(residuals)
 
 
 def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
@@ -92,7 +92,7 @@ Pace = Mapping[int, float]
 def measure_pace(
     role: Role,
     runner: Runner,
-    slab: Slab,
+    slab: StatePool,
     eos_id: int,
     max_batch: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -115,12 +115,12 @@ def measure_pace(
     return found
 
 
-class Pacing:
+class ThroughputProfile:
     """One model's. Nothing is known before `measure`: until then every sequence is best run in order."""
 
     def __init__(self) -> None:
         self._paces: dict[Role, Pace] = {}
-        self._forgetting = Forgetting(())
+        self._forgetting = DecayProfile(())
 
     def pace(self, role: Role) -> Pace:
         """Of `advance` or `scan`."""
@@ -130,7 +130,7 @@ class Pacing:
         """The fewest tokens after which no more than this was left of where a run came from."""
         return self._forgetting.warm_up(residual)
 
-    def measure(self, runner: Runner, slab: Slab, manifest: Manifest, max_batch: int) -> None:
+    def measure(self, runner: Runner, slab: StatePool, manifest: Manifest, max_batch: int) -> None:
         """Blocks, and raises what the runner raises. To be called once every graph has run."""
         for role in ("advance", "scan"):
             self._paces[role] = measure_pace(role, runner, slab, manifest.vocabulary.eos_id, max_batch)
@@ -154,7 +154,7 @@ WORTHWHILE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ChunkLayout:
     """`chunks` of `cells` times `steps` tokens each, the last perhaps of fewer; every chunk but the first is warmed up
     over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is what one run takes of a chunk.
     `seconds`: what all of it is expected to take."""
@@ -172,14 +172,14 @@ class Layout:
         return self.cells * self.steps
 
 
-def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pace) -> Layout | None:
+def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pace) -> ChunkLayout | None:
     """The quickest layout of the next segment of a sequence of which `tokens` are left. None: in order is quickest.
 
     `role`: what the chunks are run by; the paces are its, and that of `advance`, which warms up.
     """
     tokens = min(tokens, SEGMENT_TOKENS)
     best = WORTHWHILE * pace.get(1, 0.0) * tokens
-    found: Layout | None = None
+    found: ChunkLayout | None = None
     for width, seconds in pace.items():
         length = -(-tokens // width)
         if width == 1 or width not in warm_up_pace or length < max(2 * warm_up, FEWEST_TOKENS):
@@ -191,7 +191,7 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
             cells = -(-length // most)
             steps = -(-length // cells)
             chunks = -(-tokens // (cells * steps))
-            found = Layout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)
+            found = ChunkLayout(chunks, cells, steps, warm_up, _steps("advance", width, warm_up_pace[width]), taken)
     return found
 
 

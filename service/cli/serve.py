@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from wane.models.bundle import BundleError
 from wane.service import server
 from wane.service.auth.keys import KeysError
-from wane.service.registry.registry import CatalogError
+from wane.service.registry.registry import RegistryError
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.store import StoreError
 from wane.service.settings import Settings, SettingsError
 
-FAILURES = (SettingsError, CatalogError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
+FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, DeviceError, OSError, UnicodeError)
 
 
 def main(arguments: Sequence[str]) -> int:

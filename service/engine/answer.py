@@ -18,11 +18,11 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, Outcome, last
+from wane.service.engine.forward import Forward, RunResult, last
 from wane.service.engine.logits import predictions
-from wane.service.engine.stats import Report
-from wane.service.engine.top1_proof import MOST_RIVALS, Direction, Margin
-from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Origin, Prediction
+from wane.service.engine.stats import Stats
+from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
+from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 MOST_PROOFS = 1
 """Proofs that are sought or wait at a time. An answer that comes when there are as many, or while other work is queued
@@ -30,7 +30,7 @@ or running, goes out without: by direction a proof takes several times as long a
 worse than not to be proved."""
 
 
-class Course(NamedTuple):
+class AnswerPlan(NamedTuple):
     """How a question at `position` is answered.
 
     `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` and `known` are about the
@@ -40,24 +40,24 @@ class Course(NamedTuple):
     mode: Mode
     position: int
     window: int | None
-    origin: Origin
+    origin: StateSource
     known: int
 
     @classmethod
-    def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> Course:
+    def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> AnswerPlan:
         """Of a question that brings `tokens` tokens: a whole sequence, or the end of a longer one.
 
         The position of a truncated sequence is not known. It counts as one more than the tokens that were given, so
         no k covers it, and a window has at most those tokens.
         """
         if not truncated:
-            return cls(mode, tokens, window, Origin.FULL, tokens)
-        return cls(mode, tokens + 1, None if window is None else min(window, tokens), Origin.FULL, tokens)
+            return cls(mode, tokens, window, StateSource.FULL, tokens)
+        return cls(mode, tokens + 1, None if window is None else min(window, tokens), StateSource.FULL, tokens)
 
     @property
-    def state(self) -> Origin:
+    def state(self) -> StateSource:
         """Where the state behind the answer comes from."""
-        return Origin.WINDOW if self.mode is Mode.WINDOW else self.origin
+        return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
         """The bound of the answer, as far as it is known before anything was run."""
@@ -71,10 +71,10 @@ class Course(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModeResult:
     """One mode's run, what is claimed of its answer, and the time it took."""
 
-    outcome: Outcome
+    outcome: RunResult
     bound: Bound | None
     latency: Latency
 
@@ -86,21 +86,21 @@ class Sampler(Protocol):
         """Whether the next answer is one of them; to be asked once of each."""
         ...
 
-    def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
+    def offer(self, course: AnswerPlan, fed: NDArray[np.int64], live: ModeResult) -> None:
         """One that was chosen: given by one mode, from `fed`, which ends at the course's position."""
         ...
 
 
-class Answering:
+class AnswerBuilder:
     """Runs the window's part of a course, and makes answers of parts."""
 
     def __init__(
         self,
         manifest: Manifest,
         vocabulary: Vocabulary,
-        margin: Margin,
+        margin: MarginProof,
         forward: Forward,
-        report: Report,
+        report: Stats,
         prover: Executor,
     ) -> None:
         """`prover` is where proofs are sought that are too long for the event loop."""
@@ -111,16 +111,16 @@ class Answering:
         self._report = report
         self._prover = prover
         self._proofs = 0
-        self.direction: Direction | None = None
+        self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
-    def part(self, course: Course, outcome: Outcome, latency: Latency, *, recurrent: bool) -> Part:
+    def part(self, course: AnswerPlan, outcome: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
         """A part that was run: the recurrent one of a course, or the window's."""
-        return Part(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
+        return ModeResult(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
 
     async def window(
-        self, course: Course, fed: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
-    ) -> Part | None:
+        self, course: AnswerPlan, fed: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
+    ) -> ModeResult | None:
         """The window's part of a course, if it has one. `fed` ends at the course's position and holds k tokens.
 
         To be run after the recurrent part, not beside it: then neither waits for the other, and each latency is
@@ -135,10 +135,10 @@ class Answering:
 
     async def answer(
         self,
-        course: Course,
+        course: AnswerPlan,
         fed: NDArray[np.int64],
-        recurrent: Part | None,
-        window: Part | None,
+        recurrent: ModeResult | None,
+        window: ModeResult | None,
         top_k: int,
         ticket: Ticket,
         *,
@@ -186,7 +186,7 @@ class Answering:
         )
 
     def of_window(
-        self, course: Course, fed: Callable[[], NDArray[np.int64]], window: Part, row: Row, top_k: int
+        self, course: AnswerPlan, fed: Callable[[], NDArray[np.int64]], window: ModeResult, row: Row, top_k: int
     ) -> Answer:
         """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `fed` gives
         what `answer` is given; the window ended in `row` just now."""
@@ -200,35 +200,35 @@ class Answering:
             mode=Mode.WINDOW,
             predictions=self._predictions(window.outcome, top_k),
             latency=latency,
-            state=Origin.WINDOW,
+            state=StateSource.WINDOW,
             error_bound=None if bound is None else bound.variation,
             window=course.window,
             state_error_bound=None if bound is None else bound.state,
             top1_proved=proved,
         )
 
-    def seeks(self, part: Part, bound: Bound | None) -> bool:
+    def seeks(self, part: ModeResult, bound: Bound | None) -> bool:
         """Whether a proof by direction is sought where the margin alone does not prove the part's first token."""
         if bound is None or bound.runs is None or self.direction is None or part.outcome.ending is None:
             return False
         return bound is part.bound and bound.state > 0 and self._proofs < MOST_PROOFS and self._forward.idle
 
-    def _predictions(self, outcome: Outcome, top_k: int) -> tuple[Prediction, ...]:
+    def _predictions(self, outcome: RunResult, top_k: int) -> tuple[Prediction, ...]:
         return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
 
-    async def agreement(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+    async def agreement(self, course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
         """How far the parts are apart, counted in the report."""
         bound = _bound(course, recurrent, window)
         pair = _apart(recurrent, window, bound, await self._proved(window, bound))
         self._report.compared(pair, Source.BOTH)
         return pair
 
-    def apart(self, course: Course, recurrent: Part, window: Part) -> Agreement:
+    def apart(self, course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
         """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
         bound = _bound(course, recurrent, window)
         return _apart(recurrent, window, bound, self._leads(window.outcome, bound))
 
-    async def _proved(self, part: Part, bound: Bound | None) -> bool:
+    async def _proved(self, part: ModeResult, bound: Bound | None) -> bool:
         """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
         outcome, ending, direction = part.outcome, part.outcome.ending, self.direction
         if not self.seeks(part, bound):
@@ -246,21 +246,21 @@ class Answering:
         finally:
             self._proofs -= 1
 
-    def _leads(self, outcome: Outcome, bound: Bound | None) -> bool:
+    def _leads(self, outcome: RunResult, bound: Bound | None) -> bool:
         """Whether the margin alone proves it."""
         if bound is None or bound.runs is None:
             return False
         return self._margin.proves(outcome.logits, outcome.hidden, bound.runs, outcome.top)
 
 
-def _bound(course: Course, recurrent: Part, window: Part) -> Bound | None:
+def _bound(course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
     """Of the distance of the two. Both have read the same last tokens, so the bound of the one that knows fewer holds
     for it too, as it does for its distance from the never-interrupted model."""
     assert course.window is not None, "two parts without a k: this is a bug"
     return window.bound if course.window <= course.known else recurrent.bound
 
 
-def _apart(recurrent: Part, window: Part, bound: Bound | None, proved: bool) -> Agreement:
+def _apart(recurrent: ModeResult, window: ModeResult, bound: Bound | None, proved: bool) -> Agreement:
     of_recurrent, of_window = recurrent.outcome, window.outcome
     return agreement.compare(
         of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved

@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.cost_model import Costs
+from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
-from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
-from wane.service.engine.forward import Forward, Outcome, last, sequence
+from wane.service.engine.forward import Forward, RunResult, last, sequence
 from wane.service.engine.logits import predictions
-from wane.service.state.pool import Slab
-from wane.service.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Origin, Percentiles
+from wane.service.state.pool import StatePool
+from wane.service.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Percentiles, StateSource
 
 PREDICTIONS = 5
 
 
-def seconds(costs: Costs, request: CompareRequest) -> float:
+def seconds(costs: CostModel, request: CompareRequest) -> float:
     """What the runs of a comparison are expected to take."""
     each_s = costs.run("step", 1) + sum(costs.window(k) for k in request.windows)
     return costs.full(len(request.tokens)) + request.repeat * each_s
@@ -27,8 +27,8 @@ def seconds(costs: Costs, request: CompareRequest) -> float:
 
 async def compare(
     forward: Forward,
-    slab: Slab,
-    answering: Answering,
+    slab: StatePool,
+    answering: AnswerBuilder,
     vocabulary: Vocabulary,
     request: CompareRequest,
     ticket: Ticket,
@@ -41,7 +41,7 @@ async def compare(
     with slab.lease() as before, slab.lease() as after:
         await forward.full(fed[:-1], ticket, write=before)
 
-        def of_window(k: int) -> Callable[[], Awaitable[Outcome]]:
+        def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
             return lambda: forward.window(last(fed, position, k), ticket)
 
         runs = [
@@ -49,7 +49,7 @@ async def compare(
             *map(of_window, request.windows),
         ]
         latencies: list[list[Latency]] = [[] for _ in runs]
-        outcomes: list[Outcome] = []
+        outcomes: list[RunResult] = []
         for repeat in range(request.repeat):
             for run, measured in zip(runs, latencies, strict=True):
                 mark = ticket.mark()
@@ -59,17 +59,17 @@ async def compare(
                     outcomes.append(outcome)
             share.progress((repeat + 1) / request.repeat)
 
-    def part(index: int, course: Course) -> Part:
+    def part(index: int, course: AnswerPlan) -> ModeResult:
         return answering.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
 
     async def line(index: int, window: int | None) -> ComparedMode:
         outcome = outcomes[index]
-        course = Course(Mode.BOTH, position, window, Origin.RESIDENT, known=position)
+        course = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, known=position)
         own = part(index, course)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
-            state=Origin.RESIDENT if window is None else Origin.WINDOW,
+            state=StateSource.RESIDENT if window is None else StateSource.WINDOW,
             predictions=predictions(outcome.logits, PREDICTIONS, vocabulary, outcome.top),
             queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),

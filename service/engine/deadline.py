@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 
 from wane.service.errors import DeadlineExceeded
-from wane.service.net.timers import Alarm, alarms
+from wane.service.net.timers import Timer, timers
 
 TOO_LATE = "the deadline passed before the answer was there"
 
@@ -30,7 +30,7 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
         assert task is not None, "this is a bug: a deadline is always some task's"
         self._task = task
         self._cancelled_before = task.cancelling()
-        self._alarm: Alarm | None = None if self._deadline is None else alarms().at(self._deadline, self._ring)
+        self._alarm: Timer | None = None if self._deadline is None else timers().at(self._deadline, self._ring)
 
     def _ring(self) -> None:
         self._rang = True

@@ -27,39 +27,39 @@ from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest, Role
 from wane.models.vocabulary import TooManyTokens, Vocabulary
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.cost_model import Cost, Costs
+from wane.service.batching.cost_model import Cost, CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.batching.warm_up import warm_up
-from wane.service.chunked.chunked import IN_ORDER, Parallel
-from wane.service.chunked.layout import Pacing
+from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
+from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine import compare
 from wane.service.engine.admission import Admission
-from wane.service.engine.answer import Answering
+from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog, Share
 from wane.service.engine.deadline import TOO_LATE, until
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import Generation
-from wane.service.engine.housekeeping import Keeper
-from wane.service.engine.inline_step import Quick, QuickStep
-from wane.service.engine.inline_window import QuickWindow, QuickWindows
+from wane.service.engine.housekeeping import Housekeeper
+from wane.service.engine.inline_step import InlineRun, InlineStep
+from wane.service.engine.inline_window import InlineWindow, InlineWindows
 from wane.service.engine.limits import Limits
-from wane.service.engine.predict import Prompts
+from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Scorer, Scoring
-from wane.service.engine.shadow import Aside, Shadow
-from wane.service.engine.stats import Report
-from wane.service.engine.step import Steps
+from wane.service.engine.shadow import Shadow, ShadowProcess
+from wane.service.engine.stats import Stats
+from wane.service.engine.step import SessionSteps
 from wane.service.engine.step_answers import StepAnswers
 from wane.service.engine.step_many import abreast
-from wane.service.engine.top1_proof import Direction, Margin
+from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.errors import DeadlineExceeded, InvalidRequest
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import RADIUS, STREAM, Runner
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.sessions import Sessions
-from wane.service.sessions.stores.codec import maker
+from wane.service.sessions.stores.codec import model_fingerprint
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.state.cache import Residents
+from wane.service.state.cache import StateCache
 from wane.service.types import (
     ANYBODY,
     Answer,
@@ -100,15 +100,15 @@ class Engine:
         self,
         manifest: Manifest,
         vocabulary: Vocabulary,
-        margin: Margin,
+        margin: MarginProof,
         runner: Runner,
         store: Store,
         settings: Settings,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
-        costs: Costs | None = None,
-        pacing: Pacing | None = None,
-        shadow_runner: Aside | None = None,
+        costs: CostModel | None = None,
+        pacing: ThroughputProfile | None = None,
+        shadow_runner: ShadowProcess | None = None,
         bits: bytes = b"",
     ) -> None:
         """`clock` gives seconds, as the store's does; `costs` of runs and their `pacing` are measured if not
@@ -127,13 +127,13 @@ class Engine:
         self._runner = runner
         self._max_batch = settings.max_batch
         self._limits = Limits(manifest, settings)
-        self._slab = slab = Residents(
+        self._slab = slab = StateCache(
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
             metrics.evicted.labels(name).inc,
         )
-        self._costs = costs or Costs(PIECE_TOKENS)
+        self._costs = costs or CostModel(PIECE_TOKENS)
         self._batcher = Batcher(
             runner,
             slab,
@@ -144,8 +144,8 @@ class Engine:
             costs=self._costs,
             inline_s=settings.inline_us / 1e6,
         )
-        self._pacing = pacing or Pacing()
-        parallel = Parallel(manifest, self._batcher, slab, self._pacing)
+        self._pacing = pacing or ThroughputProfile()
+        parallel = ChunkedRunner(manifest, self._batcher, slab, self._pacing)
         self._costs.side_by_side = parallel.seconds
         self._forward = Forward(self._batcher, slab, parallel)
         self._sessions = Sessions(
@@ -156,16 +156,16 @@ class Engine:
             version=self.version,
             vocabulary=self.tokenizer,
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
-            empty=Tail.start(vocabulary.eos_id, vocabulary.size),
-            maker=maker(manifest, bits),
+            empty=TokenHistory.start(vocabulary.eos_id, vocabulary.size),
+            model_fingerprint=model_fingerprint(manifest, bits),
             snapshot_tokens=settings.states_every(name, certified=manifest.certificate.certified),
             clock=clock,
         )
-        self._report = Report(metrics, name)
+        self._report = Stats(metrics, name)
         self._margin = margin
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self._scorer = Scorer(manifest, parallel, slab, self._costs, self._prover)
-        self._answering = Answering(manifest, vocabulary, margin, self._forward, self._report, self._prover)
+        self._answering = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._report, self._prover)
         self._shadow: Shadow | None = None
         if shadow_runner is not None:
             self._shadow = Shadow(
@@ -180,7 +180,7 @@ class Engine:
             )
             self._answering.sampler = self._shadow
         beside = RADIUS in runner.outputs("window")
-        self._prompts = Prompts(
+        self._prompts = Predictor(
             manifest,
             vocabulary,
             self._limits,
@@ -190,7 +190,7 @@ class Engine:
             self._costs,
             beside=beside,
         )
-        self._steps = Steps(
+        self._steps = SessionSteps(
             manifest,
             self._limits,
             self._slab,
@@ -201,7 +201,7 @@ class Engine:
             metrics,
             beside=beside,
         )
-        self._quick = Quick(
+        self._quick = InlineRun(
             slab,
             self._batcher,
             self._sessions,
@@ -210,7 +210,7 @@ class Engine:
             on_begin=self._admission.enter,
             on_end=self._admission.leave,
         )
-        self._windows = QuickWindows(
+        self._windows = InlineWindows(
             vocabulary.eos_id,
             self._limits,
             self._batcher,
@@ -221,7 +221,7 @@ class Engine:
         self._backlog = Backlog(metrics.refused.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
-        self._keeper = Keeper(
+        self._keeper = Housekeeper(
             slab, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle
         )
         self._keeping: asyncio.Task[None] | None = None
@@ -261,7 +261,7 @@ class Engine:
         if (pace_s := self._pacing.pace("scan").get(1)) is not None:
             self._costs.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
         if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
-            direction = self._answering.direction = Direction(self.manifest, self._margin, self._runner)
+            direction = self._answering.direction = DirectionProof(self.manifest, self._margin, self._runner)
             self._prover.submit(direction.rehearse).result()
 
     # Questions
@@ -316,12 +316,12 @@ class Engine:
         self.count("predict", answer)
         return answer
 
-    def begin_window(self, request: PredictRequest) -> QuickWindow | None:
+    def begin_window(self, request: PredictRequest) -> InlineWindow | None:
         """The window on its way, if that is all that is asked for; else nothing is done. Raises as `predict`."""
         self._check_prediction(request)
         return self._begin_window(request)
 
-    def _begin_window(self, request: PredictRequest) -> QuickWindow | None:
+    def _begin_window(self, request: PredictRequest) -> InlineWindow | None:
         self._admission.check()
         return self._windows.begin(request, Ticket(request.deadline))
 
@@ -487,14 +487,14 @@ class Engine:
             return await self.end(quick)
         return await self._in_a_task(request, Ticket(request.deadline))
 
-    def begin(self, request: StepRequest) -> QuickStep | None:
+    def begin(self, request: StepRequest) -> InlineStep | None:
         """The step on its way, if it needs one run and no more; else nothing is done. Raises as `step`."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         self._admission.check()
         return self._quick.begin(request, Ticket(request.deadline))
 
-    async def end(self, quick: QuickStep) -> Answer:
+    async def end(self, quick: InlineStep) -> Answer:
         """The answer of a step that is on its way. Raises as `step`."""
         if quick.answer.done():  # another step of its batch was waited for
             answer = quick.answer.result()
@@ -523,14 +523,14 @@ class Engine:
         return answer
 
     async def _outlived(
-        self, answer: Awaitable[A], step: QuickStep | QuickWindow | asyncio.Task[Answer], ticket: Ticket
+        self, answer: Awaitable[A], step: InlineStep | InlineWindow | asyncio.Task[Answer], ticket: Ticket
     ) -> A:
         """The answer of a step, which its caller may leave: then it is taken back, unless it has entered a batch."""
         try:
             with until(ticket.deadline):
                 return await answer
         except DeadlineExceeded as error:
-            raise late(step, ticket) from error
+            raise deadline_error(step, ticket) from error
         except asyncio.CancelledError:
             if not ticket.entered:
                 step.cancel()
@@ -613,7 +613,7 @@ class Engine:
         self._slab.close()
 
 
-def late(step: QuickStep | QuickWindow | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:
+def deadline_error(step: InlineStep | InlineWindow | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:
     """What is said of what has not met its deadline, and is taken back unless it is a step that has entered a batch."""
     if ticket.entered:
         return DeadlineExceeded(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.batching.batch import Ending, Row, Top, Work
+from wane.service.batching.batch import Row, Top, WindowTrace, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import IN_ORDER, Parallel
-from wane.service.state.pool import ZERO, Slab
+from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
+from wane.service.state.pool import ZERO, StatePool
 
 # Longest piece of a sequence that one run takes, so that a long input does not hold up everybody else, and its
 # intermediate values stay small.
@@ -20,21 +20,21 @@ PIECE_TOKENS = IN_ORDER["advance"]
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class RunResult:
     """What a run over a sequence ends in: logits float32 (V), hidden, the output layer's input, float32 (H), and the
     radius, the ending and the largest logits that were computed beside the run, if they were."""
 
     logits: NDArray[np.float32]
     hidden: NDArray[np.float32]
     radius: float | None = None
-    ending: Ending | None = None
+    ending: WindowTrace | None = None
     top: Top | None = None
 
 
 class Forward:
     """One model's batcher and slab, used together. Sequences are int64 arrays; slots are the slab's."""
 
-    def __init__(self, batcher: Batcher, slab: Slab, parallel: Parallel) -> None:
+    def __init__(self, batcher: Batcher, slab: StatePool, parallel: ChunkedRunner) -> None:
         self._batcher = batcher
         self._slab = slab
         self._parallel = parallel
@@ -46,14 +46,14 @@ class Forward:
 
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
-    ) -> Outcome:
+    ) -> RunResult:
         """Runs `tokens` from the zero state, in one run however long they are."""
         row = await self._batcher.submit(Work("window", tokens, write=write, binding=binding), ticket)
         return outcome(row)
 
     async def full(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
-    ) -> Outcome:
+    ) -> RunResult:
         """Runs `tokens` from the zero state: in one run, or in pieces where they are many."""
         if len(tokens) <= PIECE_TOKENS:
             return await self.window(tokens, ticket, write=write, binding=binding)
@@ -64,7 +64,7 @@ class Forward:
 
     async def append(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
-    ) -> Outcome:
+    ) -> RunResult:
         """Runs `tokens` from the state in `read`, which stays as it is, and leaves the next state in `write`: in pieces
         where they are many, and where that is quicker in chunks side by side, to the same states bit for bit."""
         if len(tokens) == 1:
@@ -73,10 +73,10 @@ class Forward:
         await self._parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
 
-    async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> Outcome:
+    async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """The answer of the state in `slot` once more, with no token consumed."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
-        return Outcome(_there(row.logits), self._slab.gather_hidden([slot])[0], top=row.top)
+        return RunResult(_there(row.logits), self._slab.gather_hidden([slot])[0], top=row.top)
 
 
 def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
@@ -90,9 +90,9 @@ def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
     return fed if k >= position else fed[-k:]
 
 
-def outcome(row: Row) -> Outcome:
+def outcome(row: Row) -> RunResult:
     """What a run of a step or of a window ends in."""
-    return Outcome(_there(row.logits), _there(row.hidden), row.radius, row.ending, row.top)
+    return RunResult(_there(row.logits), _there(row.hidden), row.radius, row.ending, row.top)
 
 
 def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

@@ -18,9 +18,9 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.deadline import until
-from wane.service.engine.forward import Forward, Outcome, last
+from wane.service.engine.forward import Forward, RunResult, last
 from wane.service.engine.logits import Sampler
-from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
+from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource
 
 
 class TextStream:
@@ -91,11 +91,11 @@ class Source(Protocol):
     @property
     def window(self) -> int | None: ...
 
-    async def prompt(self) -> Outcome:
+    async def prompt(self) -> RunResult:
         """What follows the prompt."""
         ...
 
-    async def feed(self, token: int) -> Outcome:
+    async def feed(self, token: int) -> RunResult:
         """What follows one token more."""
         ...
 
@@ -111,10 +111,10 @@ class RecurrentSource:
         self._slot = slot
         self._ticket = ticket
 
-    async def prompt(self) -> Outcome:
+    async def prompt(self) -> RunResult:
         return await self._forward.full(self._fed, self._ticket, write=self._slot)
 
-    async def feed(self, token: int) -> Outcome:
+    async def feed(self, token: int) -> RunResult:
         tokens = np.array([token], np.int64)
         return await self._forward.append(tokens, self._ticket, read=self._slot, write=self._slot)
 
@@ -130,10 +130,10 @@ class WindowSource:
         self._seen = last(fed, position, k)
         self._ticket = ticket
 
-    async def prompt(self) -> Outcome:
+    async def prompt(self) -> RunResult:
         return await self._forward.window(self._seen, self._ticket)
 
-    async def feed(self, token: int) -> Outcome:
+    async def feed(self, token: int) -> RunResult:
         self._position += 1
         self._seen = last(np.append(self._seen, token), self._position, self.window)
         return await self._forward.window(self._seen, self._ticket)
@@ -149,7 +149,7 @@ class Generation:
         vocabulary: Vocabulary,
         ticket: Ticket,
         source: Source,
-        prompted: Outcome,
+        prompted: RunResult,
         share: Share,
         end: Callable[[], None],
     ) -> None:
@@ -223,13 +223,13 @@ class Generation:
             text=stream.text,
             tokens=tuple(stream.tokens),
             mode=self.mode,
-            state=Origin.FULL if window is None else Origin.WINDOW,
+            state=StateSource.FULL if window is None else StateSource.WINDOW,
             error_bound=largest(bounds),
             window=window,
             latency=self._ticket.latency(),
         )
 
-    def _bound(self, outcome: Outcome, tokens: int) -> float | None:
+    def _bound(self, outcome: RunResult, tokens: int) -> float | None:
         """The bound of one distribution, which follows so many tokens."""
         k = tokens if self._source.window is None else min(self._source.window, tokens)
         position = tokens + self._request.truncated

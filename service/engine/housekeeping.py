@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.sessions import Sessions
-from wane.service.state.cache import Residents
+from wane.service.state.cache import StateCache
 from wane.service.state.pool import RESERVED
 
 logger = logging.getLogger("wane.engine")
@@ -17,7 +17,7 @@ EVERY_S = 1.0
 SLOTS_AT_ONCE = 256  # one and a half milliseconds for states of 4 KB: most of it their checksums
 
 
-class Keeper:
+class Housekeeper:
     """Looks after the states of one model: `look` once, or `run` to do so every second.
 
     A fault costs states, never answers: a state that is not to be believed is forgotten, and rebuilt by the next
@@ -25,7 +25,7 @@ class Keeper:
     """
 
     def __init__(
-        self, residents: Residents, sessions: Sessions, metrics: Metrics, model: str, is_idle: Callable[[], bool]
+        self, residents: StateCache, sessions: Sessions, metrics: Metrics, model: str, is_idle: Callable[[], bool]
     ) -> None:
         """`is_idle` says whether no request is in progress."""
         self._residents = residents

@@ -16,18 +16,18 @@ from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.step_answers import StepAnswers
-from wane.service.sessions.sessions import Place, Sessions, place
-from wane.service.sessions.stores.store import Record
-from wane.service.state.pool import Slab
+from wane.service.sessions.sessions import Sessions, StepKind, place
+from wane.service.sessions.stores.store import SessionRecord
+from wane.service.state.pool import StatePool
 from wane.service.types import Answer, Mode, StepRequest
 
 
-class Quick:
+class InlineRun:
     """Takes through those steps of one model that need one run; under the engine, beside `Steps`."""
 
     def __init__(
         self,
-        slab: Slab,
+        slab: StatePool,
         batcher: Batcher,
         sessions: Sessions,
         answers: StepAnswers,
@@ -45,10 +45,10 @@ class Quick:
         self._on_found = on_found
         self._on_begin = on_begin
         self._on_end = on_end
-        self._given: list[tuple[QuickStep, Row]] = []
+        self._given: list[tuple[InlineStep, Row]] = []
         batcher.on_handed_out = self._settle
 
-    def begin(self, request: StepRequest, ticket: Ticket) -> QuickStep | None:
+    def begin(self, request: StepRequest, ticket: Ticket) -> InlineStep | None:
         """The step, in the batcher's queue; None, and nothing done, where it is none for here.
 
         Raises UnknownSession, PositionConflict, Overloaded, Unavailable.
@@ -58,7 +58,7 @@ class Quick:
             return None
         if not sessions.take_turn(request.session):
             return None
-        step: QuickStep | None = None
+        step: InlineStep | None = None
         try:
             step = self._check_out(request, ticket)
             return step
@@ -66,18 +66,18 @@ class Quick:
             if step is None:
                 sessions.leave_turn(request.session)
 
-    def _check_out(self, request: StepRequest, ticket: Ticket) -> QuickStep | None:
+    def _check_out(self, request: StepRequest, ticket: Ticket) -> InlineStep | None:
         sessions = self._sessions
         record = sessions.read_at_once(request.session)
         if routing.of_session(request.mode, record.mode) is not Mode.RECURRENT or record.mode is Mode.WINDOW:
             return None
-        if place(record, request) is Place.REPLAY:
+        if place(record, request) is StepKind.REPLAY:
             return None
         resident = sessions.resident(record)
         if resident is None:
             return None
         slot = self._slab.acquire()
-        step = QuickStep(self, request, ticket, record, resident.slot, slot, resident.cut)
+        step = InlineStep(self, request, ticket, record, resident.slot, slot, resident.cut)
         try:
             self._batcher.enqueue(step)
         except BaseException:
@@ -88,7 +88,7 @@ class Quick:
             self._on_found()
         return step
 
-    def give(self, step: QuickStep, row: Row) -> None:
+    def give(self, step: InlineStep, row: Row) -> None:
         """A step was run; what follows waits for the others of its batch."""
         self._given.append((step, row))
 
@@ -108,21 +108,21 @@ class Quick:
                 step.tell(error)
         answers.count()
 
-    def _commit(self, step: QuickStep) -> Record | None:
+    def _commit(self, step: InlineStep) -> SessionRecord | None:
         """None where the comparison was lost. The session is left in any case."""
         try:
             return self._sessions.commit_at_once(step.record, step.request, step.slot, step.cut)
         finally:
             self.leave(step)
 
-    def leave(self, step: QuickStep) -> None:
+    def leave(self, step: InlineStep) -> None:
         """The step is over, however it went."""
         self._slab.release(step.slot)
         self._sessions.leave_turn(step.record.session)
         self._on_end()
 
 
-class QuickStep:
+class InlineStep:
     """One step on its way: to the batcher an item, to whoever asked that the future of an answer.
 
     The answer is None where the comparison was lost to another writer, and nothing was appended.
@@ -131,7 +131,14 @@ class QuickStep:
     __slots__ = ("_over", "_quick", "answer", "cut", "given", "queued_s", "record", "request", "slot", "ticket", "work")
 
     def __init__(
-        self, quick: Quick, request: StepRequest, ticket: Ticket, record: Record, read: int, slot: int, cut: int
+        self,
+        quick: InlineRun,
+        request: StepRequest,
+        ticket: Ticket,
+        record: SessionRecord,
+        read: int,
+        slot: int,
+        cut: int,
     ) -> None:
         """`slot` is where the next state goes, made from that in `read`; both know all but `cut` tokens."""
         self._quick = quick

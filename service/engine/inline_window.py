@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.forward import outcome, sequence
 from wane.service.engine.limits import Limits
 from wane.service.errors import Unavailable
 from wane.service.types import Answer, Mode, PredictRequest
 
 
-class QuickWindows:
+class InlineWindows:
     """Takes the windows of one model through; under the engine, beside `Prompts`."""
 
     def __init__(
@@ -32,7 +32,7 @@ class QuickWindows:
         eos_id: int,
         limits: Limits,
         batcher: Batcher,
-        answering: Answering,
+        answering: AnswerBuilder,
         *,
         on_begin: Callable[[], object],
         on_end: Callable[[], object],
@@ -45,7 +45,7 @@ class QuickWindows:
         self._batcher = batcher
         self._on_begin = on_begin
 
-    def begin(self, request: PredictRequest, ticket: Ticket) -> QuickWindow | None:
+    def begin(self, request: PredictRequest, ticket: Ticket) -> InlineWindow | None:
         """The window, in the batcher's queue; None, and nothing done, where something else is asked for.
 
         Raises Overloaded, Unavailable.
@@ -55,20 +55,20 @@ class QuickWindows:
         k, tokens = request.window or self._limits.window, request.tokens
         whole = k >= len(tokens) and not request.truncated
         seen = np.array((self.eos_id, *tokens) if whole else tokens[-k:], np.int64)
-        course = Course.of_prompt(Mode.WINDOW, len(tokens), k, truncated=request.truncated)
-        window = QuickWindow(self, request, ticket, course, Work("window", seen))
+        course = AnswerPlan.of_prompt(Mode.WINDOW, len(tokens), k, truncated=request.truncated)
+        window = InlineWindow(self, request, ticket, course, Work("window", seen))
         self._batcher.enqueue(window)
         self._on_begin()
         return window
 
 
-class QuickWindow:
+class InlineWindow:
     """One window on its way: to the batcher an item, to whoever asked that the future of an answer."""
 
     __slots__ = ("_course", "_over", "_proof", "_windows", "answer", "queued_s", "request", "ticket", "work")
 
     def __init__(
-        self, windows: QuickWindows, request: PredictRequest, ticket: Ticket, course: Course, work: Work
+        self, windows: InlineWindows, request: PredictRequest, ticket: Ticket, course: AnswerPlan, work: Work
     ) -> None:
         self._windows = windows
         self._course = course
@@ -116,7 +116,7 @@ class QuickWindow:
         if not self.answer.done():
             self.answer.set_exception(error)
 
-    async def _prove(self, part: Part) -> Answer:
+    async def _prove(self, part: ModeResult) -> Answer:
         return await self._windows.answering.answer(
             self._course, self._fed(), None, part, self.request.top_k, self.ticket
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wane.models.manifest import Manifest
-from wane.service.errors import InvalidRequest, TooLarge, shown
+from wane.service.errors import InvalidRequest, TooLarge
 from wane.service.settings import Settings
 
 

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.cost_model import Costs
+from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
-from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import Bound, meets
 from wane.service.engine.forward import Forward, sequence
 from wane.service.engine.generate import Generation, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
-from wane.service.state.pool import Slab
+from wane.service.state.pool import StatePool
 from wane.service.types import Answer, GenerateRequest, Mode, PredictRequest
 
 
@@ -27,10 +27,10 @@ from wane.service.types import Answer, GenerateRequest, Mode, PredictRequest
 class _Run:
     """A course, what it was fed, and the parts that it had."""
 
-    course: Course
+    course: AnswerPlan
     fed: NDArray[np.int64]
-    recurrent: Part | None
-    window: Part | None
+    recurrent: ModeResult | None
+    window: ModeResult | None
 
     @property
     def bound(self) -> Bound | None:
@@ -39,7 +39,7 @@ class _Run:
         return None if part is None else part.bound
 
 
-class Prompts:
+class Predictor:
     """Answers and generations from the zero state."""
 
     def __init__(
@@ -47,10 +47,10 @@ class Prompts:
         manifest: Manifest,
         vocabulary: Vocabulary,
         limits: Limits,
-        slab: Slab,
+        slab: StatePool,
         forward: Forward,
-        answering: Answering,
-        costs: Costs,
+        answering: AnswerBuilder,
+        costs: CostModel,
         *,
         beside: bool,
     ) -> None:
@@ -110,8 +110,8 @@ class Prompts:
         self, request: PredictRequest, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket
     ) -> _Run:
         """One way of answering."""
-        course = Course.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
-        recurrent: Part | None = None
+        course = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
+        recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
             outcome = await self._forward.full(fed, ticket)
             recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)

@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 from wane.models.certificate.answer import total_variation
 from wane.models.certificate.propagation import PATIENCE, Propagation
 from wane.models.manifest import Manifest
-from wane.service.batching.cost_model import Costs
+from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import EXACT, IN_ORDER, Course, Demand, Parallel, Piece
+from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPlan, Demand, Piece
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
 from wane.service.engine.deadline import until
 from wane.service.engine.forward import sequence
-from wane.service.state.pool import ZERO, Slab
+from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import ScoredTokens, ScoreMethod, ScoreProgress, ScoreRequest, ScoreSummary
 
 RESIDUAL = 1e-5
@@ -57,9 +57,9 @@ class Scorer:
     def __init__(
         self,
         manifest: Manifest,
-        parallel: Parallel,
-        slab: Slab,
-        costs: Costs,
+        parallel: ChunkedRunner,
+        slab: StatePool,
+        costs: CostModel,
         executor: Executor,
     ) -> None:
         """`executor`: for arithmetic that would hold up the event loop."""
@@ -101,7 +101,7 @@ class Scorer:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
         unpredicted = (None,) if request.truncated else ()  # without a start token nothing predicts the first token
-        settled, total, course = 0, 0.0, Course()
+        settled, total, course = 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
         with self._slab.lease() as slot:
             pieces = self._parallel.run("scan", fed[:-1], fed[1:], ticket, demand, read=ZERO, write=slot)
@@ -171,17 +171,17 @@ class Scorer:
         enough = self._certificate.smallest_window(tolerance)
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
-            self._least = await self._moved(Course(joints=nothing))
+            self._least = await self._moved(ChunkPlan(joints=nothing))
         if self._least > tolerance:  # whatever the joints are: as good as none will do, or what the curve knows of
             return Demand(0.0, None, enough)
 
-        async def judge(course: Course) -> bool:
+        async def judge(course: ChunkPlan) -> bool:
             bound = await self._bound(course)
             return bound is not None and bound <= tolerance
 
         return Demand(RESIDUAL, judge, enough)
 
-    async def _bound(self, course: Course) -> float | None:
+    async def _bound(self, course: ChunkPlan) -> float | None:
         """How far any answer of the run can be from the run in order, in total variation."""
         if not course.residual:
             found = bounds.bound(self._certificate, 0, 0)  # no token is left out
@@ -197,7 +197,7 @@ class Scorer:
         certificate = self._certificate
         return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
 
-    async def _moved(self, course: Course) -> float:
+    async def _moved(self, course: ChunkPlan) -> float:
         """What the joints that were measured can come to; 1 where nothing is known of that."""
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from wane.models.manifest import Role, StateTensor
 from wane.service.batching.batcher import Batcher
 from wane.service.engine.agreement import Source
-from wane.service.engine.answer import Answering, Course, Part
-from wane.service.engine.forward import Outcome, last
-from wane.service.engine.stats import Report
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
+from wane.service.engine.forward import RunResult, last
+from wane.service.engine.stats import Stats
 from wane.service.runners.runner import NEXT, RADIUS, Array
 from wane.service.runners.subprocess import RunnerLost
 from wane.service.state.pool import HIDDEN
@@ -48,7 +48,7 @@ PAUSE_S = 0.001
 NO_TIME = Latency(0.0, 0.0, 0.0)
 
 
-class Aside(Protocol):
+class ShadowProcess(Protocol):
     """What shadows run on: nobody else's, and one caller at a time but for `kill`."""
 
     cpu_s: float
@@ -74,9 +74,9 @@ class Case:
     `course` is that of both; `live` the part that answered, the recurrent one or the window's.
     """
 
-    course: Course
+    course: AnswerPlan
     tokens: NDArray[np.int64]
-    live: Part
+    live: ModeResult
     recurrent: bool
 
 
@@ -86,11 +86,11 @@ class Shadow:
     def __init__(
         self,
         rate: float,
-        runner: Aside,
+        runner: ShadowProcess,
         state: Sequence[StateTensor],
         batcher: Batcher,
-        answering: Answering,
-        report: Report,
+        answering: AnswerBuilder,
+        report: Stats,
         *,
         window: int,
         random: Random,
@@ -117,7 +117,7 @@ class Shadow:
         """Whether the next answer is sampled."""
         return not self._closed and self._random.random() < self._rate
 
-    def offer(self, course: Course, fed: NDArray[np.int64], live: Part) -> None:
+    def offer(self, course: AnswerPlan, fed: NDArray[np.int64], live: ModeResult) -> None:
         """One of the sampled answers: copied, and dropped where too many wait."""
         case = self._case(course, fed, live)
         if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
@@ -145,9 +145,9 @@ class Shadow:
         self._thread.submit(self._runner.wait)
         self._thread.shutdown(wait=False)
 
-    def _case(self, course: Course, fed: NDArray[np.int64], live: Part) -> Case:
+    def _case(self, course: AnswerPlan, fed: NDArray[np.int64], live: ModeResult) -> Case:
         """What is kept of an answer: copies, for a row is a view of its whole batch."""
-        outcome = Outcome(live.outcome.logits.copy(), live.outcome.hidden.copy(), live.outcome.radius)
+        outcome = RunResult(live.outcome.logits.copy(), live.outcome.hidden.copy(), live.outcome.radius)
         recurrent = course.mode is Mode.RECURRENT
         if recurrent:
             k = self._window if len(fed) > course.position else min(self._window, len(fed))
@@ -156,7 +156,7 @@ class Shadow:
             tokens = fed
             known = course.position if len(fed) > course.position else len(fed)
             course = course._replace(mode=Mode.BOTH, known=known)
-        return Case(course, tokens, Part(outcome, live.bound, live.latency), recurrent)
+        return Case(course, tokens, ModeResult(outcome, live.bound, live.latency), recurrent)
 
     def _wake(self) -> None:
         """Looks for something to do once the runner has been idle for a moment."""
@@ -214,7 +214,7 @@ class Shadow:
         if not (np.isfinite(logits).all() and np.isfinite(outputs[HIDDEN]).all()):
             raise FloatingPointError("the model's output is not finite")
         found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
-        outcome = Outcome(logits[0], outputs[HIDDEN][0], found)
+        outcome = RunResult(logits[0], outputs[HIDDEN][0], found)
         other = self._answering.part(case.course, outcome, NO_TIME, recurrent=not case.recurrent)
         pair = (case.live, other) if case.recurrent else (other, case.live)
         yield self._answering.apart(case.course, *pair)

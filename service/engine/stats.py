@@ -66,7 +66,7 @@ class Durations:
         }
 
 
-class OfMode:
+class ModeStats:
     """What is counted of one mode's predictions, here and for Prometheus, whose metrics are looked up once."""
 
     def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
@@ -105,7 +105,7 @@ class OfMode:
             self._proved.inc()
 
 
-class Report:
+class Stats:
     """Counts one model's answers, their latencies by mode and phase, and agreement."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
@@ -113,7 +113,7 @@ class Report:
         self._model = model
         self._requests: Counter[Mode] = Counter()
         self._operations: Counter[str] = Counter()
-        self._modes: dict[Mode, OfMode] = {}
+        self._modes: dict[Mode, ModeStats] = {}
         self._answers: dict[tuple[str, Mode], Callable[[float], object]] = {}
         self._agreement = AgreementStatistics()
         self._by_source = {source: AgreementStatistics() for source in Source}
@@ -145,10 +145,10 @@ class Report:
         """What one answer was said to be worth."""
         self._of(mode).claimed(bound, proved)
 
-    def _of(self, mode: Mode) -> OfMode:
+    def _of(self, mode: Mode) -> ModeStats:
         found = self._modes.get(mode)
         if found is None:
-            found = self._modes[mode] = OfMode(self._metrics, self._model, mode)
+            found = self._modes[mode] = ModeStats(self._metrics, self._model, mode)
         return found
 
     def shadowed(self, outcome: ShadowOutcome) -> None:

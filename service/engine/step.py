@@ -10,20 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Manifest
-from wane.service.batching.cost_model import Costs
+from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
-from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, last
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.sessions import Place, Sessions, conflict
-from wane.service.sessions.stores.store import Record
-from wane.service.state.cache import Resident
-from wane.service.state.pool import ZERO, Slab
-from wane.service.types import Answer, Mode, Origin, PredictRequest, SessionView, StepRequest
+from wane.service.sessions.sessions import Sessions, StepKind, conflict
+from wane.service.sessions.stores.store import SessionRecord
+from wane.service.state.cache import CachedState
+from wane.service.state.pool import ZERO, StatePool
+from wane.service.types import Answer, Mode, PredictRequest, SessionView, StateSource, StepRequest
 
 RETRIES = 3  # of a step without a position, after comparisons lost to another writer
 NO_TOKENS = np.empty(0, np.int64)
@@ -31,18 +31,18 @@ NEWEST = 1 / 64  # weight of the latest use of a state in the share of those tha
 MOST_USED = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
 
 
-class Steps:
+class SessionSteps:
     """Answers from sessions; the only place, under the engine, that knows both a session and a run."""
 
     def __init__(
         self,
         manifest: Manifest,
         limits: Limits,
-        slab: Slab,
+        slab: StatePool,
         forward: Forward,
         sessions: Sessions,
-        answering: Answering,
-        costs: Costs,
+        answering: AnswerBuilder,
+        costs: CostModel,
         metrics: Metrics,
         *,
         beside: bool,
@@ -79,7 +79,7 @@ class Steps:
             for _ in range(lost, 1 + RETRIES):
                 record, place = await self._sessions.check_out(request)
                 mode = routing.of_session(request.mode, record.mode)
-                if place is Place.REPLAY:
+                if place is StepKind.REPLAY:
                     self._replayed.inc()
                     await self._sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
@@ -94,7 +94,7 @@ class Steps:
         tokens = len(request.tokens)
         return self._costs.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
-    def view(self, record: Record) -> SessionView:
+    def view(self, record: SessionRecord) -> SessionView:
         """A session as its owner may see it."""
         resident = self._sessions.resident(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
@@ -116,7 +116,7 @@ class Steps:
             durable=record.durable,
         )
 
-    async def _append(self, record: Record, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
+    async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
         """Runs a step that comes next and commits it; None if the comparison was lost."""
         tokens = np.array(request.tokens, np.int64)
         position = record.position + len(tokens)
@@ -132,7 +132,7 @@ class Steps:
         course = self._course(mode, position, None, held, rebuilt, cut)
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
         keeps = base is not None and own is not Mode.WINDOW
-        recurrent: Part | None = None
+        recurrent: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
         self._slab.retain(read)
@@ -165,7 +165,7 @@ class Steps:
 
     async def _recall(
         self,
-        record: Record,
+        record: SessionRecord,
         mode: Mode,
         free: bool,
         window: int | None,
@@ -191,9 +191,9 @@ class Steps:
         if base is None and free:
             seen, cut = self._rebuilding(record.position, fed, cut, tolerance)
         course = self._course(mode, record.position, window, len(fed), rebuilt, cut)
-        if not self._beside or course.state is Origin.RESIDENT:  # else the run itself may bring a better one
+        if not self._beside or course.state is StateSource.RESIDENT:  # else the run itself may bring a better one
             _check(course.bound(self._manifest.certificate), tolerance)
-        recurrent: Part | None = None
+        recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
             self._used(record, found=not rebuilt)
             if base is not None and base.position == record.position:
@@ -236,7 +236,7 @@ class Steps:
         )
         return (fed, cut) if k is None else (last(fed, position, k), position - k)
 
-    def _base(self, record: Record, *, needed: bool) -> tuple[Resident | None, bool]:
+    def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
         is `needed`, that which the store keeps; and whether what comes of it, or of the tail alone, is rebuilt."""
         resident = self._sessions.resident(record, behind=True)
@@ -244,7 +244,7 @@ class Steps:
             return resident, resident is None
         return self._sessions.restore(record), True
 
-    def _missed(self, record: Record, base: Resident) -> NDArray[np.int64]:
+    def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
         """The tokens that a state which is behind has not seen."""
         missed = record.position - base.position
         if not missed:
@@ -252,7 +252,7 @@ class Steps:
         self._sessions.count_caught_up()
         return record.tail.ids()[-missed:]
 
-    def _used(self, record: Record, *, found: bool) -> None:
+    def _used(self, record: SessionRecord, *, found: bool) -> None:
         """A state was needed, and found or not. That of no tokens always is."""
         if record.position:
             self.used(found)
@@ -261,7 +261,7 @@ class Steps:
         """A state was needed; whether it was found resident."""
         self._found += NEWEST * (found - self._found)
 
-    def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> Course:
+    def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> AnswerPlan:
         """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.
 
         Raises InvalidRequest for a window longer than what is held of it.
@@ -275,11 +275,11 @@ class Steps:
                         f"window is {window}, but only the last {held} tokens are kept of the session", "window"
                     )
                 k = held
-        origin = Origin.REBUILT if rebuilt else Origin.RESIDENT
-        return Course(mode, position, k, origin, known=position - cut)
+        origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
+        return AnswerPlan(mode, position, k, origin, known=position - cut)
 
 
-def _vouched(answer: Answer, record: Record) -> Answer:
+def _vouched(answer: Answer, record: SessionRecord) -> Answer:
     """The answer, with what the session's store vouches for."""
     return answer if record.durable is None else answer._replace(durable=record.durable)
 

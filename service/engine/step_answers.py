@@ -8,21 +8,21 @@ from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import Row
 from wane.service.batching.ticket import Ticket
-from wane.service.engine.answer import Answering, Course, Part
+from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound
 from wane.service.engine.forward import outcome
 from wane.service.engine.logits import listed, predictions
-from wane.service.engine.stats import Report
-from wane.service.engine.top1_proof import Margin
-from wane.service.sessions.stores.store import Record
-from wane.service.types import Answer, Latency, Mode, Origin, Prediction, StepRequest
+from wane.service.engine.stats import Stats
+from wane.service.engine.top1_proof import MarginProof
+from wane.service.sessions.stores.store import SessionRecord
+from wane.service.types import Answer, Latency, Mode, Prediction, StateSource, StepRequest
 
 
 class StepAnswers:
-    """Makes answers of rows, as `Answering` does of parts; beside it, under `Quick`."""
+    """Makes answers of rows, as `AnswerBuilder` does of parts; beside it, under `Quick`."""
 
     def __init__(
-        self, manifest: Manifest, vocabulary: Vocabulary, margin: Margin, answering: Answering, report: Report
+        self, manifest: Manifest, vocabulary: Vocabulary, margin: MarginProof, answering: AnswerBuilder, report: Stats
     ) -> None:
         self.certificate = manifest.certificate
         self.vocabulary = vocabulary
@@ -44,7 +44,7 @@ class StepBatch:
         self._ended_s = time.perf_counter()
         self._answers: list[Answer] = []
 
-    def of_step(self, request: StepRequest, record: Record, cut: int, row: Row, ticket: Ticket) -> Answer:
+    def of_step(self, request: StepRequest, record: SessionRecord, cut: int, row: Row, ticket: Ticket) -> Answer:
         """The answer to a step that was committed, to the session in `record`, from a state that knows all but `cut`
         tokens."""
         of = self._of
@@ -55,13 +55,13 @@ class StepBatch:
         )
         sampler = of.answering.sampler
         if sampler is not None and sampler.chosen():
-            course = Course(Mode.RECURRENT, position, None, Origin.RESIDENT, position - cut)
-            sampler.offer(course, record.tail.ids(), Part(outcome(row), claimed, latency))
+            course = AnswerPlan(Mode.RECURRENT, position, None, StateSource.RESIDENT, position - cut)
+            sampler.offer(course, record.tail.ids(), ModeResult(outcome(row), claimed, latency))
         answer = Answer(
             Mode.RECURRENT,
             self._predictions(row, request.top_k),
             latency,
-            Origin.RESIDENT,
+            StateSource.RESIDENT,
             None if claimed is None else claimed.variation,
             None,
             None,

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from wane.service.engine.inline_step import QuickStep
+from wane.service.engine.inline_step import InlineStep
 from wane.service.errors import EarlierStepFailed
 from wane.service.types import Answer, StepRequest, id_of
 
@@ -14,8 +14,8 @@ Outcome = Answer | Exception
 
 
 async def abreast(
-    begin: Callable[[StepRequest], QuickStep | None],
-    end: Callable[[QuickStep], Awaitable[Answer]],
+    begin: Callable[[StepRequest], InlineStep | None],
+    end: Callable[[InlineStep], Awaitable[Answer]],
     count: Callable[[int], None],
     step: Callable[[StepRequest], Awaitable[Answer]],
     requests: Sequence[StepRequest],
@@ -28,10 +28,10 @@ async def abreast(
     """
     outcomes: list[Outcome | None] = [None] * len(requests)
     times = Counter(request.session for request in requests)
-    begun: deque[tuple[int, QuickStep]] = deque()
+    begun: deque[tuple[int, InlineStep]] = deque()
     others: list[int] = []
     for index, request in enumerate(requests):
-        quick: QuickStep | None = None
+        quick: InlineStep | None = None
         if times[request.session] == 1:
             try:
                 quick = begin(request)

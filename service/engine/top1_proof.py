@@ -45,7 +45,7 @@ from wane.models.certificate.request import RequestBound, WindowBound
 from wane.models.certificate.top1 import Top1
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
-from wane.service.batching.batch import Ending, Row, Top
+from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # u of float32
@@ -53,7 +53,7 @@ OUTWARD = 1 + 1e-9  # relative: far above what float64 makes of distances and no
 AT_ONCE = 64  # rows whose distance from the first token's row is computed in one go
 
 
-class Margin:
+class MarginProof:
     """The output layer's geometry, of which whatever does not depend on a request is computed once."""
 
     def __init__(self, weights: Weights) -> None:
@@ -190,10 +190,10 @@ SHORTEST = np.zeros((1, 1), np.int64)
 """A window of one token, whichever it is."""
 
 
-class Direction:
+class DirectionProof:
     """The test for one model, whose `window` graph puts out what it needs. Blocks: belongs off the event loop."""
 
-    def __init__(self, manifest: Manifest, margin: Margin, runner: Runner) -> None:
+    def __init__(self, manifest: Manifest, margin: MarginProof, runner: Runner) -> None:
         """Measures the graph's rounding: runs windows of random tokens beside the oracle's own bound."""
         assert manifest.certificate.rounding is not None, "nothing is claimed without: this is a bug"
         self._architecture = manifest.architecture
@@ -211,7 +211,7 @@ class Direction:
         states = max(error.ball for error in rounding.states.values())
         self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
 
-    def proves(self, ending: Ending, first: int, rivals: NDArray[np.intp]) -> bool:
+    def proves(self, ending: WindowTrace, first: int, rivals: NDArray[np.intp]) -> bool:
         """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
         bound = self._bound(ending)
         if not np.isfinite(bound.radius[0]):
@@ -244,7 +244,7 @@ class Direction:
         gap = self._rows[0] - self._rows[1 : 1 + AT_ONCE]
         self._top1.moved(self._request(SHORTEST), gap, np.zeros(len(gap), np.intp))
 
-    def _bound(self, ending: Ending) -> WindowBound:
+    def _bound(self, ending: WindowTrace) -> WindowBound:
         """Where the exact run is that ends so."""
         return self._request.resume(
             ending.stream[None].astype(np.float64),

@@ -30,7 +30,7 @@ from wane.service.settings import Settings
 SMALL_BYTES = 1 << 12  # that a connection may have under way uncounted
 
 
-class Intake:
+class ReceiveBudget:
     """Counts the bytes that came and are not answered, on those connections that have more than a few."""
 
     def __init__(self, most: int) -> None:
@@ -43,12 +43,12 @@ class Intake:
         return self.taken + count <= self.most
 
 
-class Share:
+class ReceiveShare:
     """What one connection has under way."""
 
     __slots__ = ("counted", "intake")
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: ReceiveBudget) -> None:
         self.intake = intake
         self.counted = 0
 
@@ -63,7 +63,7 @@ class Share:
         return True
 
 
-class Reason(StrEnum):
+class RejectReason(StrEnum):
     """Why a connection is ended."""
 
     TOO_MANY = "too_many"  # connections are open: 503
@@ -79,13 +79,13 @@ class Reason(StrEnum):
     FRAMES = "frames"  # of a WebSocket, too many that end no message: 1008
 
 
-class Refusals:
+class RejectedConnections:
     """Counts them by their reason, which is there from the beginning, and logs each."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._counted = {reason: metrics.refused_connections.labels(reason.value) for reason in Reason}
+        self._counted = {reason: metrics.refused_connections.labels(reason.value) for reason in RejectReason}
 
-    def tell(self, reason: Reason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
+    def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
         """Of a connection of `client`, by address and port, which is answered with this status; None: with none."""
         self._counted[reason].inc()
         log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
@@ -97,7 +97,7 @@ DEAF_S = 2.0  # for a client to read its answer, after which what it still sends
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ConnectionLimits:
     """`connections` at a time; `header_bytes` of a request's head; seconds for a head, for a body, and until something
     that was sent is read."""
 
@@ -108,7 +108,7 @@ class Patience:
     send_s: float
 
     @classmethod
-    def of(cls, settings: Settings) -> Patience:
+    def of(cls, settings: Settings) -> ConnectionLimits:
         """What the operator chose."""
         return cls(
             settings.max_connections,
@@ -119,7 +119,7 @@ class Patience:
         )
 
 
-class Patient(asyncio.Protocol):
+class TimeoutProtocol(asyncio.Protocol):
     """The part that every connection has, whatever protocol it speaks: a mixin for one of uvicorn's protocols. It
     counts and logs a connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
 
@@ -127,21 +127,28 @@ class Patient(asyncio.Protocol):
     transport: asyncio.Transport
     client: tuple[str, int] | None
 
-    def __init__(self, *given: Any, patience: Patience, refusals: Refusals, intake: Intake, **named: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        patience: ConnectionLimits,
+        refusals: RejectedConnections,
+        intake: ReceiveBudget,
+        **named: Any,
+    ) -> None:
         super().__init__(*given, **named)
         self.patience = patience
         self.refusals = refusals
-        self.share = Share(intake)
+        self.share = ReceiveShare(intake)
         self.timer: asyncio.TimerHandle | None = None  # runs while something comes in that is not whole
 
-    def tell(self, reason: Reason, status: HTTPStatus | None = None) -> None:
+    def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
         """Why the connection is ended, and what its client is told."""
         self.refusals.tell(reason, self.client, status)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.at_ease()
         if isinstance(exc, TimeoutError):
-            self.tell(Reason.UNREAD)
+            self.tell(RejectReason.UNREAD)
         super().connection_lost(exc)
 
     def at_ease(self) -> None:

@@ -19,7 +19,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrad
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from wane.service.net.connection import DEAF_S, SMALL_BYTES, Patient, Reason, abort_unread, bare_answer
+from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, abort_unread, bare_answer
 
 LINGER_S = 30  # for the other side to take what is left to it when a connection is closed
 
@@ -28,7 +28,7 @@ def _never() -> bool:
     return False
 
 
-class Corked:
+class BufferedTransport:
     """A transport that holds back what is written until the event loop's next turn, or until there is a good deal."""
 
     MOST_BYTES = 1 << 16
@@ -93,11 +93,11 @@ class Corked:
         return getattr(self._transport, name)
 
 
-class CorkedProtocol(HttpToolsProtocol):
+class BufferedProtocol(HttpToolsProtocol):
     """uvicorn's, on such a transport."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, Corked(transport, self.loop)))
+        super().connection_made(cast(asyncio.Transport, BufferedTransport(transport, self.loop)))
 
 
 Headers = list[tuple[bytes, bytes]]
@@ -125,7 +125,7 @@ class Trailers(Headers):
 TRAILERS = Trailers()
 
 
-class PatientHttp(Patient, CorkedProtocol):
+class HttpProtocol(TimeoutProtocol, BufferedProtocol):
     """HTTP, with an end to patience."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -149,15 +149,15 @@ class PatientHttp(Patient, CorkedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         is_full = len(self.connections) >= self.patience.connections
         super().connection_made(transport)
-        cast(Corked, self.transport).delays_closing = self.delays_closing
+        cast(BufferedTransport, self.transport).delays_closing = self.delays_closing
         if is_full:
-            self.refuse(Reason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
+            self.refuse(RejectReason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
             abort_unread(transport, self.patience.send_s)
             self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        cast(Corked, self.transport).let_go()
+        cast(BufferedTransport, self.transport).let_go()
         self.share.is_now(0)
         self.drop_requests()
         self._unset_keepalive_if_required()  # uvicorn leaves it where the connection failed, and it holds this
@@ -171,7 +171,7 @@ class PatientHttp(Patient, CorkedProtocol):
         if self.scope is not self.last_whole and self.in_body():
             self.go_on(data)
         elif len(data) > most - self.head_bytes and self.is_long_head(data):
-            self.refuse(Reason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            self.refuse(RejectReason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             return
         elif len(data) > SMALL_BYTES and not self.takes(len(data)):
             self.refuse_unread()
@@ -198,9 +198,9 @@ class PatientHttp(Patient, CorkedProtocol):
             return
         self.head_bytes, self.head_end = 0, b""
         if self.measured is not self.scope and not self.has_room():
-            self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+            self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
         elif self.bare_bytes > most:
-            self.refuse(Reason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            self.refuse(RejectReason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
             self.cycle.keep_alive = False
             self.withheld = self.cycle
@@ -216,14 +216,14 @@ class PatientHttp(Patient, CorkedProtocol):
                 self.parser.feed_data(rest)
                 rest, behind = behind, b""
             except HttpParserError as error:
-                self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, malformed(error))
+                self.refuse(RejectReason.MALFORMED, HTTPStatus.BAD_REQUEST, malformed(error))
                 return
             except HttpParserUpgrade as upgrade:
                 rest = memoryview(rest)[upgrade.args[0] :]
                 if self.scope["method"] == "CONNECT":
                     if self.declares_body():
                         text = b"malformed HTTP request: CONNECT takes no body"
-                        self.refuse(Reason.MALFORMED, HTTPStatus.BAD_REQUEST, text)
+                        self.refuse(RejectReason.MALFORMED, HTTPStatus.BAD_REQUEST, text)
                         return
                 elif super()._should_upgrade():
                     self.handle_websocket_upgrade()
@@ -264,7 +264,9 @@ class PatientHttp(Patient, CorkedProtocol):
         self.is_unread = True
         if self.upgrades:
             self.deaf = self.upgrades = False
-            self.refuse(Reason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered")
+            self.refuse(
+                RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered"
+            )
 
     def is_long_head(self, data: bytes) -> bool:
         """Whether the head that `data` begins, or goes on with, is longer than it may be."""
@@ -281,7 +283,7 @@ class PatientHttp(Patient, CorkedProtocol):
         """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
         cycle, before = self.cycle, len(self.cycle.body)
         if not cycle.response_complete and not self.takes(len(data)):
-            self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+            self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
             return
         self.feed(data)
         is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
@@ -356,10 +358,10 @@ class PatientHttp(Patient, CorkedProtocol):
         elif self.scope is None:  # not a byte has come
             self.transport.close()
         else:
-            reason = Reason.SLOW_BODY if self.in_body() else Reason.SLOW_HEAD
+            reason = RejectReason.SLOW_BODY if self.in_body() else RejectReason.SLOW_HEAD
             self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
 
-    def refuse(self, reason: Reason, status: HTTPStatus, text: bytes = b"") -> None:
+    def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
         """Ends the connection, once: with an answer, behind the answers to the requests before. There is none where the
         request that is refused is being answered already, or where the request before is the last by its own wish."""
         if self.deaf or self.transport.is_closing():
@@ -389,7 +391,7 @@ class PatientHttp(Patient, CorkedProtocol):
     def refuse_unread(self) -> None:
         """There is no room for what came, and nobody has looked at it."""
         self.is_unread = True
-        self.refuse(Reason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
+        self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
 
     def handle_websocket_upgrade(self) -> None:
         """Gives the connection to a WebSocket; once the requests before it are answered, as answers go in order."""
@@ -399,7 +401,7 @@ class PatientHttp(Patient, CorkedProtocol):
             return
         self._unset_keepalive_if_required()
         super().handle_websocket_upgrade()
-        cast(Corked, self.transport).let_go()
+        cast(BufferedTransport, self.transport).let_go()
         self.parser = None  # type: ignore[assignment]  # it holds this, and both would wait for the garbage collector
         self.share.is_now(0)
 

@@ -22,12 +22,12 @@ def _nobody() -> None:
     """What rings where nobody waits any more."""
 
 
-class Alarm:
+class Timer:
     """Calls `ring` once, on the event loop, unless it is taken back before."""
 
     __slots__ = ("_others", "ring")
 
-    def __init__(self, ring: Callable[[], None], others: set[Alarm]) -> None:
+    def __init__(self, ring: Callable[[], None], others: set[Timer]) -> None:
         self.ring = ring
         self._others = others
         others.add(self)
@@ -38,46 +38,46 @@ class Alarm:
         self.ring = _nobody
 
 
-class Alarms:
+class Timers:
     """The alarms of one event loop, by the tick in which they ring."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._ticks: dict[int, set[Alarm]] = {}
+        self._ticks: dict[int, set[Timer]] = {}
 
-    def at(self, when: float, ring: Callable[[], None]) -> Alarm:
+    def at(self, when: float, ring: Callable[[], None]) -> Timer:
         """`when` is seconds on the event loop's clock; what has passed rings in the loop's next turn."""
         loop = self.loop
         tick = math.ceil(when / TICK_S)
         wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
         if wide > 0:
             tick = -(-tick >> wide) << wide  # the next multiple
-        alarms = self._ticks.get(tick)
-        if alarms is None:
-            alarms = self._ticks[tick] = set()
+        timers = self._ticks.get(tick)
+        if timers is None:
+            timers = self._ticks[tick] = set()
             loop.call_at(tick * TICK_S, self._ring, tick)
-        return Alarm(ring, alarms)
+        return Timer(ring, timers)
 
     def _ring(self, tick: int) -> None:
         self._ring_all(self._ticks.pop(tick))
 
-    def _ring_all(self, alarms: set[Alarm]) -> None:
+    def _ring_all(self, timers: set[Timer]) -> None:
         try:
-            while alarms:
-                alarms.pop().ring()
+            while timers:
+                timers.pop().ring()
         finally:
-            if alarms:  # one failed, which is no reason for the others not to ring
-                self.loop.call_soon(self._ring_all, alarms)
+            if timers:  # one failed, which is no reason for the others not to ring
+                self.loop.call_soon(self._ring_all, timers)
 
 
-_latest: Alarms | None = None
+_latest: Timers | None = None
 
 
-def alarms() -> Alarms:
+def timers() -> Timers:
     """Those of the running event loop. A process serves on one loop; another one begins with none."""
     global _latest
     loop = asyncio.get_running_loop()
     found = _latest
     if found is None or found.loop is not loop:
-        found = _latest = Alarms(loop)
+        found = _latest = Timers(loop)
     return found

@@ -22,8 +22,8 @@ from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
 from wane.service.errors import Abandoned
-from wane.service.net.connection import DEAF_S, SMALL_BYTES, Patient, Reason, bare_answer
-from wane.service.net.timers import Alarm, alarms
+from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
+from wane.service.net.timers import Timer, timers
 
 LINE = "wane.line"
 """Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""
@@ -38,11 +38,11 @@ MOST_EARLY = 16
 Message = MutableMapping[str, Any]  # ASGI's
 
 
-class Left(Exception):
+class ClientDisconnected(Exception):
     """The client is gone, and takes no answer any more."""
 
 
-class Beginner(Protocol):
+class SyncHandler(Protocol):
     """Who is shown what comes before anybody is given it."""
 
     def begin(self, message: str) -> bool:
@@ -54,7 +54,7 @@ class Beginner(Protocol):
         ...
 
 
-class Inbox:
+class ReceiveQueue:
     """Takes the place of uvicorn's queue, for one who takes what comes.
 
         with inbox:
@@ -67,13 +67,13 @@ class Inbox:
         self._loop = loop
         self._messages: deque[Message] = deque()
         self._came: asyncio.Future[None] | None = None
-        self._alarm: Alarm | None = None
+        self._alarm: Timer | None = None
         self._task: asyncio.Task[object] | None = None
         self._cancelled_before = 0
         self._has_left = False
         self._abandoned = False
         self._held = False
-        self.beginner: Beginner | None = None
+        self.beginner: SyncHandler | None = None
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -134,7 +134,7 @@ class Inbox:
 
     def _give_up_soon(self) -> None:
         if self._alarm is None:
-            self._alarm = alarms().at(self._loop.time() + PATIENCE_S, self._give_up)
+            self._alarm = timers().at(self._loop.time() + PATIENCE_S, self._give_up)
 
     def _give_up(self) -> None:
         if self._task is not None:
@@ -169,13 +169,13 @@ BETWEEN_FRAMES = StreamReader.at_eof.__code__  # where the library waits for a f
 WITHIN_FRAME = StreamReader.read_exact.__code__  # and for the rest of one
 
 
-class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
+class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
     """A WebSocket, with an end to patience."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.close_timeout = DEAF_S
-        self.inbox = Inbox(self.loop)
+        self.inbox = ReceiveQueue(self.loop)
         self.queue = self.inbox  # type: ignore[assignment]  # it has what uvicorn uses
         self.at_rest = False  # nothing came that is not a message, whole
         self.rest = b""  # of what came in, which is not taken apart before the messages in front of it are taken
@@ -224,7 +224,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         """Whether there is room for what came; else the WebSocket is closed."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
-        self.break_off(Reason.FULL, TRY_AGAIN, "too much is being received")
+        self.break_off(RejectReason.FULL, TRY_AGAIN, "too much is being received")
         return False
 
     def coming_bytes(self) -> int:
@@ -234,7 +234,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
     def too_slow(self) -> None:
         """The time is up for the rest of a message."""
         self.timer = None
-        self.break_off(Reason.SLOW_BODY, POLICY, f"a message was not whole after {self.patience.body_s:g} s")
+        self.break_off(RejectReason.SLOW_BODY, POLICY, f"a message was not whole after {self.patience.body_s:g} s")
 
     def take_apart(self) -> None:
         """Goes on with what came in, piece by piece, until there is a message to take: a piece is frames enough to keep
@@ -247,13 +247,13 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
-            self.tell(Reason.HANDSHAKE, HTTPStatus(self.response.status_code))
+            self.tell(RejectReason.HANDSHAKE, HTTPStatus(self.response.status_code))
 
     def refuse_handshake(self) -> None:
         """The request's head came in whole, but the library cannot read what HTTP could: it has an answer ready, or
         none, and uvicorn would wait for more."""
         answer = b"".join(self.conn.data_to_send()) or bare_answer(HTTPStatus.BAD_REQUEST)
-        self.tell(Reason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
+        self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
         self.deaf = True
         self.rest = b""
         self.transport.write(answer)
@@ -269,7 +269,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         self.deaf = True
         self.rest = b""
         if self.conn.close_sent is not None and self.conn.close_sent.code == PROTOCOL:
-            self.tell(Reason.MALFORMED)
+            self.tell(RejectReason.MALFORMED)
         super().handle_parser_exception()
 
     async def run_asgi(self) -> None:
@@ -303,7 +303,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         if not self.writable.is_set():
             await self.writable.wait()
         if not self.say_now(text):
-            raise Left
+            raise ClientDisconnected
 
     def may_say(self) -> bool:
         """As a wire's."""
@@ -330,7 +330,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
             with suppress(OSError):  # the client was quicker
                 await self.send({"type": "websocket.close", "code": code, "reason": reason})
 
-    def until_hangup(self) -> Inbox:
+    def until_hangup(self) -> ReceiveQueue:
         """As a line's."""
         return self.inbox
 
@@ -357,7 +357,7 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
             try:
                 text = data.decode()
             except UnicodeDecodeError:
-                self.break_off(Reason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
+                self.break_off(RejectReason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
                 return
             # Behind a long one nothing is read before somebody takes it.
             if len(data) > SMALL_BYTES or not self.inbox.begins(text):
@@ -402,10 +402,10 @@ class PatientWebSocket(Patient, WebSocketsSansIOProtocol):
         if now_s - self.frames_since_s > FRAMES_S and not self.close_sent:
             self.frames_left, self.frames_since_s = MOST_FRAMES, now_s
             return True
-        self.break_off(Reason.FRAMES, POLICY, "too many frames without a message")
+        self.break_off(RejectReason.FRAMES, POLICY, "too many frames without a message")
         return False
 
-    def break_off(self, reason: Reason, code: int, why: str) -> None:
+    def break_off(self, reason: RejectReason, code: int, why: str) -> None:
         """Leaves what still comes where it is, and closes the WebSocket as soon as its client can have read why."""
         if self.deaf or self.transport.is_closing():
             return

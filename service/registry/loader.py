@@ -16,10 +16,10 @@ from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import Certificate
 from wane.models.parity import compare_bits
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
-from wane.service.runners.subprocess import AsideRunner
+from wane.service.runners.subprocess import SubprocessRunner
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 
@@ -27,14 +27,14 @@ logger = logging.getLogger("wane.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LoadedBundle:
     """A bundle whose certificate holds, or that has none; a runner whose every graph computes what the bundle's weights
     say; and another for shadows, if there are to be any. `bits`: the digest of what its graphs compute here."""
 
     bundle: Bundle
-    margin: Margin
+    margin: MarginProof
     runner: OnnxRunner
-    shadow: AsideRunner | None
+    shadow: SubprocessRunner | None
     bits: bytes
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ def read(path: Path) -> Bundle:
     return bundle
 
 
-def open_graphs(bundle: Bundle, settings: Settings) -> Opened:
+def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
     """A bundle's graphs, held against the oracle. Blocks. Raises BundleError, DeviceError."""
     runner = OnnxRunner(bundle, settings.device, settings.threads)
     try:
@@ -72,15 +72,15 @@ def open_graphs(bundle: Bundle, settings: Settings) -> Opened:
             logger.warning("model %s claims no exact answers on this machine: %s", manifest.name, bits.differ)
             certificate = manifest.certificate.model_copy(update={"bit_identical": False})
             bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
-        margin = Margin(bundle.weights())
-        shadow = AsideRunner(bundle.path) if settings.shadow_rate else None
+        margin = MarginProof(bundle.weights())
+        shadow = SubprocessRunner(bundle.path) if settings.shadow_rate else None
     except BaseException:
         runner.close()
         raise
-    return Opened(bundle, margin, runner, shadow, bits.digest)
+    return LoadedBundle(bundle, margin, runner, shadow, bits.digest)
 
 
-async def start(opened: Opened, store: Store, settings: Settings, metrics: Metrics) -> Engine:
+async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics: Metrics) -> Engine:
     """An engine, ready for its first request; `opened` is its own, or is ended. Raises ValueError where the settings do
     not fit the model, and whatever its graphs raise."""
     bundle, manifest = opened.bundle, opened.bundle.manifest

@@ -20,14 +20,13 @@ from wane.service.errors import (
     Unavailable,
     UnknownModel,
     UnknownSession,
-    shown,
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.repository import Found, Repository, RepositoryError, Watch, look
-from wane.service.registry.swap import Changes, Presence, Retirement
+from wane.service.registry.repository import FoundBundle, Repository, RepositoryError, RepositoryPoller, look
+from wane.service.registry.swap import Drain, Epochs, ModelLifecycle
 from wane.service.sessions.stores.factory import make_store
-from wane.service.sessions.stores.store import Ready, Standing, Store
+from wane.service.sessions.stores.store import Ready, Store, StoreHealth
 from wane.service.settings import Settings
 from wane.service.types import id_of
 
@@ -35,7 +34,7 @@ Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """One version of a model, and what is with it; `reason` says why it is not ready, or is still there."""
 
     name: str
@@ -46,39 +45,41 @@ class Entry:
 
 def index(
     served: Iterable[Engine],
-    retirement: Retirement,
-    loading: Found | None,
-    bundles: Iterable[Found],
+    retirement: Drain,
+    loading: FoundBundle | None,
+    bundles: Iterable[FoundBundle],
     failures: Mapping[str, LoadFailed],
-) -> Sequence[Entry]:
+) -> Sequence[IndexEntry]:
     """Every version that is `served`, is on its way in (`loading`) or out, or could be loaded, for it is one of the
     `bundles`: by name. `failures` has, by model, why the last load of it failed."""
-    entries = [Entry(engine.name, engine.version, "READY") for engine in served]
+    entries = [IndexEntry(engine.name, engine.version, "READY") for engine in served]
     entries += [
-        Entry(one.name, one.version, "READY", "for the sessions of its tokenizer only") for one in retirement.lingering
+        IndexEntry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
+        for one in retirement.lingering
     ]
     entries += [
-        Entry(one.name, one.version, "UNLOADING", "until its last requests are answered") for one in retirement.leaving
+        IndexEntry(one.name, one.version, "UNLOADING", "until its last requests are answered")
+        for one in retirement.leaving
     ]
     if loading is not None:
-        entries.append(Entry(loading.name, loading.version, "LOADING"))
+        entries.append(IndexEntry(loading.name, loading.version, "LOADING"))
     told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
     for found in bundles:
         if (found.name, found.version) not in told:
             failure = failures.get(found.name)
             reason = found.reason or ("not loaded" if failure is None else failure.reason)
-            entries.append(Entry(found.name, found.version, "UNAVAILABLE", reason))
+            entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
     return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
 
 logger = logging.getLogger("wane.engine")
 
 
-class CatalogError(Exception):
+class RegistryError(Exception):
     """The bundles asked for cannot be served; the message is for the operator, and the process ends."""
 
 
-class Catalog:
+class ModelRegistry:
     """Loads, lists and closes engines, and finds the engine of a session."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
@@ -92,10 +93,10 @@ class Catalog:
         self._leaving = False
         self._store: Store | None = None
         self._ready: Ready | None = None  # the store, if it answers at once
-        self.presence = Presence()
+        self.presence = Epochs()
         self._repository = Repository(settings.bundles)
-        self._retirement = Retirement(self.presence, settings.session_ttl_s)
-        self._changes = Changes(
+        self._retirement = Drain(self.presence, settings.session_ttl_s)
+        self._changes = ModelLifecycle(
             self._engines,
             self._digests,
             self.get,
@@ -123,7 +124,7 @@ class Catalog:
         return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
-    def store(self) -> Standing | None:
+    def store(self) -> StoreHealth | None:
         """How the store of the sessions is; None before there is one."""
         return None if self._store is None else self._store.standing
 
@@ -137,7 +138,7 @@ class Catalog:
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
-        watch = await asyncio.to_thread(Watch, self._repository, self.load_model)
+        watch = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
         found, bundles = await asyncio.to_thread(self._read_all)
         names = [bundle.manifest.name for bundle in bundles]
         self._default = self._choose_default(names)
@@ -158,7 +159,7 @@ class Catalog:
             try:
                 engine = await loader.start(one, store, self._settings, self._metrics)
             except ValueError as error:
-                raise CatalogError(f"model {one.bundle.manifest.name}: {error}") from error
+                raise RegistryError(f"model {one.bundle.manifest.name}: {error}") from error
             engine.publish()
             engine.keep()
             engines[engine.name] = engine
@@ -240,7 +241,7 @@ class Catalog:
         """
         await self._changes.unload(name)
 
-    async def index(self) -> Sequence[Entry]:
+    async def index(self) -> Sequence[IndexEntry]:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
@@ -286,21 +287,21 @@ class Catalog:
         if wanted in names:
             return wanted
         if self._settings.default_model_is_chosen:
-            raise CatalogError(f"default_model is {wanted!r}, but the bundles hold {', '.join(names)}")
+            raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(names)}")
         return names[0]
 
     def _make_store(self, tail_tokens: int) -> Store:
         return make_store(self._settings, tail_tokens, self._metrics)
 
-    def _read_all(self) -> tuple[Sequence[Found], Sequence[Bundle]]:
+    def _read_all(self) -> tuple[Sequence[FoundBundle], Sequence[Bundle]]:
         """Every model's bundle, by name. Raises CatalogError, BundleError."""
         try:
             paths = self._repository.paths()
         except RepositoryError as error:
-            raise CatalogError(str(error)) from error
+            raise RegistryError(str(error)) from error
         bundles = sorted(map(loader.read, paths), key=lambda one: (one.manifest.name, int(one.manifest.version)))
         latest = {bundle.manifest.name: bundle for bundle in bundles}
         versions = [(bundle.manifest.name, bundle.manifest.version) for bundle in bundles]
         if len(set(versions)) < len(versions):
-            raise CatalogError(f"two bundles hold models of the same name and version: {', '.join(latest)}")
+            raise RegistryError(f"two bundles hold models of the same name and version: {', '.join(latest)}")
         return [look(bundle.path) for bundle in latest.values()], [*latest.values()]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wane.models.bundle_checks import MANIFEST, BundleError, read_manifest
-from wane.service.errors import LoadFailed, UnknownModel, WaneError, shown
+from wane.service.errors import LoadFailed, UnknownModel, WaneError
 
 Signature = frozenset[tuple[str, int, int, int]]
 """Of a bundle, every file: its name, its inode, its size in bytes, and when it was written, in nanoseconds."""
@@ -27,7 +27,7 @@ class RepositoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBundle:
     """A bundle as its manifest has it. One that cannot be read goes by its folder's name, has no version, and a
     `reason`."""
 
@@ -66,12 +66,12 @@ class Repository:
             found[path] = frozenset((name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in statuses)
         return found
 
-    def list(self) -> list[Found]:
+    def list(self) -> list[FoundBundle]:
         """Every bundle, by name and version."""
         found = [look(path) for path in self._present()]
         return sorted(found, key=lambda one: (one.name, int(one.version or 0)))
 
-    def find(self, name: str) -> Found:
+    def find(self, name: str) -> FoundBundle:
         """The bundle of a model. Raises UnknownModel where there is none, and LoadFailed where it cannot be told."""
         found = self.list()
         of_model = [one for one in found if one.name == name and one.reason is None]
@@ -93,14 +93,14 @@ class Repository:
             return []
 
 
-def look(path: Path) -> Found:
+def look(path: Path) -> FoundBundle:
     """A bundle, as far as its manifest tells."""
     try:
         digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
         manifest = read_manifest(path)
     except (BundleError, OSError) as error:
-        return Found(path, path.name, "", "", tell(error, path))
-    return Found(path, manifest.name, manifest.version, digest)
+        return FoundBundle(path, path.name, "", "", tell(error, path))
+    return FoundBundle(path, manifest.name, manifest.version, digest)
 
 
 def tell(error: Exception, path: Path) -> str:
@@ -111,7 +111,7 @@ def tell(error: Exception, path: Path) -> str:
 logger = logging.getLogger("wane.engine")
 
 
-class Watch:
+class RepositoryPoller:
     """`look` once, or `run` to do so now and then.
 
     A bundle is loaded once it has changed and then stayed as it is from one look to the next, so that one which is

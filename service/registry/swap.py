@@ -33,14 +33,14 @@ from wane.service.engine.engine import Engine
 from wane.service.errors import LoadFailed, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.loader import Opened
-from wane.service.registry.repository import Found, Repository, look, tell
+from wane.service.registry.loader import LoadedBundle
+from wane.service.registry.repository import FoundBundle, Repository, look, tell
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 
 
-class Wave:
+class Epoch:
     """Requests that came between two moments."""
 
     __slots__ = ("_count", "_gone")
@@ -55,7 +55,7 @@ class Wave:
         if not self._count and self._gone is not None:
             self._gone.set()
 
-    def join(self) -> Wave:
+    def join(self) -> Epoch:
         """One request more; it leaves the wave that this returns."""
         self._count += 1
         return self
@@ -67,14 +67,14 @@ class Wave:
             await self._gone.wait()
 
 
-class Presence:
+class Epochs:
     """All requests; all methods belong to the event loop's thread."""
 
     def __init__(self) -> None:
-        self._latest = Wave()
-        self._earlier: list[Wave] = []
+        self._latest = Epoch()
+        self._earlier: list[Epoch] = []
 
-    def enter(self) -> Wave:
+    def enter(self) -> Epoch:
         """A request has come; it is to leave the wave that this returns."""
         return self._latest.join()
 
@@ -82,17 +82,17 @@ class Presence:
         """Waits until everybody is gone who is here now, whoever comes meanwhile."""
         here = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
-        self._latest = Wave()
+        self._latest = Epoch()
         for wave in here:
             await wave.gone()
             if wave in self._earlier:
                 self._earlier.remove(wave)
 
 
-class Retirement:
+class Drain:
     """Engines on their way out. All methods belong to the event loop's thread."""
 
-    def __init__(self, presence: Presence, session_ttl_s: float) -> None:
+    def __init__(self, presence: Epochs, session_ttl_s: float) -> None:
         """`presence`: of all who may hold an engine. `session_ttl_s`: how long a session lives unused."""
         self._presence = presence
         self._session_ttl_s = session_ttl_s
@@ -182,7 +182,7 @@ def trim() -> None:
 logger = logging.getLogger("wane.engine")
 
 
-class Changes:
+class ModelLifecycle:
     """Loads and unloads models, one at a time.
 
     `loading` is the bundle that is being loaded, if any; `failures` has, by model, why the last load of it failed;
@@ -196,7 +196,7 @@ class Changes:
         get: Callable[[str], Engine],
         check_ready: Callable[[], None],
         repository: Repository,
-        retirement: Retirement,
+        retirement: Drain,
         settings: Settings,
         metrics: Metrics,
     ) -> None:
@@ -213,7 +213,7 @@ class Changes:
         self._one = asyncio.Lock()
         self.store: Store | None = None
         self.tasks: set[asyncio.Task[Engine]] = set()
-        self.loading: Found | None = None
+        self.loading: FoundBundle | None = None
         self.failures: dict[str, LoadFailed] = {}
 
     async def load(self, name: str, deadline: float | None = None) -> Engine:
@@ -288,7 +288,7 @@ class Changes:
             self.replace(engine, found.digest)
             return engine
 
-    async def _open(self, found: Found) -> Engine:
+    async def _open(self, found: FoundBundle) -> Engine:
         """The engine of a bundle. Raises LoadFailed."""
         assert self.store is not None, "ready without a store: this is a bug"
         self.loading = found
@@ -306,7 +306,7 @@ class Changes:
         finally:
             self.loading = None
 
-    def _read(self, found: Found) -> Opened:
+    def _read(self, found: FoundBundle) -> LoadedBundle:
         opened = loader.open_graphs(loader.read(found.path), self._settings)
         if look(found.path).digest != found.digest:
             opened.close()

@@ -32,7 +32,7 @@ class RunnerLost(Exception):
     """The process has ended."""
 
 
-class AsideRunner:
+class SubprocessRunner:
     """Runs one bundle's graphs on the CPU, on one thread of another process. One caller at a time, but for `kill`.
 
     `cpu_s`: processor time in seconds that the runs have taken.

@@ -12,15 +12,15 @@ from wane.service.types import id_of
 MOST_WAITERS = 64  # requests that may wait for one session: they are not in the batcher's bounded queue yet
 
 
-class Turns:
+class SessionLocks:
     """Who has the turn, and who waits for it, by session; nothing is kept of sessions that nobody is at."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
 
-    def turn(self, session: str) -> Turn:
+    def turn(self, session: str) -> SessionLock:
         """The session, until the end of the `async with` block. Raises Overloaded where too many wait for it."""
-        return Turn(self, self._waiting, session)
+        return SessionLock(self, self._waiting, session)
 
     def take(self, session: str) -> bool:
         """Takes the session's turn if it is nobody's; then it must be left."""
@@ -40,12 +40,14 @@ class Turns:
         del self._waiting[session]
 
 
-class Turn:
+class SessionLock:
     """A session's turn, as an asynchronous context manager: first come, first served."""
 
     __slots__ = ("_session", "_turns", "_waiting")
 
-    def __init__(self, turns: Turns, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str) -> None:
+    def __init__(
+        self, turns: SessionLocks, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str
+    ) -> None:
         self._turns = turns
         self._waiting = waiting
         self._session = session

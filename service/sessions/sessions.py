@@ -22,25 +22,25 @@ from wane.service.errors import (
     UnknownSession,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.lock import Turn, Turns
-from wane.service.sessions.record import Tail
+from wane.service.sessions.lock import SessionLock, SessionLocks
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.codec import due
-from wane.service.sessions.stores.store import LastStep, Ready, Record, Snapshot, Store, digest, follows
-from wane.service.state.cache import Resident, Residents
+from wane.service.sessions.stores.store import LastStep, Ready, SessionRecord, Snapshot, Store, digest, follows
+from wane.service.state.cache import CachedState, StateCache
 from wane.service.state.pool import START
 from wane.service.types import ANYBODY, History, Mode, Owner, StepRequest, id_of, name_within
 
 ID_BYTES = 16
 
 
-class Place(Enum):
+class StepKind(Enum):
     """What a step is, compared with the session it is for."""
 
     NEXT = auto()
     REPLAY = auto()
 
 
-def last_step(record: Record, request: StepRequest) -> LastStep:
+def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
     """What a step is remembered by once it was appended to the session in `record`."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
 
@@ -57,7 +57,7 @@ def of_key(key: str | None) -> bytes | None:
     return None if key is None else digest(key.encode())
 
 
-def place(record: Record, request: StepRequest) -> Place:
+def place(record: SessionRecord, request: StepRequest) -> StepKind:
     """Whether a step comes next, or repeats the last one.
 
     It repeats the last one if it has the same tokens and starts where that one started, and has the same key if it
@@ -78,21 +78,21 @@ def place(record: Record, request: StepRequest) -> Place:
             raise IdempotencyKeyReused(
                 "the idempotency key is that of the session's last step, which has other tokens", record.position
             )
-        return Place.REPLAY
+        return StepKind.REPLAY
     if start is None or start == record.position:
-        return Place.NEXT
+        return StepKind.NEXT
     if last is not None and request.idempotency_key is None and (start, of_tokens(request.tokens)) == last[:2]:
-        return Place.REPLAY
+        return StepKind.REPLAY
     raise conflict(record, start)
 
 
-def has_last_key(record: Record, request: StepRequest) -> bool:
+def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
     """Whether the step carries the key of the session's last step."""
     key = of_key(request.idempotency_key)
     return key is not None and record.last is not None and record.last.key == key
 
 
-def conflict(record: Record, start: int | None) -> PositionConflict:
+def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
     """The error that says where the session is."""
     asked = "others kept stepping it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
@@ -104,14 +104,14 @@ class Sessions:
     def __init__(
         self,
         store: Store,
-        residents: Residents,
+        residents: StateCache,
         metrics: Metrics,
         *,
         model: str,
         version: str,
         vocabulary: str,
         state_ttl_s: float,
-        empty: Tail,
+        empty: TokenHistory,
         maker: bytes = b"",
         snapshot_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -130,7 +130,7 @@ class Sessions:
         self._maker = maker
         self._snapshot_tokens = snapshot_tokens
         self._clock = clock
-        self._turns = Turns()
+        self._turns = SessionLocks()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.rebuilt.labels(model)
         self._caught_up = metrics.caught_up.labels(model)
@@ -138,7 +138,7 @@ class Sessions:
 
     async def create(
         self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
-    ) -> tuple[Record, bool]:
+    ) -> tuple[SessionRecord, bool]:
         """A new session, of 128 random bits for an id if none is given, at position 0 or behind `history`; and True.
 
         A session of that id that is still as this request makes it is the answer, too: then with False.
@@ -149,7 +149,7 @@ class Sessions:
         if history is not None:
             position = history.position
             tail = tail.ending(history.tokens, position, self._store.tail_tokens)
-        record = Record(
+        record = SessionRecord(
             session, self._model, self._version, mode or Mode.AUTO, position, tail, vocabulary=self._vocabulary
         )
         while not await self._store.create(record, owner.sessions):
@@ -163,15 +163,15 @@ class Sessions:
         self._residents.drop(session)  # of an earlier session of that id, which may have been at the same revision
         return (self._store.recall(session) or record)._replace(idle_s=0.0), True
 
-    def turn(self, session: str) -> Turn:
+    def turn(self, session: str) -> SessionLock:
         """The session's turn, as an asynchronous context manager. Raises Overloaded."""
         return self._turns.turn(session)
 
-    async def read(self, session: str) -> Record:
+    async def read(self, session: str) -> SessionRecord:
         """The session as the store has it. Raises UnknownSession."""
         return self._known(session, await self._store.get(session))
 
-    def _known(self, session: str, record: Record | None) -> Record:
+    def _known(self, session: str, record: SessionRecord | None) -> SessionRecord:
         if record is None or record.model != self._model:
             self._residents.drop(session)
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
@@ -194,12 +194,12 @@ class Sessions:
         """Leaves a turn that was taken."""
         self._turns.leave(session)
 
-    def read_at_once(self, session: str) -> Record:
+    def read_at_once(self, session: str) -> SessionRecord:
         """As `read`."""
         assert self._ready is not None, "a store that has to be waited for: this is a bug"
         return self._known(session, self._ready.look(session))
 
-    def commit_at_once(self, record: Record, request: StepRequest, slot: int, cut: int) -> Record | None:
+    def commit_at_once(self, record: SessionRecord, request: StepRequest, slot: int, cut: int) -> SessionRecord | None:
         """As `commit`."""
         assert self._ready is not None, "a store that has to be waited for: this is a bug"
         committed = self._ready.extend(record, request.tokens, last_step(record, request))
@@ -211,7 +211,7 @@ class Sessions:
         """The session was used."""
         await self._store.touch(session)
 
-    async def check_out(self, request: StepRequest) -> tuple[Record, Place]:
+    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
         """The session, and what the step is to it. Raises UnknownSession, PositionConflict.
 
         The store is not asked where the step comes next in what was last seen of the session, and the state is here:
@@ -222,7 +222,7 @@ class Sessions:
             record = await self.read(request.session)
         return record, place(record, request)
 
-    def _comes_next(self, record: Record, request: StepRequest) -> bool:
+    def _comes_next(self, record: SessionRecord, request: StepRequest) -> bool:
         if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
             return False
         if request.idempotency_key is not None and (request.expected_position is None or has_last_key(record, request)):
@@ -231,7 +231,7 @@ class Sessions:
             return True
         return self.resident(record, behind=True, use=False) is not None  # else the store has one to start from
 
-    def resident(self, record: Record, *, behind: bool = False, use: bool = True) -> Resident | None:
+    def resident(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """The state of the session as it is in `record`, or, with `behind`, one of an earlier position, which lacks
         tokens that the tail holds. A state that the session does not go on from is dropped.
 
@@ -239,7 +239,7 @@ class Sessions:
         the same for all.
         """
         if record.position == 0:
-            return Resident(START, record.revision, 0, 0)
+            return CachedState(START, record.revision, 0, 0)
         session = record.session
         resident = self._residents.find(session, self._clock()) if use else self._residents.peek(session)
         if resident is None or (resident.revision == record.revision and resident.position == record.position):
@@ -249,14 +249,14 @@ class Sessions:
             return None
         return resident if behind else None
 
-    def kept(self, record: Record) -> Snapshot | None:
+    def kept(self, record: SessionRecord) -> Snapshot | None:
         """The state that the store keeps beside the tail, if it is this model's and the tail goes on from it."""
         snapshot = record.snapshot
         if snapshot is None or snapshot.maker != self._maker or not _reaches(record, snapshot.position):
             return None
         return snapshot if len(snapshot.state) == self._residents.slot_bytes else None
 
-    def restore(self, record: Record) -> Resident | None:
+    def restore(self, record: SessionRecord) -> CachedState | None:
         """Makes the state that the store keeps of a session the resident one, if there is one that is of use.
 
         Raises Overloaded where every slot is in use by requests.
@@ -266,13 +266,13 @@ class Sessions:
             return None
         with self._residents.lease() as slot:
             self._residents.unpack(slot, snapshot.state)
-            resident = Resident(slot, record.revision, snapshot.cut, snapshot.position)
+            resident = CachedState(slot, record.revision, snapshot.cut, snapshot.position)
             self._residents.put(record.session, resident, self._clock())
         return resident
 
-    def keep(self, record: Record, slot: int, cut: int) -> None:
+    def keep(self, record: SessionRecord, slot: int, cut: int) -> None:
         """Makes a state resident that knows nothing of the first `cut` tokens of the session in `record`."""
-        self._residents.put(record.session, Resident(slot, record.revision, cut, record.position), self._clock())
+        self._residents.put(record.session, CachedState(slot, record.revision, cut, record.position), self._clock())
 
     def count_caught_up(self) -> None:
         """A state was brought up to tokens that were appended elsewhere."""
@@ -283,7 +283,9 @@ class Sessions:
         self.rebuilt += 1
         self._rebuilt_metric.inc()
 
-    async def commit(self, record: Record, request: StepRequest, slot: int | None, cut: int) -> Record | None:
+    async def commit(
+        self, record: SessionRecord, request: StepRequest, slot: int | None, cut: int
+    ) -> SessionRecord | None:
         """Compare-and-append; the state in `slot` becomes the resident one.
 
         None if the comparison was lost: then nothing was appended. A state that was resident before stays, here and
@@ -297,7 +299,9 @@ class Sessions:
             committed = await self._store.append(record.session, record.revision, request.tokens, step, snapshot)
         return self._committed(record, committed, slot, cut)
 
-    def _committed(self, record: Record, committed: Record | None, slot: int | None, cut: int) -> Record | None:
+    def _committed(
+        self, record: SessionRecord, committed: SessionRecord | None, slot: int | None, cut: int
+    ) -> SessionRecord | None:
         if committed is None:
             self._conflicts.inc()
         elif slot is None:
@@ -313,7 +317,7 @@ class Sessions:
             return None
         return Snapshot(position, cut, self._maker, self._residents.pack(slot))
 
-    async def rewind(self, session: str, position: int) -> Record:
+    async def rewind(self, session: str, position: int) -> SessionRecord:
         """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
@@ -351,12 +355,12 @@ class Sessions:
         return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
 
 
-def _is_as_created(there: Record, record: Record) -> bool:
+def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
     """Whether a session is as `record` has it, which is that of a session without a step."""
     kept = there.model, there.vocabulary, there.mode, there.position, there.tail
     return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 
 
-def _reaches(record: Record, position: int) -> bool:
+def _reaches(record: SessionRecord, position: int) -> bool:
     """Whether the tail holds all tokens after `position`."""
     return 0 < position <= record.position and record.position - position <= len(record.tail)

@@ -16,12 +16,12 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from wane.models.manifest import StateTensor
-from wane.service.state.pool import RESERVED, Slab
+from wane.service.state.pool import RESERVED, StatePool
 
 NEXT_TO_GO = 64  # residents at the front of the order whose order is checked at a time
 
 
-class Resident(NamedTuple):
+class CachedState(NamedTuple):
     """A session's state in the slab: it belongs to `revision`, is that at `position`, and knows nothing of the first
     `cut` tokens."""
 
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
     session: str | None = None
 
 
-class Residents(Slab):
+class StateCache(StatePool):
     """A slab with the states of sessions in it, least recently used first."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Residents(Slab):
         budget_bytes: int,
         on_evict: Callable[[], object] = lambda: None,
     ) -> None:
-        """As of `Slab`; `on_evict` is told of every resident state that had to go."""
+        """As of `StatePool`; `on_evict` is told of every resident state that had to go."""
         super().__init__(state, hidden, budget_bytes)
         self._on_evict = on_evict
         self._order: OrderedDict[str, int] = OrderedDict()  # their slots, in the order of use
@@ -91,7 +91,7 @@ class Residents(Slab):
                 self._on_evict()
                 return
 
-    def put(self, session: str, resident: Resident, now_s: float) -> None:
+    def put(self, session: str, resident: CachedState, now_s: float) -> None:
         """Makes a state the session's resident one, in place of any before it; retains its slot."""
         slot, revision, cut, position = resident
         self.retain(slot)
@@ -104,7 +104,7 @@ class Residents(Slab):
         self._touched_s[slot] = now_s
         self._written[slot] = self._writes.item(slot)
 
-    def find(self, session: str, now_s: float) -> Resident | None:
+    def find(self, session: str, now_s: float) -> CachedState | None:
         """The session's resident state, which thereby becomes the most recently used."""
         slot = self._order.get(session)
         if slot is None:
@@ -113,13 +113,13 @@ class Residents(Slab):
         self._order.move_to_end(session)
         return self._resident(slot)
 
-    def peek(self, session: str) -> Resident | None:
+    def peek(self, session: str) -> CachedState | None:
         """The session's resident state; its place in the order stays as it is."""
         slot = self._order.get(session)
         return None if slot is None else self._resident(slot)
 
-    def _resident(self, slot: int) -> Resident:
-        return Resident(slot, self._revisions[slot], self._cuts[slot], self._positions[slot])
+    def _resident(self, slot: int) -> CachedState:
+        return CachedState(slot, self._revisions[slot], self._cuts[slot], self._positions[slot])
 
     def drop(self, session: str) -> None:
         """Forgets a session's state, if there is one."""

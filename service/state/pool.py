@@ -30,7 +30,7 @@ FLOAT32_BYTES: Final = 4
 FEWEST_SLOTS: Final = 8
 
 
-class Slab:
+class StatePool:
     """Slots for states, within a budget in bytes."""
 
     def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:

@@ -22,7 +22,7 @@ import yaml
 from deploy.stack import secrets
 from deploy.stack.compose import SECRETS
 from deploy.stack.local import ROOT
-from tests.service.engine_harness import Bench, Clock
+from tests.service.engine_harness import Clock, EngineHarness
 from wane.service.app import ROUTES
 from wane.service.server import CLOSE_S
 from wane.service.settings import Settings
@@ -289,7 +289,7 @@ def test_the_hpa_scales_the_replicas_by_a_metric_that_the_adapter_makes_of_one_o
     assert rule["metricsQuery"] == "sum by (<<.GroupBy>>) (rate(<<.Series>>{<<.LabelMatchers>>}[1m]))"
 
 
-def queued_s(bench: Bench) -> float:
+def queued_s(bench: EngineHarness) -> float:
     """What the adapter's rule sums up over one replica."""
     found = [one for metric in bench.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
     assert {one.labels["model"] for one in found} == {bench.engine.name}, "it is there before anything has waited"
@@ -302,7 +302,7 @@ async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
-    bench = Bench()
+    bench = EngineHarness()
     engine = bench.engine
     assert queued_s(bench) == 0
     bench.runner.gate.clear()

@@ -13,13 +13,13 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.service.engine_harness import Bench
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.engine_harness import EngineHarness
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
-from wane.service.api.http_dispatch import WholeHttp
+from wane.service.api.http_dispatch import InlineHttpProtocol
 from wane.service.app import create_app
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.server import WEBSOCKETS, Server
 from wane.service.settings import Settings
 
@@ -31,25 +31,25 @@ def never(error: Exception) -> None:
 
 
 @pytest.fixture
-def catalog(app: FastAPI) -> FakeCatalog:
+def catalog(app: FastAPI) -> FakeRegistry:
     """The application's own, new for every test."""
-    app.state.catalog = catalog = FakeCatalog()
+    app.state.catalog = catalog = FakeRegistry()
     return catalog
 
 
 @pytest.fixture
-def engine(catalog: FakeCatalog) -> FakeEngine:
+def engine(catalog: FakeRegistry) -> FakeEngine:
     return catalog.engine
 
 
 @pytest.fixture(scope="session")
 def app() -> FastAPI:
     settings = Settings(max_body_bytes=LIMIT)
-    return create_app(settings, cast(Catalog, FakeCatalog()), Metrics(), on_load_failure=never)
+    return create_app(settings, cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never)
 
 
 @pytest.fixture
-async def client(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[httpx.AsyncClient]:
+async def client(app: FastAPI, catalog: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application in this process; what escapes the application fails the test."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
@@ -60,7 +60,7 @@ async def client(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[httpx.Asyn
 async def loading() -> AsyncIterator[httpx.AsyncClient]:
     """A client of an application whose real catalog has not begun to load."""
     settings, metrics = Settings(), Metrics()
-    app = create_app(settings, Catalog(settings, metrics), metrics, on_load_failure=never)
+    app = create_app(settings, ModelRegistry(settings, metrics), metrics, on_load_failure=never)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
         yield client
 
@@ -68,18 +68,18 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
 class SocketServer(Server):
     """The server over the fake engine, in the test's own event loop."""
 
-    def __init__(self, app: FastAPI, catalog: FakeCatalog) -> None:
+    def __init__(self, app: FastAPI, catalog: FakeRegistry) -> None:
         config = uvicorn.Config(app, port=0, **WEBSOCKETS, ws_max_size=LIMIT, log_config=None)
-        super().__init__(config, cast(Catalog, catalog))
+        super().__init__(config, cast(ModelRegistry, catalog))
         self.app = app
         self.listening = asyncio.Event()
         self.read_bytes = 0  # over all connections, where `counting` has made the protocol
 
-    def counting(self, http: partial[WholeHttp]) -> partial[WholeHttp]:
+    def counting(self, http: partial[InlineHttpProtocol]) -> partial[InlineHttpProtocol]:
         """The same protocol, which adds what it reads to `read_bytes`."""
         server = self
 
-        class Counting(WholeHttp):
+        class Counting(InlineHttpProtocol):
             def data_received(self, data: bytes) -> None:
                 server.read_bytes += len(data)
                 super().data_received(data)
@@ -106,7 +106,7 @@ class SocketServer(Server):
 
 
 @pytest.fixture
-async def server(app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[SocketServer]:
+async def server(app: FastAPI, catalog: FakeRegistry) -> AsyncIterator[SocketServer]:
     """Real uvicorn on a real socket, with the fake engine behind it."""
     server = SocketServer(app, catalog)
     serving = asyncio.create_task(server.serve())
@@ -131,12 +131,12 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-async def make_bench() -> AsyncIterator[Callable[..., Bench]]:
+async def make_bench() -> AsyncIterator[Callable[..., EngineHarness]]:
     """Makes benches, and ends them: by then no slot may be in use but by a resident state."""
-    benches: list[Bench] = []
+    benches: list[EngineHarness] = []
 
-    def make(**options: Any) -> Bench:
-        benches.append(Bench(**options))
+    def make(**options: Any) -> EngineHarness:
+        benches.append(EngineHarness(**options))
         return benches[-1]
 
     yield make
@@ -162,6 +162,6 @@ async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture
-def bench(make_bench: Callable[..., Bench]) -> Bench:
+def bench(make_bench: Callable[..., EngineHarness]) -> EngineHarness:
     """A bench with the usual settings."""
     return make_bench()

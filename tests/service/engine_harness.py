@@ -16,17 +16,17 @@ from tests.models.rounding import rounding
 from wane.models.certificate.answer import head_diameter, total_variation
 from wane.models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
 from wane.models.vocabulary import EOS, UNK, Vocabulary
-from wane.service.batching.cost_model import Costs
-from wane.service.chunked.layout import Pacing
+from wane.service.batching.cost_model import CostModel
+from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import RADIUS, Array, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.state.pool import Slab
+from wane.service.state.pool import StatePool
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
@@ -116,9 +116,9 @@ class FakeRunner:
     def close(self) -> None:
         """There is nothing to give back."""
 
-    def margin(self) -> Margin:
+    def margin(self) -> MarginProof:
         """Of the output layer."""
-        return Margin({"head.weight": self._head, "head.bias": np.zeros(len(self._head), np.float32)})
+        return MarginProof({"head.weight": self._head, "head.bias": np.zeros(len(self._head), np.float32)})
 
     def certificate(self, max_window: int) -> Certificate:
         """What can be proved of the function: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
@@ -218,7 +218,7 @@ class FakeRunner:
         return logits
 
 
-class LinearCosts(Costs):
+class LinearCosts(CostModel):
     """Every run costs as many microseconds as it has tokens, whatever it really took."""
 
     def __init__(self) -> None:
@@ -228,10 +228,10 @@ class LinearCosts(Costs):
         return tokens / 1e6
 
 
-class InOrder(Pacing):
+class InOrder(ThroughputProfile):
     """Nothing is known, so every sequence is run in order."""
 
-    def measure(self, runner: Runner, slab: Slab, manifest: Manifest, max_batch: int) -> None:
+    def measure(self, runner: Runner, slab: StatePool, manifest: Manifest, max_batch: int) -> None:
         pass
 
 
@@ -245,7 +245,7 @@ class Clock:
         return self.now_s
 
 
-class Bench:
+class EngineHarness:
     """An engine on the fake runner, warmed up, with everything around it in reach."""
 
     def __init__(
@@ -254,8 +254,8 @@ class Bench:
         store: Store | None = None,
         certified: bool = False,
         radius: float | None = None,
-        costs: Costs | None = None,
-        pacing: Pacing | None = None,
+        costs: CostModel | None = None,
+        pacing: ThroughputProfile | None = None,
         **changes: Any,
     ) -> None:
         """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
-from wane.service.engine.inline_step import QuickStep
+from wane.service.engine.inline_step import InlineStep
 from wane.service.engine.step_many import abreast
 from wane.service.errors import Unavailable, UnknownModel, UnknownSession
-from wane.service.registry.registry import Entry
-from wane.service.registry.swap import Presence
-from wane.service.sessions.stores.store import Standing
+from wane.service.registry.registry import IndexEntry
+from wane.service.registry.swap import Epochs
+from wane.service.sessions.stores.store import StoreHealth
 from wane.service.types import (
     ANYBODY,
     Agreement,
@@ -29,7 +29,6 @@ from wane.service.types import (
     Latency,
     Mode,
     ModeAnswer,
-    Origin,
     Owner,
     Percentiles,
     Prediction,
@@ -40,6 +39,7 @@ from wane.service.types import (
     ScoreRequest,
     ScoreSummary,
     SessionView,
+    StateSource,
     StepRequest,
     id_of,
     name_within,
@@ -135,11 +135,11 @@ class FakeEngine:
         await self._ask(request)
         if request.mode is not Mode.BOTH:
             return Answer(
-                request.mode, PREDICTIONS, LATENCY, Origin.FULL, 0.25, state_error_bound=0.5, top1_proved=True
+                request.mode, PREDICTIONS, LATENCY, StateSource.FULL, 0.25, state_error_bound=0.5, top1_proved=True
             )
         part = ModeAnswer(PREDICTIONS, LATENCY)
         modes = {Mode.RECURRENT: part, Mode.WINDOW: part}
-        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, Origin.FULL, 0.0, 8, modes, AGREEMENT, 0.0, True)
+        return Answer(Mode.BOTH, PREDICTIONS, LATENCY, StateSource.FULL, 0.0, 8, modes, AGREEMENT, 0.0, True)
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
         outcomes: list[Answer | Exception] = []
@@ -150,7 +150,7 @@ class FakeEngine:
                 outcomes.append(error)
         return outcomes
 
-    def begin(self, request: StepRequest) -> QuickStep | None:
+    def begin(self, request: StepRequest) -> InlineStep | None:
         return None
 
     async def step(self, request: StepRequest) -> Answer:
@@ -159,7 +159,7 @@ class FakeEngine:
             Mode.RECURRENT,
             PREDICTIONS,
             LATENCY,
-            Origin.RESIDENT,
+            StateSource.RESIDENT,
             0.0,
             session=request.session,
             position=len(request.tokens),
@@ -169,7 +169,7 @@ class FakeEngine:
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
         return await abreast(self.begin, self._end, lambda _: None, self.step, requests)
 
-    async def _end(self, quick: QuickStep) -> Answer:
+    async def _end(self, quick: InlineStep) -> Answer:
         raise AssertionError(f"{quick} was never begun")
 
     async def score(self, request: ScoreRequest) -> Score:
@@ -209,7 +209,7 @@ class FakeEngine:
         finally:
             self.closed.set()
         yield Finish(
-            FinishReason.LENGTH, "é", (200,) * request.max_tokens, Mode.RECURRENT, Origin.FULL, 0.0, None, LATENCY
+            FinishReason.LENGTH, "é", (200,) * request.max_tokens, Mode.RECURRENT, StateSource.FULL, 0.0, None, LATENCY
         )
 
     async def compare(self, request: CompareRequest) -> Comparison:
@@ -220,7 +220,7 @@ class FakeEngine:
             return ComparedMode(
                 Mode.RECURRENT if window is None else Mode.WINDOW,
                 window,
-                Origin.RESIDENT if window is None else Origin.WINDOW,
+                StateSource.RESIDENT if window is None else StateSource.WINDOW,
                 PREDICTIONS,
                 percentiles,
                 percentiles,
@@ -254,10 +254,10 @@ class FakeEngine:
         return self._view(session)
 
     def _view(self, session: str, mode: Mode = Mode.AUTO) -> SessionView:
-        return SessionView(session, self.name, self.version, mode, 0, Origin.RESIDENT, 0.0, 0.0)
+        return SessionView(session, self.name, self.version, mode, 0, StateSource.RESIDENT, 0.0, 0.0)
 
 
-class FakeCatalog:
+class FakeRegistry:
     """One fake engine, ready at once. Every session exists but `unknown`; `failure` is raised by whatever is asked."""
 
     device = "cpu"
@@ -266,14 +266,14 @@ class FakeCatalog:
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.presence = Presence()
+        self.presence = Epochs()
         self.failure: Exception | None = None
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
-        self.standing = Standing("memory")
+        self.standing = StoreHealth("memory")
 
     @property
-    def store(self) -> Standing:
+    def store(self) -> StoreHealth:
         return self.standing
 
     @property
@@ -320,12 +320,12 @@ class FakeCatalog:
     async def unload_model(self, name: str) -> None:
         self.get(name)
 
-    async def index(self) -> Sequence[Entry]:
+    async def index(self) -> Sequence[IndexEntry]:
         self.check_ready()
         return [
-            Entry("fake", "3", "READY"),
-            Entry("fake", "4", "LOADING"),
-            Entry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
+            IndexEntry("fake", "3", "READY"),
+            IndexEntry("fake", "4", "LOADING"),
+            IndexEntry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
         ]
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from wane.models.reference import Reference, State
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import head_weight
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from wane.service.sessions.stores.memory import MemoryStore
@@ -114,7 +114,7 @@ class Small:
         self.engine = Engine(
             self.manifest,
             self.vocabulary,
-            Margin(self.weights),
+            MarginProof(self.weights),
             OracleRunner(self.architecture, self.weights, beside),
             MemoryStore(keep, 3600, 2**20),
             self.settings,

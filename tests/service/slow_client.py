@@ -12,11 +12,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.service.conftest import SocketServer, never
-from tests.service.fake_engine import FakeCatalog
+from tests.service.fake_engine import FakeRegistry
 from wane.service.app import create_app
-from wane.service.net.connection import Intake
+from wane.service.net.connection import ReceiveBudget
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.server import WEBSOCKETS, protocols
 from wane.service.settings import Settings
 
@@ -43,26 +43,26 @@ MALFORMED = {
 WAIT_S = 120.0
 
 
-class Patient(SocketServer):
+class SlowClient(SocketServer):
     """The server over a fake engine, with settings of the test's own."""
 
-    def __init__(self, app: FastAPI, catalog: FakeCatalog, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: FastAPI, catalog: FakeRegistry, settings: Settings, metrics: Metrics) -> None:
         super().__init__(app, catalog)
         self.metrics = metrics
         named = WEBSOCKETS | protocols(settings, metrics)
-        self.intake: Intake = named["http"].keywords["intake"]
+        self.intake: ReceiveBudget = named["http"].keywords["intake"]
         named["http"] = self.counting(named["http"])
         self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
 
 
 @asynccontextmanager
-async def serving(**changes: float) -> AsyncIterator[Patient]:
+async def serving(**changes: float) -> AsyncIterator[SlowClient]:
     """A server that has time for everything but for what `changes` say."""
     late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
     settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
-    catalog, metrics = FakeCatalog(), Metrics()
-    app = create_app(settings, cast(Catalog, catalog), metrics, on_load_failure=never)
-    server = Patient(app, catalog, settings, metrics)
+    catalog, metrics = FakeRegistry(), Metrics()
+    app = create_app(settings, cast(ModelRegistry, catalog), metrics, on_load_failure=never)
+    server = SlowClient(app, catalog, settings, metrics)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
     server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full
@@ -74,7 +74,7 @@ async def serving(**changes: float) -> AsyncIterator[Patient]:
         await task
 
 
-async def dialogue(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
+async def dialogue(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes:
     """What the server says until it hangs up, to somebody who says `first` and goes on with `drip`, bit by bit."""
     reader, writer = await asyncio.open_connection(*server.address)
     return await hear(reader, writer, first, drip)
@@ -103,7 +103,7 @@ async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first
         writer.close()
 
 
-async def conversation(server: Patient, first: bytes, drip: bytes = b"") -> bytes:
+async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes:
     """As `dialogue`, on a WebSocket: what is said behind its handshake."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(HANDSHAKE)
@@ -111,7 +111,7 @@ async def conversation(server: Patient, first: bytes, drip: bytes = b"") -> byte
     return await hear(reader, writer, first, drip)
 
 
-def deaf(server: Patient) -> socket.socket:
+def deaf(server: SlowClient) -> socket.socket:
     """A connection whose client takes next to nothing."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -155,7 +155,7 @@ def frame(first: int, data: bytes = b"") -> bytes:
     return bytes([first]) + length + bytes(4) + data
 
 
-async def flood(server: Patient, first: bytes, more: bytes, most_bytes: int) -> bytes:
+async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) -> bytes:
     """What the server says to `first`, and then `more` again and again; it is to hang up before it took so much."""
     reader, writer = await asyncio.open_connection(*server.address)
     said = bytearray()

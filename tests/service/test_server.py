@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.service.conftest import SocketServer
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, environment, live_server, run
 from tests.service.problems import assert_problem
 from wane.cli import main
@@ -30,7 +30,7 @@ def bundle(tmp_path: Path, http: httpx.Client) -> Path:
 
 
 async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
-    server: SocketServer, engine: FakeEngine, catalog: FakeCatalog
+    server: SocketServer, engine: FakeEngine, catalog: FakeRegistry
 ) -> None:
     engine.wait = asyncio.Event()
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
@@ -52,7 +52,7 @@ async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
 
 
 async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_requests(
-    server: SocketServer, catalog: FakeCatalog
+    server: SocketServer, catalog: FakeRegistry
 ) -> None:
     server.notice_s = 3600
     server.handle_exit(signal.SIGTERM, None)
@@ -67,7 +67,9 @@ async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_reque
     server.draining.cancel()
 
 
-async def test_a_second_interrupt_does_not_wait(server: SocketServer, engine: FakeEngine, catalog: FakeCatalog) -> None:
+async def test_a_second_interrupt_does_not_wait(
+    server: SocketServer, engine: FakeEngine, catalog: FakeRegistry
+) -> None:
     engine.wait = asyncio.Event()
     server.handle_exit(signal.SIGINT, None)
     await catalog.draining.wait()

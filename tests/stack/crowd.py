@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from tests.stack.history import faults
-from tests.stack.player import Player
+from tests.stack.player import SessionClient
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.settings import Settings
@@ -29,15 +29,15 @@ async def crowd(
     yields: bool = False,
     name: str = "session",
     headers: Mapping[str, str] | None = None,
-) -> AsyncIterator[list[Player]]:
+) -> AsyncIterator[list[SessionClient]]:
     """Players of as many sessions as there are numbers in `first`, each started with so many tokens."""
     players = [
-        Player(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
+        SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
         for number in range(len(first))
     ]
     turns = asyncio.Semaphore(AT_ONCE)
 
-    async def begin(player: Player, tokens: int) -> None:
+    async def begin(player: SessionClient, tokens: int) -> None:
         async with turns:
             await player.begin(tokens)
 
@@ -50,7 +50,7 @@ async def crowd(
 
 
 @asynccontextmanager
-async def playing(players: Iterable[Player], rate: float) -> AsyncIterator[None]:
+async def playing(players: Iterable[SessionClient], rate: float) -> AsyncIterator[None]:
     """All of them send tokens, `rate` a second each on average, until the end of the block and its last answers. The
     garbage collector stands still: it would stop the clients for longer than most answers take."""
     over = asyncio.Event()
@@ -67,7 +67,7 @@ async def playing(players: Iterable[Player], rate: float) -> AsyncIterator[None]
             task.cancel()
 
 
-async def stepped(players: Sequence[Player], steps: int = 1) -> None:
+async def stepped(players: Sequence[SessionClient], steps: int = 1) -> None:
     """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
     been under way before."""
     wanted = [len(player.history) + steps for player in players]
@@ -81,12 +81,14 @@ async def until_true(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-def failures(players: Iterable[Player]) -> list[str]:
+def failures(players: Iterable[SessionClient]) -> list[str]:
     """What clients saw that was no answer."""
     return [failure for player in players for failure in player.failures]
 
 
-async def histories(players: Sequence[Player], store: str, tail_tokens: int, owner: str | None = None) -> list[str]:
+async def histories(
+    players: Sequence[SessionClient], store: str, tail_tokens: int, owner: str | None = None
+) -> list[str]:
     """Every session's history, held against what the store holds in the end. What is no longer in its tail, the
     beginning of one long first step, is taken to be as it was acknowledged. `owner` is the name of the clients' key."""
     found: list[str] = []
@@ -117,7 +119,7 @@ async def histories(players: Sequence[Player], store: str, tail_tokens: int, own
     return found
 
 
-def longest_gap_s(players: Sequence[Player]) -> float:
+def longest_gap_s(players: Sequence[SessionClient]) -> float:
     """The longest that a session which wanted an answer went without: from when a step was due until it was answered,
     with every attempt in between."""
     return max(timed.latency_s for player in players for timed in player.timed)

@@ -39,7 +39,7 @@ class Failed(Exception):
 
 
 @dataclass(slots=True)
-class Player:
+class SessionClient:
     """One session and its only client.
 
     With `retries` each step carries its position, and is sent again until it is answered; without, it is sent once, and

@@ -11,7 +11,7 @@ import pytest
 
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures, MakeStack
 from tests.stack.crowd import crowd, failures, histories, playing, stepped
-from tests.stack.twin import Twin
+from tests.stack.twin import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -39,7 +39,9 @@ async def test_two_hundred_sessions_outlive_replicas_that_are_killed_one_after_a
             await stepped(players, 2)
         wrong = [*failures(players), *await histories(players, stack.store, TAIL_TOKENS)]
 
-    compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(player.tokens, player.answers) for player in players])
+    compared = await asyncio.to_thread(
+        ReferenceRun(BUNDLE).compare, [(player.tokens, player.answers) for player in players]
+    )
     figures(
         steps=sum(len(player.timed) for player in players),
         repeated_by_clients=sum(player.repeated for player in players),

@@ -13,7 +13,7 @@ from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
 from tests.stack.history import Outcome
-from tests.stack.player import Player
+from tests.stack.player import SessionClient
 from tests.stack.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -94,15 +94,15 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
         assert await histories(players, stack.store, TAIL_TOKENS) == []
 
 
-def has_undurable(player: Player) -> bool:
+def has_undurable(player: SessionClient) -> bool:
     """Whether a step was answered that is not durable."""
     return any(append.outcome is Outcome.NOT_DURABLE for append in player.history)
 
 
-def went_on(player: Player, before: tuple[int, int]) -> bool:
+def went_on(player: SessionClient, before: tuple[int, int]) -> bool:
     """Whether a step has ended, or had to be sent again, since the numbers of both were `before`."""
     return len(player.history) > before[0] or player.repeated > before[1]
 
 
-def outcomes(players: list[Player]) -> set[Outcome]:
+def outcomes(players: list[SessionClient]) -> set[Outcome]:
     return {append.outcome for player in players for append in player.history}

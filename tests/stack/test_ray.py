@@ -18,10 +18,10 @@ from websockets.asyncio.client import connect
 from tests.stack.command import WAIT_S
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing
-from tests.stack.player import Player
+from tests.stack.player import SessionClient
 from tests.stack.ray_command import OTHERS, OWN, OWNER, RayCommand
 from tests.stack.test_streams import RESTART, Streaming, play
-from tests.stack.twin import Twin
+from tests.stack.twin import ReferenceRun
 from wane.service.api.middleware import POLICY
 from wane.service.api.routes.stream import NO_SESSION
 
@@ -52,11 +52,11 @@ def command(folder: Path) -> Iterator[RayCommand]:
         started.end()
 
 
-async def a_step_each(players: list[Player]) -> None:
+async def a_step_each(players: list[SessionClient]) -> None:
     await asyncio.gather(*(player.step((player.random.randrange(1, player.vocabulary),)) for player in players))
 
 
-async def asks_for_a_key(player: Player) -> None:
+async def asks_for_a_key(player: SessionClient) -> None:
     """Without one, or with another's, whoever asks is told so, and nothing becomes of the player's session."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{player.port}", timeout=WAIT_S) as client:
         path = f"/v1/sessions/{player.session}"
@@ -117,7 +117,9 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
         )
         assert failures(players) == []
         assert await histories([*players, *others], store, TAIL_TOKENS, OWNER) == []
-    compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(one.tokens, one.answers) for one in (*players, *others)])
+    compared = await asyncio.to_thread(
+        ReferenceRun(BUNDLE).compare, [(one.tokens, one.answers) for one in (*players, *others)]
+    )
     figures(compared=compared)
     assert compared.broken == ()
     assert compared.rebuilt > 0 and compared.bounded > 0

@@ -8,7 +8,7 @@ import pytest
 
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures, MakeStack
 from tests.stack.crowd import crowd, failures, histories, playing, stepped
-from tests.stack.twin import Twin
+from tests.stack.twin import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -29,7 +29,9 @@ async def test_sessions_whose_every_step_goes_to_another_replica_are_right(
             await stepped(players, STEPS)
         assert failures(players) == []
         assert await histories(players, stack.store, TAIL_TOKENS) == []
-    compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(player.tokens, player.answers) for player in players])
+    compared = await asyncio.to_thread(
+        ReferenceRun(BUNDLE).compare, [(player.tokens, player.answers) for player in players]
+    )
     figures(compared=compared)
     assert compared.broken == ()
     assert compared.rebuilt > 0 and compared.bounded > 0 and compared.proved > 0

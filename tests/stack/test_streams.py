@@ -14,8 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, MakeStack
 from tests.stack.crowd import VOCABULARY, crowd, histories
 from tests.stack.history import Append, Outcome
-from tests.stack.player import Player
-from tests.stack.twin import Twin
+from tests.stack.player import SessionClient
+from tests.stack.twin import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ class Streaming:
     """A session's client that goes on over a WebSocket, with each message's position in it, and opens another where
     one ends."""
 
-    def __init__(self, player: Player) -> None:
+    def __init__(self, player: SessionClient) -> None:
         self.player = player
         self.random = Random(player.session)
         self.opened = 0
@@ -105,7 +105,9 @@ async def test_streams_are_cut_off_by_a_killed_replica_and_go_on_at_another(make
         for stream in streams:
             await stream.close()
         assert await histories(players, stack.store, TAIL_TOKENS) == []
-    compared = await asyncio.to_thread(Twin(BUNDLE).compare, [(player.tokens, player.answers) for player in players])
+    compared = await asyncio.to_thread(
+        ReferenceRun(BUNDLE).compare, [(player.tokens, player.answers) for player in players]
+    )
     assert compared.broken == () and compared.rebuilt > 0
 
 

@@ -13,7 +13,7 @@ from tests.models.bundles import edit_manifest
 from tests.stack.conftest import BUNDLE, MODEL, TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
 from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
-from tests.stack.twin import Twin
+from tests.stack.twin import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -65,7 +65,8 @@ async def test_no_request_fails_while_each_replica_takes_a_new_version(
             for player in players
         ]
         compared = await asyncio.to_thread(
-            Twin(bundle).compare, [(player.tokens, given) for player, given in zip(players, answers, strict=True)]
+            ReferenceRun(bundle).compare,
+            [(player.tokens, given) for player, given in zip(players, answers, strict=True)],
         )
         figures(version=version, longest_gap_s=longest_gap_s(players), compared=compared)
         assert compared.answers >= SESSIONS

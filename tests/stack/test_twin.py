@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.stack.conftest import BUNDLE
-from tests.stack.twin import Twin
+from tests.stack.twin import ReferenceRun
 from wane.models.bundle import Bundle
 from wane.models.reference import Reference
 
@@ -14,8 +14,8 @@ TOKENS = (5, 6, 7, 8, 9)
 
 
 @pytest.fixture(scope="module")
-def twin() -> Twin:
-    return Twin(BUNDLE)
+def twin() -> ReferenceRun:
+    return ReferenceRun(BUNDLE)
 
 
 def answer(position: int, **fields: Any) -> dict[str, Any]:
@@ -39,14 +39,16 @@ def shifted(document: dict[str, Any], by: float) -> dict[str, Any]:
     return {**document, "predictions": [{**first, "probability": first["probability"] + by}, *rest]}
 
 
-def test_right_answers_hold_of_several_sessions_of_any_length(twin: Twin) -> None:
+def test_right_answers_hold_of_several_sessions_of_any_length(twin: ReferenceRun) -> None:
     sessions = [(TOKENS[:2], {2: answer(2)}), (TOKENS, {1: answer(1), 5: answer(5)})]
     compared = twin.compare(sessions)
     assert (compared.answers, compared.proved, compared.broken) == (3, 3, ())
 
 
 @pytest.mark.parametrize(("bound", "distance", "holds"), [(0.01, 0.009, True), (0.01, 0.02, False), (0.0, 0.01, False)])
-def test_an_answer_holds_as_far_as_its_bound_goes(twin: Twin, bound: float, distance: float, holds: bool) -> None:
+def test_an_answer_holds_as_far_as_its_bound_goes(
+    twin: ReferenceRun, bound: float, distance: float, holds: bool
+) -> None:
     document = shifted(answer(3, state="rebuilt", error_bound=bound), distance)
     compared = twin.compare([(TOKENS, {3: document})])
     assert (not compared.broken) == holds
@@ -54,12 +56,12 @@ def test_an_answer_holds_as_far_as_its_bound_goes(twin: Twin, bound: float, dist
     assert (compared.rebuilt, compared.bounded) == (1, int(bound > 0))
 
 
-def test_an_answer_of_another_place_does_not_hold(twin: Twin) -> None:
+def test_an_answer_of_another_place_does_not_hold(twin: ReferenceRun) -> None:
     compared = twin.compare([(TOKENS, {4: answer(3)})])
     assert len(compared.broken) >= 1 and "session 0 at 4" in compared.broken[0]
 
 
-def test_a_first_token_that_is_called_proved_must_be_the_twin_s(twin: Twin) -> None:
+def test_a_first_token_that_is_called_proved_must_be_the_twin_s(twin: ReferenceRun) -> None:
     document = answer(3, error_bound=1.0)
     first, second, *rest = document["predictions"]
     document["predictions"] = [second, first, *rest]

@@ -37,7 +37,7 @@ class Compared:
     broken: tuple[str, ...]
 
 
-class Twin:
+class ReferenceRun:
     """The model of a bundle, by its equations."""
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import catalog, charge, deadline, named, note_answer, note_model
+from wane.service.api.deps import catalog, charge, deadline, note_answer, note_model, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import CompareBody, PredictBody
@@ -31,7 +31,7 @@ async def predict(request: Request) -> Response:
     if body.session is None:
         engine = catalog(request).get(body.model)
     else:
-        session = named(request, body.session)
+        session = session_key(request, body.session)
         engine = await catalog(request).engine_for(session, body.model)
     note_model(request, engine)
     with until_hangup(request):

@@ -24,7 +24,7 @@ from wane.service.api.schemas.models import (
     RepositoryEntryDocument,
     UnloadedDocument,
 )
-from wane.service.registry.registry import Entry
+from wane.service.registry.registry import IndexEntry
 
 FAILURE: dict[int | str, dict[str, Any]] = {
     "default": {
@@ -45,7 +45,7 @@ async def index(request: Request) -> Response:
     return Response(to_json(found), media_type="application/json")
 
 
-def document(entry: Entry) -> RepositoryEntryDocument:
+def document(entry: IndexEntry) -> RepositoryEntryDocument:
     return {"name": entry.name, "version": entry.version, "state": entry.condition, "reason": entry.reason}
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, headers, json_body, tokens_of
-from wane.service.api.deps import catalog, charge, deadline, header, named, note_answer, note_model, owner
+from wane.service.api.deps import catalog, charge, deadline, header, note_answer, note_model, owner, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import (
@@ -31,7 +31,7 @@ from wane.service.api.schemas.common import (
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
 from wane.service.api.schemas.sessions import SessionDocument
 from wane.service.engine.engine import Engine
-from wane.service.errors import EarlierStepFailed, InvalidRequest, shown
+from wane.service.errors import EarlierStepFailed, InvalidRequest
 from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within
 
 # What is no id is refused by the engine, not by the framework, whose answer would be another.
@@ -93,7 +93,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 @router.get("/{session}", response_model=SessionDocument)
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""
-    name = named(request, session)
+    name = session_key(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     return encode.reply(encode.session(engine, await engine.get_session(name)))
@@ -102,7 +102,7 @@ async def read(request: Request, session: SessionId) -> Response:
 @router.delete("/{session}", status_code=204)
 async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
-    name = named(request, session)
+    name = session_key(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):
@@ -115,7 +115,7 @@ async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
     body = await decode(request, StepBody)
     given = position(request, body)
-    name = named(request, session)
+    name = session_key(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):
@@ -159,7 +159,7 @@ def position(request: Request, body: StepBody) -> int | None:
 async def rewind(request: Request, session: SessionId) -> Response:
     """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
     body = await decode(request, RewindBody)
-    name = named(request, session)
+    name = session_key(request, session)
     engine = await catalog(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):

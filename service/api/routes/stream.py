@@ -33,8 +33,8 @@ from starlette.websockets import WebSocket
 
 from wane.service.api import encode
 from wane.service.api.body import LARGE_BYTES, Decoder, parse, tokens_of
-from wane.service.api.channel import AsgiLine, Line, Wire, wire_of
-from wane.service.api.deps import catalog, named, settings
+from wane.service.api.channel import AsgiChannel, Channel, NativeChannel, wire_of
+from wane.service.api.deps import catalog, session_key, settings
 from wane.service.api.encode import json_bytes
 from wane.service.api.middleware import begin_trace, context, end_trace
 from wane.service.api.problem import described
@@ -42,8 +42,8 @@ from wane.service.api.schemas.common import StreamBody
 from wane.service.api.schemas.predict import AnswerDocument
 from wane.service.auth.guard import chosen
 from wane.service.engine.deadline import until
-from wane.service.engine.engine import Engine, late
-from wane.service.engine.inline_step import QuickStep
+from wane.service.engine.engine import Engine, deadline_error
+from wane.service.engine.inline_step import InlineStep
 from wane.service.errors import (
     Abandoned,
     Conflict,
@@ -53,11 +53,11 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.net.timers import Alarm, alarms
-from wane.service.net.websocket_protocol import Left, Message
+from wane.service.net.timers import Timer, timers
+from wane.service.net.websocket_protocol import ClientDisconnected, Message
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Traced, Tracing
-from wane.service.registry.swap import Wave
+from wane.service.registry.swap import Epoch
 from wane.service.types import Answer, PredictRequest, StepRequest
 
 NORMAL = 1000
@@ -84,7 +84,7 @@ async def stream(socket: WebSocket, session: str) -> None:
     await socket.accept(chosen(socket.scope))
     with metrics.websockets.track_inprogress():
         try:
-            name = named(socket, session)
+            name = session_key(socket, session)
             engine = await catalog(socket).engine_for(name)
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
@@ -114,9 +114,9 @@ class Stream:
         self.log["model"] = engine.name
         self.answered = 0
         wire = wire_of(socket)
-        self.line: Line = wire or AsgiLine(socket)
-        self.begun: Begun | None = None  # of the message that is taken next
-        self.at_once = None if wire is None or self.tracing is not None else AtOnce(self, wire)
+        self.line: Channel = wire or AsgiChannel(socket)
+        self.begun: PendingMessage | None = None  # of the message that is taken next
+        self.at_once = None if wire is None or self.tracing is not None else InlineSteps(self, wire)
 
     async def run(self) -> None:
         """Answers messages until there are no more."""
@@ -131,7 +131,7 @@ class Stream:
                 except Abandoned:
                     self.log["error"] = Abandoned.code
                     return
-                except Left:
+                except ClientDisconnected:
                     raise
                 except Exception as error:
                     if await self.fail(error, started_s):
@@ -140,7 +140,7 @@ class Stream:
                     self.count(HTTPStatus.OK, started_s)
                 finally:
                     wave.leave()
-        except Left:  # while its answer was sent
+        except ClientDisconnected:  # while its answer was sent
             self.log["code"] = GONE
         finally:
             self.log["messages"] = self.answered
@@ -173,7 +173,7 @@ class Stream:
             self.heard_s = self.loop.time()
         return self.loop.time() >= self.heard_s + self.idle_s
 
-    async def answer(self, message: str | bytes, begun: Begun | None) -> AnswerDocument:
+    async def answer(self, message: str | bytes, begun: PendingMessage | None) -> AnswerDocument:
         """The prediction after one message."""
         if begun is None:
             self.charge()
@@ -258,27 +258,27 @@ def _close_code(error: Exception) -> int | None:
     return next((code for kind, code in CLOSES if isinstance(error, kind)), None)
 
 
-class Begun(NamedTuple):
+class PendingMessage(NamedTuple):
     """What was done for a message before the stream's task took it: it was charged for, and then nothing (None), or
     failed, or made a step that is over. `wave` is the one that it entered, `started_s` by `time.perf_counter`."""
 
-    outcome: QuickStep | Exception | None
+    outcome: InlineStep | Exception | None
     started_s: float
-    wave: Wave
+    wave: Epoch
 
 
-class AtOnce:
+class InlineSteps:
     """Begins the steps of one stream, one at a time: while there is one, its task is given nothing."""
 
-    def __init__(self, stream: Stream, wire: Wire) -> None:
+    def __init__(self, stream: Stream, wire: NativeChannel) -> None:
         self._stream = stream
         self._wire = wire
         self._inbox = wire.inbox
         self._message = ""
         self._started_s = 0.0
-        self._wave = Wave()
-        self._alarm: Alarm | None = None
-        self._quick: QuickStep | None = None
+        self._wave = Epoch()
+        self._alarm: Timer | None = None
+        self._quick: InlineStep | None = None
         self._inbox.beginner = self
 
     def begin(self, message: str) -> bool:
@@ -305,13 +305,13 @@ class AtOnce:
             stream.charge()
             quick = stream.engine.begin(step)
         except Exception as error:
-            stream.begun = Begun(error, started_s, wave)
+            stream.begun = PendingMessage(error, started_s, wave)
             return False
         if quick is None:
-            stream.begun = Begun(None, started_s, wave)
+            stream.begun = PendingMessage(None, started_s, wave)
             return False
         self._message, self._started_s, self._wave, self._quick = message, started_s, wave, quick
-        self._alarm = alarms().at(deadline, self._ring)
+        self._alarm = timers().at(deadline, self._ring)
         quick.answer.add_done_callback(self._answered)
         return True
 
@@ -366,13 +366,13 @@ class AtOnce:
     def _ring(self) -> None:
         self._alarm = None
         if self._quick is not None:
-            self._hand_over(late(self._quick, self._quick.ticket))
+            self._hand_over(deadline_error(self._quick, self._quick.ticket))
 
-    def _hand_over(self, outcome: QuickStep | Exception) -> None:
+    def _hand_over(self, outcome: InlineStep | Exception) -> None:
         """The task has the message, and what became of it."""
         self._quick = None
         self._at_ease()
-        self._stream.begun = Begun(outcome, self._started_s, self._wave)
+        self._stream.begun = PendingMessage(outcome, self._started_s, self._wave)
         self._inbox.put_back({"type": "websocket.receive", "text": self._message})
         self._inbox.go_on()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.api.schemas.predict import AgreementDocument, ErrorBound, ModelDocument, PredictionDocument
-from wane.service.types import Mode, Origin
+from wane.service.types import Mode, StateSource
 
 
 class PercentilesDocument(TypedDict):
@@ -28,7 +28,7 @@ class ComparedDocument(TypedDict):
 
     mode: Mode
     window: int | None
-    state: Origin
+    state: StateSource
     predictions: list[PredictionDocument]
     latency: PhasesDocument
     error_bound: ErrorBound

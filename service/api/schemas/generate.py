@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.api.schemas.predict import ErrorBound, LatencyDocument, ModelDocument
-from wane.service.types import Mode, Origin
+from wane.service.types import Mode, StateSource
 
 
 class GeneratedTokenDocument(TypedDict):
@@ -28,7 +28,7 @@ class FinishDocument(ModelDocument):
     finish_reason: Literal["stop", "length"]
     mode: Mode
     window: int | None
-    state: Origin
+    state: StateSource
     error_bound: ErrorBound
     latency: LatencyDocument
 

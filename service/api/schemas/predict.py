@@ -7,7 +7,7 @@ from typing import Annotated, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.service.types import Mode, Origin
+from wane.service.types import Mode, StateSource
 
 ErrorBound = Annotated[
     float | None,
@@ -91,7 +91,7 @@ class AnswerDocument(ModelDocument):
     window: int | None
     predictions: list[PredictionDocument]
     latency: LatencyDocument
-    state: Origin
+    state: StateSource
     error_bound: ErrorBound
     state_error_bound: StateErrorBound
     top1_proved: bool

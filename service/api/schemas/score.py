@@ -7,7 +7,7 @@ from typing import NotRequired
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.api.schemas.predict import ErrorBound, LatencyDocument, ModelDocument
-from wane.service.types import Origin
+from wane.service.types import StateSource
 
 
 class ScoreProgressDocument(TypedDict):
@@ -41,7 +41,7 @@ class ScoreSummaryDocument(ModelDocument):
     warm_up: int | None
     rounds: int
     max_residual: float
-    state: Origin
+    state: StateSource
     error_bound: ErrorBound
     latency: LatencyDocument
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NotRequired
 
 from wane.service.api.schemas.predict import Durable, ErrorBound, ModelDocument
-from wane.service.types import Mode, Origin
+from wane.service.types import Mode, StateSource
 
 
 class SessionDocument(ModelDocument):
@@ -14,7 +14,7 @@ class SessionDocument(ModelDocument):
     session: str
     mode: Mode
     position: int
-    state: Origin
+    state: StateSource
     error_bound: ErrorBound
     idle_s: float
     durable: NotRequired[Durable]

@@ -24,8 +24,8 @@ import struct
 from functools import lru_cache
 
 from wane.models.manifest import Manifest
-from wane.service.sessions.record import Tail
-from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot, digest
+from wane.service.sessions.record import TokenHistory
+from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, SessionRecord, Snapshot, digest
 from wane.service.types import Mode, id_of
 
 _SNAPSHOT_HEAD = struct.Struct(">QQH")
@@ -33,8 +33,8 @@ _SNAPSHOT_HEAD = struct.Struct(">QQH")
 
 def write_snapshot(snapshot: Snapshot) -> bytes:
     """A snapshot, in bytes."""
-    head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.cut, len(snapshot.maker))
-    return head + snapshot.maker + snapshot.state
+    head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.cut, len(snapshot.model_fingerprint))
+    return head + snapshot.model_fingerprint + snapshot.state
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
@@ -46,7 +46,7 @@ def read_snapshot(data: bytes) -> Snapshot | None:
     return Snapshot(position, cut, state[:length], state[length:])
 
 
-def maker(manifest: Manifest, bits: bytes) -> bytes:
+def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
     """What tells states of this model from those of all others: a digest of its version, of every file, and of what its
     graphs compute on this kind of processor (`bits`). A state from another kind is not gone on from: it is rebuilt."""
     told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
@@ -73,7 +73,7 @@ class Unreadable(ValueError):
     """What was found is no session, or one that a later version has written."""
 
 
-def head(record: Record) -> bytes:
+def head(record: SessionRecord) -> bytes:
     """What a session is beside its revision and its tail; every call's is another one."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
@@ -86,7 +86,7 @@ def mark(revision: int, about: bytes = b"") -> bytes:
     return REVISION.pack(revision) + about[_STAMP]
 
 
-def write(record: Record) -> bytes:
+def write(record: SessionRecord) -> bytes:
     """The session, in bytes."""
     about = head(record)
     return _FRONT.pack(record.revision, 0, len(about)) + about + record.tail.data
@@ -97,7 +97,7 @@ def after_run(written: bytes) -> bytes:
     return written[_RUN.size :]
 
 
-def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> Record:
+def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
     """The session that was written, with the latest `keep` tokens of its tail. Raises Unreadable."""
     try:
         revision, _, length = _FRONT.unpack_from(data)
@@ -114,8 +114,8 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> Record:
     if not ids or len(ids) % width:
         raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, of {width} for each token")
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
-    tail = Tail(ids if position <= keep else ids[-keep * width :], width)
-    return Record(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
+    tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
+    return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
 
 
 @lru_cache(IDENTITIES)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from wane.service.sessions.stores import codec
-from wane.service.sessions.stores.store import Record, StoreError
+from wane.service.sessions.stores.store import SessionRecord, StoreError
 
 MAGIC = b"wane sessions 1\n"
 PART = ".part"
@@ -27,7 +27,7 @@ _ENTRY = struct.Struct(">dI")
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def save(path: Path, records: Sequence[Record], now_s: Callable[[], float] = time.time) -> None:
+def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float] = time.time) -> None:
     """Writes the sessions to `path`. `now_s`: unix time. Raises OSError; then the file is what it was."""
     part = path.with_name(path.name + PART)
     try:
@@ -50,7 +50,7 @@ def save(path: Path, records: Sequence[Record], now_s: Callable[[], float] = tim
         os.close(folder)
 
 
-def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[Record]:
+def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[SessionRecord]:
     """The sessions that were saved at `path`, the longest idle first, with the latest `keep` tokens of each tail; their
     time went on meanwhile. Raises StoreError for a file that is not whole, or that this version does not read."""
     try:
@@ -84,14 +84,14 @@ def _check(path: Path, file: BinaryIO) -> None:
         raise StoreError(f"session_file {path} is not what was written: its SHA-256 is another; {ADVICE}")
 
 
-def _pieces(records: Sequence[Record], now_s: float) -> Iterator[bytes]:
+def _pieces(records: Sequence[SessionRecord], now_s: float) -> Iterator[bytes]:
     yield MAGIC + _HEAD.pack(now_s, len(records))
     for record in records:
         session, data = record.session.encode(), codec.write(record)
         yield _ID.pack(len(session)) + session + _ENTRY.pack(record.idle_s, len(data)) + data
 
 
-def _record(file: BinaryIO, keep: int, since_s: float) -> Record:
+def _record(file: BinaryIO, keep: int, since_s: float) -> SessionRecord:
     (length,) = _ID.unpack(file.read(_ID.size))
     session = file.read(length).decode()
     idle_s, length = _ENTRY.unpack(file.read(_ENTRY.size))

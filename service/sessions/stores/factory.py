@@ -22,7 +22,7 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
             file=settings.session_file,
         )
     # They take a while to import, and most servers keep sessions in memory.
-    from wane.service.sessions.stores.fallback import DegradingStore
+    from wane.service.sessions.stores.fallback import FallbackStore
     from wane.service.sessions.stores.redis import RedisStore
 
     shared = RedisStore(
@@ -34,7 +34,7 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
         timeout_s=settings.store_timeout_ms / 1000,
         metrics=metrics,
     )
-    return shared if settings.store_away == "reject" else DegradingStore(shared, settings.session_ttl_s, metrics)
+    return shared if settings.store_away == "reject" else FallbackStore(shared, settings.session_ttl_s, metrics)
 
 
 def _with_password(settings: Settings) -> str:

@@ -18,7 +18,7 @@ from wane.service.errors import Overloaded, PositionConflict, QuotaExceeded, Una
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered, branch
-from wane.service.sessions.stores.store import LastStep, Record, Snapshot, Standing, appended
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended
 from wane.service.types import owner_of
 
 logger = logging.getLogger("wane.store")
@@ -27,12 +27,12 @@ AT_ONCE = 256  # sessions that the store is given side by side when it is back
 
 
 @dataclass(slots=True, eq=False)
-class Loose:
+class UnsyncedSession:
     """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
     `since` is the earliest position that it was at meanwhile: up to there it is what the store has. `counts`: it was
     made here, and is among those that its owner may have only so many of."""
 
-    record: Record
+    record: SessionRecord
     marks: list[bytes]
     used_s: float
     since: int
@@ -40,7 +40,7 @@ class Loose:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class DegradingStore:
+class FallbackStore:
     """A `Store` over another that may be away."""
 
     def __init__(
@@ -50,7 +50,7 @@ class DegradingStore:
         self._shared = shared
         self._ttl_s = ttl_s
         self._clock = clock
-        self._loose: dict[str, Loose] = {}
+        self._loose: dict[str, UnsyncedSession] = {}
         self._overruled: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
         self._settling: asyncio.Task[None] | None = None
         self._overruled_metric = metrics.overruled
@@ -67,12 +67,12 @@ class DegradingStore:
         self._shared.tail_tokens = tokens
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StoreHealth:
         """See `Store`."""
         trips = self._shared.trips
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._loose))
 
-    async def create(self, record: Record, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have.
         When it is back, those that were made meanwhile count there, even if they are too many."""
         session = record.session
@@ -101,7 +101,7 @@ class DegradingStore:
             self._overruled.pop(session, None)
         return created
 
-    async def get(self, session: str) -> Record | None:
+    async def get(self, session: str) -> SessionRecord | None:
         """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
         loose = self._loose.get(session)
         if loose is not None:
@@ -117,7 +117,7 @@ class DegradingStore:
                 raise
             return record
 
-    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """See `Store`."""
         if to_step and session in self._overruled:
             raise self._told(session)
@@ -135,7 +135,7 @@ class DegradingStore:
 
     async def append(
         self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
-    ) -> Record | None:
+    ) -> SessionRecord | None:
         """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
         loose = self._loose.get(session)
         if loose is None:
@@ -157,7 +157,7 @@ class DegradingStore:
             raise self._told(session)
         return record
 
-    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+    async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""
         loose = self._loose.get(session)
         if loose is None:
@@ -219,7 +219,7 @@ class DegradingStore:
             logger.error("%d sessions end with tokens that were not durable", len(self._loose))
         await self._shared.close()
 
-    def _extended(self, before: Record, revision: int, tokens: Sequence[int], step: LastStep) -> Record:
+    def _extended(self, before: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep) -> SessionRecord:
         position = before.position + len(tokens)
         tail = before.tail.append(tokens, position, self.tail_tokens)
         return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
@@ -232,13 +232,13 @@ class DegradingStore:
             position,
         )
 
-    def _loosen(self, record: Record, marks: Sequence[bytes]) -> Loose:
+    def _loosen(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
         """From now on the session is not durable."""
-        loose = Loose(record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position)
+        loose = UnsyncedSession(record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position)
         self._loose[record.session] = loose
         return loose
 
-    async def _settle(self, loose: Loose) -> Record | None:
+    async def _settle(self, loose: UnsyncedSession) -> SessionRecord | None:
         """Gives the store a session, whose lock is held: the session as the store has it now, or as it is still here;
         None where the store has another, which has won."""
         record = loose.record
@@ -270,7 +270,7 @@ class DegradingStore:
     async def _settle_all(self) -> None:
         """Gives the store all that is not durable. What it has no room for stays here until its next use."""
 
-        async def settle(loose: Loose) -> None:
+        async def settle(loose: UnsyncedSession) -> None:
             async with loose.lock:
                 if self._loose.get(loose.record.session) is loose:
                     await self._settle(loose)

@@ -29,9 +29,17 @@ from itertools import chain
 from pathlib import Path
 
 from wane.service.errors import Overloaded, QuotaExceeded
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import dump_file
-from wane.service.sessions.stores.store import DIGEST_BYTES, LastStep, Record, Snapshot, Standing, appended, rewound
+from wane.service.sessions.stores.store import (
+    DIGEST_BYTES,
+    LastStep,
+    SessionRecord,
+    Snapshot,
+    StoreHealth,
+    appended,
+    rewound,
+)
 from wane.service.types import Mode, owner_of
 
 TOUCHED = struct.Struct("<d")
@@ -84,7 +92,7 @@ class Packing:
         self._identities: list[Identity] = []
         self._numbers: dict[Identity, int] = {}
 
-    def pack(self, record: Record, now_s: float) -> bytes:
+    def pack(self, record: SessionRecord, now_s: float) -> bytes:
         """The record, used now."""
         identity = record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
         number = self._numbers.get(identity)
@@ -93,26 +101,26 @@ class Packing:
             self._identities.append(identity)
         return self._pack(number, record, now_s)
 
-    def repack(self, packed: bytes, record: Record, now_s: float) -> bytes:
+    def repack(self, packed: bytes, record: SessionRecord, now_s: float) -> bytes:
         """As `pack`, of a record that was changed; `packed` is what it was."""
         (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
         return self._pack(number, record, now_s)
 
-    def _pack(self, number: int, record: Record, now_s: float) -> bytes:
+    def _pack(self, number: int, record: SessionRecord, now_s: float) -> bytes:
         start, tokens, key = record.last or (NO_STEP, b"", None)
         header = _HEADER.pack(now_s, record.position, record.revision, start, number, tokens, key or b"")
         return header + record.tail.data
 
     def unpack(
         self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
-    ) -> Record:
+    ) -> SessionRecord:
         """The record, as of now; `durable` and `snapshot` are not packed."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
         model, version, mode, width, vocabulary = self._identities[number]
-        tail = Tail(packed[_HEADER.size :], width)
+        tail = TokenHistory(packed[_HEADER.size :], width)
         last = None if start == NO_STEP else LastStep(start, tokens, key or None)
         idle_s = now_s - touched_s
-        return Record(
+        return SessionRecord(
             session, model, version, mode, position, tail, revision, last, idle_s, vocabulary, durable, snapshot
         )
 
@@ -210,7 +218,7 @@ class MemoryStore:
         self._counts: Counter[str] = Counter()
         self._owned: Counter[str] = Counter()  # by owner
 
-    async def create(self, record: Record, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`."""
         session = record.session
         if self._find(session) is not None:
@@ -233,11 +241,11 @@ class MemoryStore:
         self._add(record)
         return True
 
-    async def get(self, session: str) -> Record | None:
+    async def get(self, session: str) -> SessionRecord | None:
         """See `Store`."""
         return self.look(session)
 
-    def look(self, session: str) -> Record | None:
+    def look(self, session: str) -> SessionRecord | None:
         """See `Ready`."""
         now_s = self._clock()
         packed = self._shards[hash(session) % SHARDS].get(session, now_s)
@@ -248,7 +256,7 @@ class MemoryStore:
         packed = self._find(session)
         return None if packed is None else self._packing.kind(packed)
 
-    def recall(self, session: str, *, to_step: bool = False) -> Record | None:  # noqa: ARG002  (it is always so)
+    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
         """See `Store`."""
         return self.look(session)
 
@@ -265,12 +273,12 @@ class MemoryStore:
         tokens: Sequence[int],
         step: LastStep,
         snapshot: Snapshot | None = None,  # noqa: ARG002  (states are not kept)
-    ) -> Record | None:
+    ) -> SessionRecord | None:
         """See `Store`."""
         record = self._at(session, revision)
         return None if record is None else self.extend(record, tokens, step)
 
-    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
+    def extend(self, record: SessionRecord, tokens: Sequence[int], step: LastStep) -> SessionRecord | None:
         """See `Ready`."""
         session, now_s = record.session, self._clock()
         packed = self._shards[hash(session) % SHARDS].get(session, now_s)
@@ -280,7 +288,7 @@ class MemoryStore:
         tail = record.tail.append(tokens, position, self.tail_tokens)
         return self._change(record, packed, now_s, position, tail, appended(record.revision), step)
 
-    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+    async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""
         packed, now_s = self._find(session), self._clock()
         record = None if packed is None else self._packing.unpack(session, packed, now_s)
@@ -301,9 +309,9 @@ class MemoryStore:
         return self._counts[model]
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StoreHealth:
         """See `Store`."""
-        return Standing("memory")
+        return StoreHealth("memory")
 
     async def open(self) -> None:
         """See `Store`. A file that was read is put aside: from the first step on it is out of date. One that was still
@@ -348,7 +356,7 @@ class MemoryStore:
         """The session, unless it has been idle for longer than the time to live."""
         return self._shard(session).get(session, self._clock())
 
-    def _at(self, session: str, revision: int) -> Record | None:
+    def _at(self, session: str, revision: int) -> SessionRecord | None:
         """The session, if it is at `revision`."""
         packed = self._find(session)
         if packed is None:
@@ -358,31 +366,31 @@ class MemoryStore:
 
     def _change(
         self,
-        before: Record,
+        before: SessionRecord,
         packed: bytes,
         now_s: float,
         position: int,
-        tail: Tail,
+        tail: TokenHistory,
         revision: int,
         last: LastStep | None = None,
-    ) -> Record:
+    ) -> SessionRecord:
         """The session at its next revision, used now; `packed` is what it was before."""
         session, model, version, mode = before[:4]
-        record = Record(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
+        record = SessionRecord(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
         self._shards[hash(session) % SHARDS].put(session, self._packing.repack(packed, record, now_s))
         while self.used_bytes > self._budget_bytes:
             self._squeeze()
         return record
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: SessionRecord) -> None:
         """One more session."""
         self._counts[record.model] += 1
         self._owned[owner_of(record.session)] += 1
         self.used_bytes += entry_bytes(record.session, len(record.tail.data))
         self._put(record)
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: SessionRecord) -> None:
         self._shard(record.session).put(record.session, self._packing.pack(record, self._clock() - record.idle_s))
 
     def _forget(self, session: str) -> None:

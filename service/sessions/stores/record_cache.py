@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes, touched_s
-from wane.service.sessions.stores.store import Record, Snapshot
+from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
 SNAPSHOTS = 256  # of records that were read and not used yet
 # A session that had moved on is looked at twice by its step, and the second time it has not: where half of all steps
@@ -16,7 +16,7 @@ LIKELY = 0.25
 NEWEST = 1 / 16  # weight of the latest look in the share of those at which a session had moved on
 
 
-class Remembered:
+class RecordCache:
     """The latest sessions that were used, within a budget in bytes: packed, the longest unused first to go."""
 
     def __init__(self, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class Remembered:
         """A session that was remembered was looked at; whether it had moved on."""
         self._moved += NEWEST * (moved - self._moved)
 
-    def put(self, record: Record) -> None:
+    def put(self, record: SessionRecord) -> None:
         """Remembers a session, used now."""
         session = record.session
         self.forget(session)
@@ -55,7 +55,7 @@ class Remembered:
         while self._bytes > self._budget_bytes:
             self.forget(next(iter(self._entries)))
 
-    def get(self, session: str) -> Record | None:
+    def get(self, session: str) -> SessionRecord | None:
         """The session, unless it must have ended meanwhile."""
         packed, now_s = self._entries.get(session), self._clock()
         if packed is None or now_s > touched_s(packed) + self._ttl_s:

@@ -29,9 +29,9 @@ from wane.service.errors import QuotaExceeded, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
-from wane.service.sessions.stores.record_cache import Remembered
-from wane.service.sessions.stores.redis_pipeline import KIND, Argument, Script, Trips
-from wane.service.sessions.stores.store import LastStep, Record, Snapshot, Standing, appended
+from wane.service.sessions.stores.record_cache import RecordCache
+from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Script
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended
 from wane.service.types import SLASH, owner_of
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
@@ -50,7 +50,7 @@ NOBODY = b""
 class Unanswered(Unavailable):
     """Redis said nothing of a change: if nobody else changes the session in `before`, it is at one of `marks`."""
 
-    def __init__(self, message: str, before: Record, marks: Sequence[bytes]) -> None:
+    def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
         self.before = before
         self.marks = marks
@@ -73,19 +73,19 @@ class RedisStore:
     ) -> None:
         """`namespace` is part of every key: other namespaces have other sessions. `budget_bytes` is for what is
         remembered. `timeout_s`: how long Redis may take. Raises ValueError for what is no address."""
-        self.trips = Trips(url, timeout_s, metrics)
+        self.trips = RedisPipeline(url, timeout_s, metrics)
         self._prefix = f"wane:{namespace}:"
         self.tail_tokens = tail_tokens
         self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._remembered = Remembered(budget_bytes, ttl_s, clock)
+        self._remembered = RecordCache(budget_bytes, ttl_s, clock)
 
-    async def create(self, record: Record, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`."""
         if most is not None:
             await self.claim(record.session, most)
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
-    async def make(self, fresh: Record, *, counts: bool) -> bool:
+    async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
         """Keeps a new session, of a revision that nobody else has, which was claimed if it `counts`; False if one of
         that id exists."""
         made = False
@@ -123,7 +123,7 @@ class RedisStore:
         part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
-    async def get(self, session: str) -> Record | None:
+    async def get(self, session: str) -> SessionRecord | None:
         """See `Store`."""
         data, left_ms, state = await self.trips.run(READ, self._keys(session))
         remembered = self._remembered.get(session)
@@ -137,7 +137,7 @@ class RedisStore:
         self._remembered.put(record)
         return record
 
-    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """See `Store`."""
         if to_step and (self._remembered.mostly_moved or not self.trips.reachable):
             return None
@@ -150,7 +150,7 @@ class RedisStore:
 
     async def append(
         self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
-    ) -> Record | None:
+    ) -> SessionRecord | None:
         """See `Store`. Of a comparison that was lost the session as it is now is remembered.
 
         A comparison that is lost by what was sent twice may have been won the first time, if somebody else went on from
@@ -195,7 +195,7 @@ class RedisStore:
         self._remembered.put(after)
         return after
 
-    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+    async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""
         before = await self.get(session)
         if before is None or before.revision != revision:
@@ -207,7 +207,9 @@ class RedisStore:
         except Unavailable as error:
             raise Unanswered(error.message, before, (codec.mark(revision), codec.mark(after.revision))) from error
 
-    async def replace(self, record: Record, marks: Sequence[bytes], since: int | None = None) -> Record | None:
+    async def replace(
+        self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
+    ) -> SessionRecord | None:
         """Puts `record`, whose revision nobody else has, in the place of a session that is at one of `marks`; None, and
         nothing done, if it is at none. `NOBODY` is the mark of no session. `since`: the position up to which the two
         are the same, if that is not the record's own; a state of a later one is forgotten."""
@@ -243,9 +245,9 @@ class RedisStore:
         return self._remembered.count(model)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StoreHealth:
         """See `Store`."""
-        return Standing(KIND, reachable=self.trips.reachable, ready=self.trips.reachable)
+        return StoreHealth(KIND, reachable=self.trips.reachable, ready=self.trips.reachable)
 
     async def open(self) -> None:
         """See `Store`."""
@@ -267,7 +269,7 @@ class RedisStore:
         key = f"{self._prefix}{{{session}}}"
         return key, f"{key}:state"
 
-    def _read(self, session: str, data: bytes | None, idle_s: float = 0.0) -> Record | None:
+    def _read(self, session: str, data: bytes | None, idle_s: float = 0.0) -> SessionRecord | None:
         if data is None:
             return None
         try:

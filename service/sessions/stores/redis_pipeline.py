@@ -67,7 +67,7 @@ class _Call:
     again: bool = False  # it was sent twice, and may have been carried out twice
 
 
-class Trips:
+class RedisPipeline:
     """Takes commands to one Redis, or to one cluster, and brings back what they say."""
 
     def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.types import Mode
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StoreHealth:
     """How a store is: `memory` or `redis`, whether it can be reached, and whether requests to sessions can be answered.
     `not_durable`: how many sessions have tokens that only this process has, though others share the store."""
 
@@ -70,7 +70,7 @@ class Snapshot(NamedTuple):
     state: bytes
 
 
-class Record(NamedTuple):
+class SessionRecord(NamedTuple):
     """A session as it is kept.
 
     `revision` grows with every change, as `appended` and `rewound` say. It is what comparisons are made on: unlike a
@@ -86,7 +86,7 @@ class Record(NamedTuple):
     model_version: str
     mode: Mode
     position: int
-    tail: Tail
+    tail: TokenHistory
     revision: int = 0
     last: LastStep | None = None
     idle_s: float = 0.0
@@ -121,16 +121,16 @@ class Store(Protocol):
 
     tail_tokens: int
 
-    async def create(self, record: Record, most: int | None = None) -> bool:
+    async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many, and
         QuotaExceeded when its owner has `most` already."""
         ...
 
-    async def get(self, session: str) -> Record | None:
+    async def get(self, session: str) -> SessionRecord | None:
         """The session as it is now, its idle time left alone."""
         ...
 
-    def recall(self, session: str, *, to_step: bool = False) -> Record | None:
+    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """The session as it was last seen here, without asking: the next comparison tells whether it is still so.
 
         `to_step`: None too where that is likely to be lost. Raises PositionConflict, once, where tokens that were
@@ -144,14 +144,14 @@ class Store(Protocol):
 
     async def append(
         self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
-    ) -> Record | None:
+    ) -> SessionRecord | None:
         """Compare-and-append: None, and nothing done, unless the session is at `revision`.
 
         `snapshot`: the state after `tokens`, where the store is to keep it: one that does not keep states forgets it.
         """
         ...
 
-    async def rewind(self, session: str, revision: int, position: int) -> Record | None:
+    async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """Cuts the tail back to `position`, which it must hold, and forgets the last step.
 
         None, and nothing done, unless the session is at `revision`.
@@ -168,7 +168,7 @@ class Store(Protocol):
         ...
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> StoreHealth:
         """How the store is, for whoever wants to know whether this process can be used."""
         ...
 
@@ -185,7 +185,7 @@ class Store(Protocol):
 class Ready(Protocol):
     """What a store has beside, if nobody has to wait for it."""
 
-    def look(self, session: str) -> Record | None:
+    def look(self, session: str) -> SessionRecord | None:
         """As `get`."""
         ...
 
@@ -193,6 +193,6 @@ class Ready(Protocol):
         """As `get`, of a session's model and vocabulary only."""
         ...
 
-    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
+    def extend(self, record: SessionRecord, tokens: Sequence[int], step: LastStep) -> SessionRecord | None:
         """As `append`, to the session as it is in `record`."""
         ...

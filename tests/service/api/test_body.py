@@ -18,7 +18,7 @@ from tests.service.live_server import LiveServer
 from tests.service.problems import assert_problem
 from wane.service.api import body as decoding
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
-from wane.service.api.middleware import Context
+from wane.service.api.middleware import RequestContext
 from wane.service.api.schemas.common import (
     Body,
     CompareBody,
@@ -50,7 +50,7 @@ async def refusal(decoder: Decoder, model: type[Body], document: object) -> Inva
         return {"type": "http.request", "body": to_json(document)}
 
     app = SimpleNamespace(state=SimpleNamespace(decoder=decoder))
-    request = Request({"type": "http", "wane.context": Context("id", None), "app": app}, receive)
+    request = Request({"type": "http", "wane.context": RequestContext("id", None), "app": app}, receive)
     with pytest.raises(InvalidRequest) as refused:
         await decode(request, model)
     return refused.value

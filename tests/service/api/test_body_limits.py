@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wane.service.api.body import MOST_DIGITS, Most, excess
+from wane.service.api.body import MOST_DIGITS, BodyLimits, excess
 from wane.service.errors import NotJson
 
-ANYTHING = Most(10**9, 10**9, 10**9)
+ANYTHING = BodyLimits(10**9, 10**9, 10**9)
 TEXTS = st.text() | st.text('\\"[]{},:0')
 DOCUMENTS: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.integers() | st.floats() | TEXTS,
@@ -35,7 +35,7 @@ def parts(document: object) -> Iterator[str]:
 def test_what_stands_in_a_string_does_not_count(document: object, ascii_only: bool) -> None:
     raw = json.dumps(document, ensure_ascii=ascii_only).encode(errors="replace")
     found = list(parts(document))
-    most = Most(found.count("value"), found.count("field"), found.count("container"))
+    most = BodyLimits(found.count("value"), found.count("field"), found.count("container"))
     assert excess(raw, most) is None
     for name, count in most._asdict().items():
         if count:
@@ -43,10 +43,10 @@ def test_what_stands_in_a_string_does_not_count(document: object, ascii_only: bo
 
 
 def test_the_place_is_that_of_the_first_thing_that_is_too_much() -> None:
-    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(1, 9, 9)) == (11, "1 comma-separated values")
-    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(2, 1, 9)) == (15, "2 comma-separated values")
-    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(9, 1, 9)) == (20, "1 fields")
-    assert excess(b'{"a": [1, 2, 3], "b": 4}', Most(9, 9, 1)) == (6, "1 objects and lists")
+    assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(1, 9, 9)) == (11, "1 comma-separated values")
+    assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(2, 1, 9)) == (15, "2 comma-separated values")
+    assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(9, 1, 9)) == (20, "1 fields")
+    assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(9, 9, 1)) == (6, "1 objects and lists")
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"[1,", b"]"), (b'{"a":', b""), (b"[0.", b",1]")])

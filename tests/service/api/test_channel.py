@@ -15,7 +15,7 @@ from websockets.frames import Frame, Opcode
 
 from tests.service.slow_client import HANDSHAKE, frame, serving
 from wane.service.errors import Abandoned
-from wane.service.net.websocket_protocol import LINE, Inbox, Left, short_text
+from wane.service.net.websocket_protocol import LINE, ClientDisconnected, ReceiveQueue, short_text
 from wane.service.observability.metrics import Metrics
 from wane.service.server import WEBSOCKETS, protocols
 from wane.service.settings import Settings
@@ -143,7 +143,7 @@ async def saying(texts: list[bytes], heard: asyncio.Event) -> AsyncIterator[str]
             await line.say(text)
         while (await line.receive())["type"] != "websocket.disconnect":
             pass
-        with pytest.raises(Left):
+        with pytest.raises(ClientDisconnected):
             await line.say(b"late")
         await line.hang_up(1000, "late")  # changes nothing
         heard.set()
@@ -172,7 +172,7 @@ async def test_texts_of_every_length_are_heard_as_they_were_said() -> None:
 
 
 async def test_work_for_a_client_that_leaves_is_given_up() -> None:
-    inbox = Inbox(asyncio.get_running_loop())
+    inbox = ReceiveQueue(asyncio.get_running_loop())
     with pytest.raises(Abandoned), inbox:
         inbox.put_nowait({"type": "websocket.disconnect", "code": 1000})
         await asyncio.Event().wait()
@@ -181,7 +181,7 @@ async def test_work_for_a_client_that_leaves_is_given_up() -> None:
 
 
 async def test_work_for_a_client_that_has_left_already_has_its_time_and_is_given_up_then() -> None:
-    inbox = Inbox(asyncio.get_running_loop())
+    inbox = ReceiveQueue(asyncio.get_running_loop())
     inbox.put_nowait({"type": "websocket.receive", "text": "{}"})
     inbox.put_nowait({"type": "websocket.disconnect", "code": 1000})
     assert (await inbox.get())["type"] == "websocket.receive"
@@ -193,7 +193,7 @@ async def test_work_for_a_client_that_has_left_already_has_its_time_and_is_given
 
 
 async def test_a_cancellation_from_elsewhere_is_no_hang_up() -> None:
-    inbox = Inbox(asyncio.get_running_loop())
+    inbox = ReceiveQueue(asyncio.get_running_loop())
 
     async def waits() -> None:
         with inbox:
@@ -207,7 +207,7 @@ async def test_a_cancellation_from_elsewhere_is_no_hang_up() -> None:
 
 
 async def test_what_comes_is_taken_in_its_order_by_one_who_waited_for_it() -> None:
-    inbox = Inbox(asyncio.get_running_loop())
+    inbox = ReceiveQueue(asyncio.get_running_loop())
     waiting = asyncio.create_task(inbox.get())
     await asyncio.sleep(0)
     for code in (1, 2):

@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from tests.service.fake_engine import MANIFEST, FakeCatalog, FakeEngine
+from tests.service.fake_engine import MANIFEST, FakeEngine, FakeRegistry
 from wane.service.types import GenerateRequest, Mode, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 WHO = {"model": "fake", "model_version": "3", "device": "cpu"}
@@ -254,7 +254,7 @@ async def test_a_model_shows_its_certificate_and_the_list_leaves_out_the_curve(c
 
 
 async def test_readiness_lists_the_models_and_says_why_one_is_not_certified(
-    client: httpx.AsyncClient, catalog: FakeCatalog
+    client: httpx.AsyncClient, catalog: FakeRegistry
 ) -> None:
     ready = (await client.get("/readyz")).json()
     assert ready["models"] == [{**WHO, "certified": False, "reason": "the bound is still 0.02"}]
@@ -276,7 +276,7 @@ async def test_a_body_is_json_whatever_it_is_called(client: httpx.AsyncClient, k
     assert response.status_code == 200
 
 
-async def test_requests_are_answered_side_by_side(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_requests_are_answered_side_by_side(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     catalog.engine.wait = asyncio.Event()
     first = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
     await catalog.engine.waiting.wait()

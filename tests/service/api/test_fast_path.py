@@ -19,16 +19,16 @@ from tests.service.conftest import (
     make_bench,  # noqa: F401  (a fixture)
     never,
 )
-from tests.service.engine_harness import Bench
-from tests.service.fake_engine import FakeCatalog
+from tests.service.engine_harness import EngineHarness
+from tests.service.fake_engine import FakeRegistry
 from tests.service.slow_client import HANDSHAKE, MALFORMED, frame, statuses, until
 from wane.service.api import encode
 from wane.service.app import Application, create_app
-from wane.service.auth.keyring import Holder
+from wane.service.auth.keyring import Principal
 from wane.service.engine.engine import Engine
 from wane.service.errors import RateLimited
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.server import WEBSOCKETS, protocols
 from wane.service.settings import Settings
 from wane.service.types import StepRequest
@@ -38,10 +38,10 @@ PATH = "/v1/sessions/a/tokens"
 ROUTE = "/v1/sessions/{session}/tokens"
 WAIT_S = 120.0
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 
 
-class OneEngine(FakeCatalog):
+class OneEngine(FakeRegistry):
     """A catalog of one real engine, on a store that answers at once."""
 
     def __init__(self, engine: Engine) -> None:
@@ -59,15 +59,15 @@ class OneEngine(FakeCatalog):
         """The bench's fixture ends the engine."""
 
 
-class Stage(SocketServer):
+class ServerHarness(SocketServer):
     """The server over a bench's engine; `asked` has the paths of the requests that came to the application."""
 
-    def __init__(self, bench: Bench, **changes: Any) -> None:
+    def __init__(self, bench: EngineHarness, **changes: Any) -> None:
         settings = Settings(**changes)
         self.bench = bench
         self.metrics = Metrics()
         self.catalog_ = OneEngine(bench.engine)
-        app = create_app(settings, cast(Catalog, self.catalog_), self.metrics, on_load_failure=never)
+        app = create_app(settings, cast(ModelRegistry, self.catalog_), self.metrics, on_load_failure=never)
         super().__init__(app, self.catalog_)
         self.asked: list[str] = []
         self.clients: list[Client] = []
@@ -95,12 +95,12 @@ def serve(make_bench: MakeBench) -> Serve:  # noqa: F811
     """Serves a bench's engine with sessions a, b and c, whose states are resident."""
 
     @asynccontextmanager
-    async def serving(bench: Bench | None = None, **changes: Any) -> AsyncIterator[Stage]:
+    async def serving(bench: EngineHarness | None = None, **changes: Any) -> AsyncIterator[ServerHarness]:
         bench = bench or make_bench()
         for name in "abc":
             await bench.engine.create_session(name)
             await bench.engine.step(StepRequest(name, (5,)))
-        stage = Stage(bench, **changes)
+        stage = ServerHarness(bench, **changes)
         task = asyncio.create_task(stage.serve())
         await stage.listening.wait()
         try:
@@ -118,13 +118,13 @@ def serve(make_bench: MakeBench) -> Serve:  # noqa: F811
 class Client:
     """One connection, which is spoken to in bytes."""
 
-    def __init__(self, stage: Stage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, stage: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.stage = stage
         self.reader = reader
         self.writer = writer
 
     @classmethod
-    async def of(cls, stage: Stage) -> Client:
+    async def of(cls, stage: ServerHarness) -> Client:
         """One of the stage, which closes it in the end."""
         stage.clients.append(cls(stage, *await asyncio.open_connection(*stage.address)))
         return stage.clients[-1]
@@ -456,13 +456,13 @@ async def test_a_connection_that_is_to_be_closed_is(serve: Serve, request_: byte
         assert await client.reader.read() == b""
 
 
-def hold(stage: Stage) -> None:
+def hold(stage: ServerHarness) -> None:
     """From now on no run ends."""
     stage.bench.runner.busy.clear()
     stage.bench.runner.gate.clear()
 
 
-async def position(stage: Stage, session: str) -> int:
+async def position(stage: ServerHarness, session: str) -> int:
     return (await stage.bench.engine.get_session(session)).position
 
 
@@ -545,7 +545,7 @@ async def test_a_key_is_asked_for_and_charged_once_whichever_way_a_step_goes(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
-    monkeypatch.setattr(Holder, "charge", lambda _, requests, before=0.0: charged.append(requests))
+    monkeypatch.setattr(Principal, "charge", lambda _, requests, before=0.0: charged.append(requests))
     async with serve(api_keys=f"alice:{KEY}") as stage:
         client, held = await Client.of(stage), f"authorization: Bearer {KEY}"
         status, document = await client.ask(step({"tokens": [6]}))
@@ -560,10 +560,10 @@ async def test_a_key_is_asked_for_and_charged_once_whichever_way_a_step_goes(
 
 
 async def test_a_step_over_the_rate_of_its_key_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Holder, requests: float, before: float = 0.0) -> None:
+    def refuse(_: Principal, requests: float, before: float = 0.0) -> None:
         raise RateLimited(f"{requests:g} too many, after {before:g}", 1.0)
 
-    monkeypatch.setattr(Holder, "charge", refuse)
+    monkeypatch.setattr(Principal, "charge", refuse)
     async with serve(api_keys=f"alice:{KEY}") as stage:
         status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}, f"authorization: Bearer {KEY}"))
         assert (status, document["code"]) == (429, "rate_limited")

@@ -14,8 +14,8 @@ from websockets.frames import Frame
 from tests.service.alone import alone, left
 from tests.service.slow_client import GET, HANDSHAKE, frame, serving
 from wane.service.api.disconnect import until_hangup
-from wane.service.net.http_protocol import Corked, PatientHttp
-from wane.service.net.websocket_protocol import PatientWebSocket
+from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
+from wane.service.net.websocket_protocol import WebSocketProtocol
 
 TURNS = 100  # of the event loop, for what there is still to do
 
@@ -48,7 +48,7 @@ async def connect_and_leave() -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not left(Corked)
+        assert not left(BufferedTransport)
 
 
 async def leave_within_a_message(first: bytes) -> None:
@@ -65,7 +65,7 @@ async def leave_within_a_message(first: bytes) -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not [*left(PatientWebSocket), *left(Frame), *left(PatientHttp), *left(Corked)]
+        assert not [*left(WebSocketProtocol), *left(Frame), *left(HttpProtocol), *left(BufferedTransport)]
 
 
 async def leave_within_a_frame() -> None:

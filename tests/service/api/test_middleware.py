@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.service.conftest import LIMIT
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.problems import assert_problem
 from wane.service.types import PredictRequest
 
@@ -145,7 +145,7 @@ async def test_a_body_that_does_not_come_in_time_is_a_passed_deadline(client: ht
     assert_problem(response, 504, "deadline_exceeded")
 
 
-async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     for status, code in (("loading", 503), ("ready", 200), ("draining", 503)):
         catalog.status = status
         response = await client.get("/readyz")
@@ -158,7 +158,7 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog:
         assert (await client.get("/healthz")).json() == {"live": True}
 
 
-async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     for status, code in (("loading", 503), ("ready", 200)):
         catalog.status = status
         assert (await client.head("/readyz")).status_code == code

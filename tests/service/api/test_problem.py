@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tests.service.fake_engine import FakeCatalog
+from tests.service.fake_engine import FakeRegistry
 from tests.service.problems import assert_problem
 from wane.service.api.problem import Failure, describe
 from wane.service.errors import (
@@ -28,7 +28,7 @@ from wane.service.errors import (
     Unavailable,
     UnknownModel,
     UnknownSession,
-    shown,
+    truncate_repr,
 )
 
 # A valid request to every route that can fail by itself, and every route there is: `unlisted` finds a new one.
@@ -82,7 +82,10 @@ def named(case: tuple[str, str, object]) -> str:
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda case: case[2])
 @pytest.mark.parametrize("route", ENGINE_ROUTES, ids=named)
 async def test_what_the_engine_raises_has_one_shape(
-    client: httpx.AsyncClient, catalog: FakeCatalog, route: tuple[str, str, object], failure: tuple[Exception, int, str]
+    client: httpx.AsyncClient,
+    catalog: FakeRegistry,
+    route: tuple[str, str, object],
+    failure: tuple[Exception, int, str],
 ) -> None:
     method, path, body = route
     error, status, code = failure
@@ -94,7 +97,10 @@ async def test_what_the_engine_raises_has_one_shape(
 @pytest.mark.parametrize("failure", [FAILURES[11], FAILURES[15]], ids=lambda case: case[2])
 @pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
 async def test_what_the_catalog_raises_has_one_shape(
-    client: httpx.AsyncClient, catalog: FakeCatalog, route: tuple[str, str, object], failure: tuple[Exception, int, str]
+    client: httpx.AsyncClient,
+    catalog: FakeRegistry,
+    route: tuple[str, str, object],
+    failure: tuple[Exception, int, str],
 ) -> None:
     method, path, body = route
     error, status, code = failure
@@ -179,19 +185,19 @@ async def test_a_position_header_that_is_no_position_has_the_shape(client: httpx
 
 
 def test_what_is_shown_of_what_a_client_sent_is_cut() -> None:
-    assert shown("a b") == "'a b'"
-    assert shown("x" * SHOWN_CHARACTERS) == repr("x" * SHOWN_CHARACTERS)
-    assert shown("x" * (SHOWN_CHARACTERS + 1)) == "'" + "x" * (SHOWN_CHARACTERS - 1) + "..."
-    assert shown(10**4000) == "1" + "0" * (SHOWN_CHARACTERS - 1) + "..."
+    assert truncate_repr("a b") == "'a b'"
+    assert truncate_repr("x" * SHOWN_CHARACTERS) == repr("x" * SHOWN_CHARACTERS)
+    assert truncate_repr("x" * (SHOWN_CHARACTERS + 1)) == "'" + "x" * (SHOWN_CHARACTERS - 1) + "..."
+    assert truncate_repr(10**4000) == "1" + "0" * (SHOWN_CHARACTERS - 1) + "..."
 
 
-async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     catalog.engine.failure = PositionConflict("elsewhere", 12)
     response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]})
     assert assert_problem(response, 409, "position_conflict")["position"] == 12
 
 
-async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     catalog.engine.failure = Overloaded("full", retry_after_s=2.1)
     response = await client.post("/v1/predict", json={"tokens": [1]})
     assert response.headers["retry-after"] == "3"
@@ -215,7 +221,7 @@ async def test_while_the_models_are_loaded_the_device_is_not_known(loading: http
 
 
 async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id(
-    client: httpx.AsyncClient, catalog: FakeCatalog, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient, catalog: FakeRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     catalog.engine.failure = RuntimeError("a secret")
     await client.post("/v1/predict", json={"tokens": [1]}, headers={"x-request-id": "abc"})
@@ -247,7 +253,7 @@ async def test_what_fails_within_a_batch_is_not_logged_as_the_request_s_failure(
 
 
 async def test_after_the_first_byte_a_failure_is_an_event(
-    client: httpx.AsyncClient, catalog: FakeCatalog, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient, catalog: FakeRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     catalog.engine.failure_after_first_token = Unavailable("going away")

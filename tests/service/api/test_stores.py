@@ -8,18 +8,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service.fake_engine import FakeCatalog
+from tests.service.fake_engine import FakeRegistry
 from tests.service.live_server import TIMEOUT_S, environment, live_server, run
 from tests.service.sessions.stores.redis_server import redis_server
-from wane.service.sessions.stores.store import Standing
+from wane.service.sessions.stores.store import StoreHealth
 
 MEMORY = {"kind": "memory", "reachable": True, "not_durable": 0}
 
 
-async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["store"]) == (200, MEMORY)
-    catalog.standing = Standing("redis", reachable=False, ready=False)
+    catalog.standing = StoreHealth("redis", reachable=False, ready=False)
     away = await client.get("/readyz")
     assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_away")
     assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
@@ -27,9 +27,9 @@ async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, c
 
 
 async def test_a_server_that_does_without_its_store_is_ready_and_says_for_how_many_sessions(
-    client: httpx.AsyncClient, catalog: FakeCatalog
+    client: httpx.AsyncClient, catalog: FakeRegistry
 ) -> None:
-    catalog.standing = Standing("redis", reachable=False, not_durable=3)
+    catalog.standing = StoreHealth("redis", reachable=False, not_durable=3)
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 3}

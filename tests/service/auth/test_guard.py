@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from websockets.typing import Subprotocol
 
 from tests.service.conftest import never
-from tests.service.fake_engine import FakeCatalog
+from tests.service.fake_engine import FakeRegistry
 from tests.service.live_server import live_server
 from tests.service.problems import assert_members
 from tests.service.table import every_route, every_socket
@@ -25,7 +25,7 @@ from wane.service.app import create_app
 from wane.service.auth.keys import Permission
 from wane.service.errors import InvalidRequest, UnknownSession
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 ALICE, BOB, OPS, SCRAPER = (f"{name}-0123456789abcdefgh" for name in ("alice", "bob", "ops", "scraper"))
@@ -42,23 +42,23 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def guarded() -> FastAPI:
     settings = Settings.read({"WANE_API_KEYS": KEYS})
-    return create_app(settings, cast(Catalog, FakeCatalog()), Metrics(), on_load_failure=never)
+    return create_app(settings, cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never)
 
 
 @pytest.fixture
-def models(guarded: FastAPI) -> FakeCatalog:
-    guarded.state.catalog = catalog = FakeCatalog()
+def models(guarded: FastAPI) -> FakeRegistry:
+    guarded.state.catalog = catalog = FakeRegistry()
     return catalog
 
 
 @pytest.fixture
-async def client(guarded: FastAPI, models: FakeCatalog) -> AsyncIterator[httpx.AsyncClient]:
+async def client(guarded: FastAPI, models: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://wane") as client:
         yield client
 
 
 @pytest.fixture
-def sockets(guarded: FastAPI, models: FakeCatalog) -> Iterator[TestClient]:
+def sockets(guarded: FastAPI, models: FakeRegistry) -> Iterator[TestClient]:
     with TestClient(guarded) as client:
         yield client
 
@@ -102,7 +102,7 @@ async def test_a_path_with_a_control_character_is_no_route(
 
 
 async def test_what_a_key_is_good_for_is_told_behind_the_path_that_the_application_is_mounted_at(
-    guarded: FastAPI, models: FakeCatalog
+    guarded: FastAPI, models: FakeRegistry
 ) -> None:
     transport = httpx.ASGITransport(guarded, root_path="/wane")
     async with httpx.AsyncClient(transport=transport, base_url="http://host/wane") as client:
@@ -200,7 +200,7 @@ async def test_a_refusal_says_nothing_of_the_key(client: httpx.AsyncClient) -> N
 
 
 async def test_a_session_is_its_owner_s_and_is_called_what_the_owner_calls_it(
-    client: httpx.AsyncClient, models: FakeCatalog
+    client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     created = await client.post("/v1/sessions", json={"session": "demo"}, headers=bearer(ALICE))
     assert created.json()["session"] == "demo" and created.headers["location"] == "/v1/sessions/demo"
@@ -222,7 +222,7 @@ async def test_a_session_is_its_owner_s_and_is_called_what_the_owner_calls_it(
 
 
 async def test_a_step_behind_one_that_the_engine_refused_names_the_session_as_its_owner_does(
-    client: httpx.AsyncClient, models: FakeCatalog
+    client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     models.engine.failure = InvalidRequest("no")
     body = {"steps": [{"session": "demo", **STEP}] * 2}
@@ -244,7 +244,7 @@ async def test_an_id_that_would_name_another_s_session_is_none(client: httpx.Asy
 
 
 async def test_what_is_said_of_a_session_that_there_is_not_names_nobody(
-    client: httpx.AsyncClient, models: FakeCatalog
+    client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     models.engine.failure = UnknownSession("there is no session 'demo'")
     texts = set()
@@ -258,7 +258,7 @@ async def test_what_is_said_of_a_session_that_there_is_not_names_nobody(
 def limited(burst: float) -> FastAPI:
     """An application of which alice may ask so much at once, and nothing more for a good while."""
     app = create_app(
-        Settings.read({"WANE_API_KEYS": KEYS}), cast(Catalog, FakeCatalog()), Metrics(), on_load_failure=never
+        Settings.read({"WANE_API_KEYS": KEYS}), cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never
     )
     keyring = app.state.keys.keyring
     keyring.replace([replace(keyring.find(ALICE.encode()).key, rate=0.001, burst=burst)])

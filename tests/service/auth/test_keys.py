@@ -9,7 +9,7 @@ import pytest
 
 from tests.service.engine_harness import Clock
 from wane.service.auth.key_file import KeyFile
-from wane.service.auth.keyring import Holder, Keyring
+from wane.service.auth.keyring import Keyring, Principal
 from wane.service.auth.keys import Key, KeysError, Permission, digest, make_key, of_file, of_text, weak
 from wane.service.errors import RateLimited, Unauthorized
 from wane.service.settings import Settings, SettingsError
@@ -22,7 +22,7 @@ def line(name: str, key: str, options: str = "") -> str:
     return f"{name}:sha256:{digest(key.encode()).hex()} {options}\n"
 
 
-def holder(keyring: Keyring, key: str) -> Holder:
+def holder(keyring: Keyring, key: str) -> Principal:
     found = keyring.find(key.encode())
     assert found is not None
     return found

@@ -19,7 +19,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import Array
-from wane.service.state.pool import RESERVED, Slab
+from wane.service.state.pool import RESERVED, StatePool
 
 VOCABULARY = byte_vocabulary()
 
@@ -39,7 +39,7 @@ class ThreadedRunner(FakeRunner):
 class Rig:
     def __init__(self, max_batch: int = 8, max_queue: int = 16, inline_s: float = 0.0) -> None:
         self.runner = ThreadedRunner(VOCABULARY.size)
-        self.slab = Slab(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+        self.slab = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
         self.metrics = Metrics()
         self.batcher = Batcher(
             self.runner, self.slab, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue, inline_s=inline_s

@@ -5,30 +5,30 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.service.engine_harness import HIDDEN, Bench, FakeRunner, InOrder, byte_vocabulary, make_manifest
-from wane.service.batching.cost_model import Costs
+from tests.service.engine_harness import HIDDEN, EngineHarness, FakeRunner, InOrder, byte_vocabulary, make_manifest
+from wane.service.batching.cost_model import CostModel
 from wane.service.chunked.layout import SEGMENT_TOKENS
-from wane.service.state.pool import Slab
+from wane.service.state.pool import StatePool
 from wane.service.types import Mode, PredictRequest
 
 PIECE = 512
 
 
 def test_between_what_was_measured_cost_is_linear_and_beyond_it_proportional() -> None:
-    costs = Costs(PIECE)
+    costs = CostModel(PIECE)
     costs.observe("window", 1, 16, 2.0)
     costs.observe("window", 1, 64, 5.0)
     assert [costs.window(k) for k in (1, 16, 40, 64, 128)] == [2.0, 2.0, 3.5, 5.0, 10.0]
 
 
 def test_an_item_of_a_batch_costs_its_share() -> None:
-    costs = Costs(PIECE)
+    costs = CostModel(PIECE)
     costs.observe("window", 4, 64, 2.0)
     assert costs.window(16) == 0.5
 
 
 def test_costs_follow_a_change_of_load() -> None:
-    costs = Costs(PIECE)
+    costs = CostModel(PIECE)
     costs.observe("step", 1, 1, 1.0)
     costs.observe("step", 1, 1, 17.0)
     assert costs.run("step", 1) == 2.0
@@ -38,7 +38,7 @@ def test_costs_follow_a_change_of_load() -> None:
 
 
 def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
-    costs = Costs(PIECE)
+    costs = CostModel(PIECE)
     costs.observe("window", 1, PIECE, 7.0)
     costs.observe("advance", 1, PIECE, 5.0)
     costs.observe("advance", 1, 100, 1.0)
@@ -49,7 +49,7 @@ def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
 
 
 def test_a_sequence_whose_chunks_run_side_by_side_costs_what_they_are_expected_to() -> None:
-    costs = Costs(PIECE)
+    costs = CostModel(PIECE)
     costs.observe("advance", 1, PIECE, 5.0)
     costs.observe("head", 1, 1, 0.25)
     costs.side_by_side = {2 * PIECE: None, 4 * PIECE: 3.0}.__getitem__
@@ -58,13 +58,13 @@ def test_a_sequence_whose_chunks_run_side_by_side_costs_what_they_are_expected_t
 
 
 def test_what_was_never_run_costs_nothing_yet() -> None:
-    assert Costs(PIECE).full(10_000) == 0.0
+    assert CostModel(PIECE).full(10_000) == 0.0
 
 
 def test_warm_up_measures_every_role_alone_and_counts_the_quickest_run() -> None:
     vocabulary = byte_vocabulary()
-    runner, costs = FakeRunner(vocabulary.size), Costs(PIECE)
-    slab = Slab(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
+    runner, costs = FakeRunner(vocabulary.size), CostModel(PIECE)
+    slab = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
     ticks = itertools.accumulate(itertools.chain([0], itertools.cycle((3, 1, 2, 1, 5, 1))))
     costs.measure(runner, slab, vocabulary.eos_id, (2, 4, 4), clock=lambda: float(next(ticks)))
     assert {role for role, _ in runner.calls} == {"step", "head", "window", "advance"}
@@ -76,13 +76,13 @@ def test_a_model_that_cannot_be_measured_says_why() -> None:
     vocabulary = byte_vocabulary()
     runner = FakeRunner(vocabulary.size)
     runner.poison = vocabulary.eos_id
-    slab = Slab(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
+    slab = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
     with pytest.raises(RuntimeError, match="poisoned"):
-        Costs(PIECE).measure(runner, slab, vocabulary.eos_id, (2,))
+        CostModel(PIECE).measure(runner, slab, vocabulary.eos_id, (2,))
 
 
 async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
-    bench = Bench(costs=Costs(PIECE))
+    bench = EngineHarness(costs=CostModel(PIECE))
     await bench.engine.predict(PredictRequest(tuple(range(2, 12))))
     report = await bench.engine.report()
     costs = report["costs"]
@@ -106,7 +106,7 @@ class Quick(InOrder):
 
 @pytest.mark.parametrize(("pacing", "mode"), [(None, Mode.WINDOW), (Quick(), Mode.RECURRENT)])
 async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_window(
-    make_bench: Callable[..., Bench], pacing: Quick | None, mode: Mode
+    make_bench: Callable[..., EngineHarness], pacing: Quick | None, mode: Mode
 ) -> None:
     bench = make_bench(certified=True, window=400, max_window=400, tail_tokens=400, pacing=pacing)
     answer = await bench.engine.predict(PredictRequest((5,) * 2700))
@@ -114,7 +114,7 @@ async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_wind
 
 
 def test_what_chunks_take_is_known_for_every_segment() -> None:
-    bench = Bench(pacing=Quick())
+    bench = EngineHarness(pacing=Quick())
     parallel = bench.engine._forward._parallel
     segment = 1e-7 * (SEGMENT_TOKENS + 3 * 300)
     assert parallel.seconds(600) is None

@@ -16,14 +16,14 @@ from tests.service.shipped import PATHS, opened
 from wane.models.manifest import Role
 from wane.service.batching.warm_up import warm_up
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded, Overloaded, PositionConflict, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import Array, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED
-from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
 MODEL = next((path for path in PATHS if path.name == "gated-stable"), PATHS[0])
 SESSIONS = 60
@@ -56,7 +56,7 @@ class Load:
         settings = Settings(max_batch=16, max_queue=max_queue, state_budget_bytes=4 * floats * (RESERVED + STATES))
         keep = tail_tokens or manifest.max_window
         self.store = MemoryStore(keep, settings.session_ttl_s, settings.session_budget_bytes)
-        margin = Margin(bundle.weights())
+        margin = MarginProof(bundle.weights())
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
         # The engine's own would also measure what runs cost: these sessions are recurrent, whatever that is.
@@ -130,7 +130,7 @@ async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_di
 ) -> None:
     load = make_load()
     sessions = await load.start()
-    states: Counter[Origin] = Counter()
+    states: Counter[StateSource] = Counter()
 
     async def client(own: Sequence[str]) -> None:
         for _ in range(30):
@@ -138,8 +138,8 @@ async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_di
 
     await asyncio.gather(*(client(sessions[first::8]) for first in range(8)))
     assert states.total() == sum(map(len, load.appended.values())) == 8 * 30
-    assert states[Origin.REBUILT] == load.sample("wane_sessions_rebuilt_total") > 0
-    assert states[Origin.RESIDENT] > 0
+    assert states[StateSource.REBUILT] == load.sample("wane_sessions_rebuilt_total") > 0
+    assert states[StateSource.RESIDENT] > 0
     assert load.sample("wane_sessions_evicted_total") > 0
     await load.check()
 
@@ -154,11 +154,11 @@ async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: 
     load.runner.rows.clear()
     answers = await asyncio.gather(*map(load.step, sessions))
     assert load.runner.rows == {("window", 16): 1}
-    assert {(answer.state, answer.error_bound) for answer in answers} == {(Origin.REBUILT, 0.0)}
+    assert {(answer.state, answer.error_bound) for answer in answers} == {(StateSource.REBUILT, 0.0)}
     load.runner.rows.clear()
     answers = await asyncio.gather(*map(load.step, sessions))
     assert load.runner.rows == {("step", 16): 1}
-    assert {answer.state for answer in answers} == {Origin.RESIDENT}
+    assert {answer.state for answer in answers} == {StateSource.RESIDENT}
     await load.check()
 
 
@@ -168,7 +168,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(
     tokens = tuple(load.token() for _ in range(200))
     await load.engine.step(StepRequest(session, tokens))
     load.engine._slab.drop(session)
-    for state in (Origin.REBUILT, Origin.RESIDENT):
+    for state in (StateSource.REBUILT, StateSource.RESIDENT):
         tokens = (*tokens, load.token())
         answer = await load.engine.step(StepRequest(session, tokens[-1:], top_k=100))
         whole = await load.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))

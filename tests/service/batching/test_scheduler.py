@@ -8,8 +8,8 @@ import pytest
 
 from wane.models.manifest import Role
 from wane.service.batching.batch import Work
-from wane.service.batching.cost_model import Costs
-from wane.service.batching.scheduler import ALONE_S, SLICE_S, FairQueue
+from wane.service.batching.cost_model import CostModel
+from wane.service.batching.scheduler import ALONE_S, SLICE_S, FairScheduler
 
 
 @dataclass(eq=False)
@@ -18,7 +18,7 @@ class Waiting:
     left: bool = field(default=False)
 
 
-class TenthOfASlice(Costs):
+class TenthOfASlice(CostModel):
     """A sequence takes so much of a slice for every ten tokens, where no steps come."""
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ def stays(item: Waiting) -> bool:
     return not item.left
 
 
-def make(items: Sequence[Waiting] = (), costs: Costs | None = None) -> FairQueue[Waiting]:
-    queue = FairQueue[Waiting](8, costs)
+def make(items: Sequence[Waiting] = (), costs: CostModel | None = None) -> FairScheduler[Waiting]:
+    queue = FairScheduler[Waiting](8, costs)
     for item in items:
         queue.put(item)
     return queue
 
 
-def taken(queue: FairQueue[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
+def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
     """The role and the size of the next batch, which took so long as its role says."""
     items = queue.take(stays)
     assert items and len({item.work.role for item in items}) == 1

@@ -8,13 +8,13 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import Bench, InOrder
+from tests.service.engine_harness import EngineHarness, InOrder
 from tests.service.shipped import PATHS, opened
 from wane.models.certificate.propagation import Propagation
 from wane.service.chunked import layout
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import RESIDUAL
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded, TooLarge, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
@@ -51,7 +51,7 @@ def text(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(2, 258, size=count).tolist())
 
 
-async def both(bench: Bench | Served, tokens: tuple[int, ...], tolerance: float | None) -> tuple[Score, Score]:
+async def both(bench: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None) -> tuple[Score, Score]:
     """In order, and side by side."""
     in_order = await bench.engine.score(ScoreRequest(tokens))
     side_by_side = await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
@@ -68,7 +68,7 @@ class Served:
         self.engine = Engine(
             bundle.manifest,
             bundle.vocabulary,
-            Margin(bundle.weights()),
+            MarginProof(bundle.weights()),
             runner,
             MemoryStore(16, 3600, 2**20),
             Settings(),
@@ -79,7 +79,7 @@ class Served:
 
 
 async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., EngineHarness],
 ) -> None:
     bench = make_bench(pacing=Told({0.0: 300}))
     in_order, side_by_side = await both(bench, text(2700), 0)
@@ -92,7 +92,7 @@ async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
 
 @pytest.mark.parametrize("decay", [1.0, 1.01])
 async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
-    make_bench: Callable[..., Bench], decay: float
+    make_bench: Callable[..., EngineHarness], decay: float
 ) -> None:
     bench = make_bench(pacing=Told({0.0: 32}))
     bench.runner.decay = np.float32(decay)
@@ -116,7 +116,7 @@ async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() 
 
 
 async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 512)
     bench = make_bench(pacing=Told({0.0: 32}))
@@ -128,7 +128,7 @@ async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
 
 
 async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 4096)
     bench = make_bench(pacing=Told({0.0: 150}))
@@ -139,7 +139,9 @@ async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on
     assert {150 % STEPS, 300 % STEPS} <= warm_ups
 
 
-async def test_cells_are_run_again_only_until_they_meet_what_was_computed(make_bench: Callable[..., Bench]) -> None:
+async def test_cells_are_run_again_only_until_they_meet_what_was_computed(
+    make_bench: Callable[..., EngineHarness],
+) -> None:
     bench = make_bench(pacing=Told({0.0: 16}))
     tokens = text(2048)
     in_order, side_by_side = await both(bench, tokens, 0)
@@ -147,7 +149,7 @@ async def test_cells_are_run_again_only_until_they_meet_what_was_computed(make_b
     assert 1 < side_by_side.summary.rounds < len(tokens) / STEPS * 0.75
 
 
-async def test_without_a_tolerance_the_residual_is_small_and_told(make_bench: Callable[..., Bench]) -> None:
+async def test_without_a_tolerance_the_residual_is_small_and_told(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(pacing=Told({RESIDUAL: 16}))
     in_order, side_by_side = await both(bench, text(2048), None)
     summary = side_by_side.summary
@@ -157,7 +159,9 @@ async def test_without_a_tolerance_the_residual_is_small_and_told(make_bench: Ca
     assert side_by_side.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
 
 
-async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(make_bench: Callable[..., Bench]) -> None:
+async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
+    make_bench: Callable[..., EngineHarness],
+) -> None:
     bench = make_bench(pacing=Told({RESIDUAL: 16, 0.0: 32}))
     in_order, side_by_side = await both(bench, text(1024), 0.5)
     assert side_by_side.logprobs == in_order.logprobs
@@ -184,7 +188,7 @@ async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_
 
 
 async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_residual(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., EngineHarness],
 ) -> None:
     bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 150}))
     enough = bench.manifest.certificate.smallest_window(0.1)
@@ -209,7 +213,7 @@ class Strict(Propagation):
         return 1e6 if any(joint.any() for joint in joints.values()) else 0.0
 
 
-async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_bench: Callable[..., Bench]) -> None:
+async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 100}))
     bench.engine._scorer.propagation = Strict()
     tolerance = 1e-4
@@ -232,7 +236,7 @@ async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_u
     assert side_by_side.logprobs == pytest.approx(in_order.logprobs, abs=1e-5)
 
 
-async def test_a_short_text_and_one_in_order_are_one_chunk(make_bench: Callable[..., Bench]) -> None:
+async def test_a_short_text_and_one_in_order_are_one_chunk(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(pacing=Told({0.0: 100}))
     for request in (ScoreRequest(text(40), ScoreMethod.PARALLEL, 0), ScoreRequest(text(2000), tolerance=0.1)):
         summary = (await bench.engine.score(request)).summary
@@ -241,7 +245,9 @@ async def test_a_short_text_and_one_in_order_are_one_chunk(make_bench: Callable[
 
 
 @pytest.mark.parametrize("method", list(ScoreMethod))
-async def test_a_document_comes_in_order_with_progress(make_bench: Callable[..., Bench], method: ScoreMethod) -> None:
+async def test_a_document_comes_in_order_with_progress(
+    make_bench: Callable[..., EngineHarness], method: ScoreMethod
+) -> None:
     bench = make_bench(pacing=Told({0.0: 32}))
     tokens = text(1500)
     whole = await bench.engine.score(ScoreRequest(tokens, method, 0))
@@ -264,7 +270,7 @@ async def test_a_document_comes_in_order_with_progress(make_bench: Callable[...,
 
 
 async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make_bench: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
     monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, for the fake is slow
@@ -289,7 +295,7 @@ async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
     assert longer - shorter < 80_000 * 32  # the tokens, three times over at most; not their states
 
 
-async def test_other_requests_are_answered_while_a_document_is_scored(make_bench: Callable[..., Bench]) -> None:
+async def test_other_requests_are_answered_while_a_document_is_scored(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(pacing=Told({0.0: 300}))
     scoring = asyncio.create_task(bench.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await bench.runner.until_busy()
@@ -300,7 +306,7 @@ async def test_other_requests_are_answered_while_a_document_is_scored(make_bench
     assert roles.index("window") <= 3
 
 
-async def test_a_scoring_that_is_given_up_gives_back_its_states(make_bench: Callable[..., Bench]) -> None:
+async def test_a_scoring_that_is_given_up_gives_back_its_states(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(pacing=Told({0.0: 300}))
     scoring = asyncio.create_task(bench.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await bench.runner.until_busy()
@@ -315,7 +321,7 @@ async def test_a_scoring_that_is_given_up_gives_back_its_states(make_bench: Call
 
 
 async def test_a_deadline_in_the_middle_of_a_document_ends_it(
-    make_bench: Callable[..., Bench], travel: Callable[[float], None]
+    make_bench: Callable[..., EngineHarness], travel: Callable[[float], None]
 ) -> None:
     bench = make_bench(pacing=Told({0.0: 300}))
     deadline = asyncio.get_running_loop().time() + 60
@@ -328,7 +334,7 @@ async def test_a_deadline_in_the_middle_of_a_document_ends_it(
                 pass
 
 
-async def test_a_run_that_fails_in_the_middle_fails_the_document(make_bench: Callable[..., Bench]) -> None:
+async def test_a_run_that_fails_in_the_middle_fails_the_document(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(pacing=Told({0.0: 300}))
     bench.runner.poison = 1
     tokens = (*text(2000), 1, *text(600))
@@ -336,7 +342,9 @@ async def test_a_run_that_fails_in_the_middle_fails_the_document(make_bench: Cal
         await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))
 
 
-async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(make_bench: Callable[..., Bench]) -> None:
+async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(
+    make_bench: Callable[..., EngineHarness],
+) -> None:
     bench = make_bench(max_input_tokens=20, max_scored_tokens=30)
     assert len((await bench.engine.score(ScoreRequest(text(30)))).logprobs) == 30
     with pytest.raises(TooLarge, match="31 tokens, but at most 30"):
@@ -348,7 +356,7 @@ async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(make_b
 
 @pytest.mark.parametrize("decay", [0.9, 1.0])
 async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
-    make_bench: Callable[..., Bench], decay: float
+    make_bench: Callable[..., EngineHarness], decay: float
 ) -> None:
     tokens = text(2700)
     answers = []
@@ -363,7 +371,7 @@ async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
     assert side_by_side.error_bound == 0.0
 
 
-async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_bench: Callable[..., Bench]) -> None:
+async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_bench: Callable[..., EngineHarness]) -> None:
     prompt = text(1500)
     texts, steps = [], []
     for pacing in (None, Told({0.0: 300})):

@@ -3,22 +3,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from wane.service.chunked import layout
-from wane.service.chunked.layout import MARGIN, Forgetting, Pacing
+from wane.service.chunked.layout import MARGIN, DecayProfile, ThroughputProfile
 
 
 def test_the_warm_up_is_the_fewest_tokens_after_which_little_was_left_for_good() -> None:
-    seen = Forgetting([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
+    seen = DecayProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
     assert seen.warm_up(1e-3) == 128  # a quarter of it was passed at 64 once more
     assert seen.warm_up(0.0) == 256
-    assert Forgetting([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
-    assert Forgetting([]).warm_up(1.0) is None
+    assert DecayProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
+    assert DecayProfile([]).warm_up(1.0) is None
     assert MARGIN == 0.25
 
 
-def test_what_is_left_is_measured_between_runs_over_the_same_tokens(bench: Bench) -> None:
+def test_what_is_left_is_measured_between_runs_over_the_same_tokens(bench: EngineHarness) -> None:
     slab, size = bench.engine._slab, bench.vocabulary.size
     measured = layout.measure_forgetting(bench.runner, slab, size)
     left = dict(measured._residuals)
@@ -30,7 +30,7 @@ def test_what_is_left_is_measured_between_runs_over_the_same_tokens(bench: Bench
 
 @pytest.mark.parametrize("role", ["advance", "scan"])
 def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
-    bench: Bench, role: str, monkeypatch: pytest.MonkeyPatch
+    bench: EngineHarness, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
     ticks = iter(np.cumsum([value for second in range(1, 100) for value in (0.0, float(second))]))
@@ -42,9 +42,9 @@ def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
     assert {ran for ran, _ in bench.runner.calls} == {role}
 
 
-def test_nothing_is_known_before_it_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_known_before_it_is_measured(bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
-    pacing = Pacing()
+    pacing = ThroughputProfile()
     assert (pacing.pace("scan"), pacing.pace("advance"), pacing.warm_up(1.0)) == ({}, {}, None)
     pacing.measure(bench.runner, bench.engine._slab, bench.manifest, 4)
     assert set(pacing.pace("scan")) == set(pacing.pace("advance")) == {1, 4}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from wane.service.batching.batch import Outputs, Row
-from wane.service.chunked.chunked import Segment
-from wane.service.chunked.layout import Layout
+from wane.service.chunked.chunked import ChunkBatch
+from wane.service.chunked.layout import ChunkLayout
 
-LAYOUT = Layout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
+LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
 TOKENS = np.arange(21)  # the last cell has one token
 
 
@@ -22,38 +22,38 @@ def rows(count: int) -> list[Row]:
 
 
 @pytest.fixture
-def segment() -> Segment:
+def segment() -> ChunkBatch:
     """Of six cells; the second chunk starts a little off, and the third a lot."""
-    made = Segment("advance", LAYOUT, TOKENS, None, states(0.0))
+    made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
     made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))
     made.ended(range(6), states(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), rows(6))
     return made
 
 
-def test_cells_are_counted_along_the_sequence_and_run_column_by_column(segment: Segment) -> None:
+def test_cells_are_counted_along_the_sequence_and_run_column_by_column(segment: ChunkBatch) -> None:
     assert segment.cells == 6
     assert [list(segment.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert [segment.length(cell) for cell in range(6)] == [4, 4, 4, 4, 4, 1]
     work = segment.work(3, 7, 8, binding=False)
     assert work.tokens is not None and work.tokens.tolist() == [12, 13, 14, 15]
     assert (work.role, work.targets, work.read, work.write) == ("advance", None, 7, 8)
-    short = Segment("advance", LAYOUT, TOKENS[:17], None, states(0.0))
+    short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, states(0.0))
     assert [list(short.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3]]
 
 
-def test_joints_are_where_a_cell_starts_from_elsewhere(segment: Segment) -> None:
+def test_joints_are_where_a_cell_starts_from_elsewhere(segment: ChunkBatch) -> None:
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
     assert [segment.residual(cell) for cell in range(1, 6)] == [0.0, 0.5, 0.0, 5.0, 0.0]
     assert segment.joints()["s"].tolist() == [5.0]
 
 
-def test_a_joint_moves_on_when_its_cell_is_run_again(segment: Segment) -> None:
+def test_a_joint_moves_on_when_its_cell_is_run_again(segment: ChunkBatch) -> None:
     segment.started(range(4, 5), segment.end(3))
     segment.ended(range(4, 5), states(4.75), rows(1))
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]
 
 
-def test_states_that_are_no_numbers_are_the_same_or_infinitely_far_apart(segment: Segment) -> None:
+def test_states_that_are_no_numbers_are_the_same_or_infinitely_far_apart(segment: ChunkBatch) -> None:
     segment.started(range(1, 5), states(np.inf, np.nan, np.inf, 1.0))
     segment.ended(range(4), states(np.inf, np.nan, -np.inf, np.nan), rows(4))
     assert segment.residuals().tolist() == [0.0, 0.0, 0.0, np.inf, np.inf, 0.0]

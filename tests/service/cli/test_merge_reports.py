@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 
 from wane.service.cli.merge_reports import MergeError, merge, quantile
 from wane.service.engine.agreement import Source
-from wane.service.engine.stats import BUCKETS_MS, Report
+from wane.service.engine.stats import BUCKETS_MS, Stats
 from wane.service.observability.metrics import Metrics
 from wane.service.types import Agreement, Latency, Mode
 
@@ -38,7 +38,7 @@ compared = some.tuples(where, agreements, some.sampled_from(Source))
 shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"]))
 
 
-def document(report: Report, sessions: int = 0) -> dict[str, Any]:
+def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
     """As /v1/report has one model's."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
     known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
@@ -66,7 +66,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_merging_equals_what_one_process_would_have_reported(
     answers: list[Any], pairs: list[Any], shadows: list[Any], sessions: list[int]
 ) -> None:
-    parts, whole = [Report(Metrics(), "m") for _ in range(REPLICAS)], Report(Metrics(), "m")
+    parts, whole = [Stats(Metrics(), "m") for _ in range(REPLICAS)], Stats(Metrics(), "m")
     for replica, mode, operation, latency in answers:
         for report in (parts[replica], whole):
             report.took(mode, latency)
@@ -109,7 +109,7 @@ def test_a_quantile_of_nothing_is_none() -> None:
 
 
 def test_models_versions_and_devices_that_differ_are_all_told() -> None:
-    reports = [document(Report(Metrics(), "m")) for _ in range(3)]
+    reports = [document(Stats(Metrics(), "m")) for _ in range(3)]
     reports[1]["models"][0] |= {"model_version": "2", "device": "cuda"}
     reports[1]["device"] = "cuda"
     reports[2]["models"].append(reports[2]["models"][0] | {"model": "other"})
@@ -122,14 +122,14 @@ def test_models_versions_and_devices_that_differ_are_all_told() -> None:
 
 
 def test_two_versions_of_a_model_in_one_process_are_one_replica() -> None:
-    report = document(Report(Metrics(), "m"))
+    report = document(Stats(Metrics(), "m"))
     report["models"].append(report["models"][0] | {"model_version": "2"})
     (model,) = merge([report])["models"]
     assert (model["replicas"], model["model_version"]) == (1, "1, 2")
 
 
 def test_histograms_of_other_buckets_are_not_added() -> None:
-    one, other = Report(Metrics(), "m"), Report(Metrics(), "m")
+    one, other = Stats(Metrics(), "m"), Stats(Metrics(), "m")
     for report in (one, other):
         report.took(Mode.WINDOW, Latency(1, 1, 1))
     reports = [document(one), document(other)]

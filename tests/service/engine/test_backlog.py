@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import Bench, Clock, LinearCosts
+from tests.service.engine_harness import Clock, EngineHarness, LinearCosts
 from wane.models.manifest import Role
 from wane.service.engine.backlog import LONG_S, MARGIN, MEASURED_S, NEWEST, Backlog, Share
 from wane.service.engine.engine import BEGUN_AT_ONCE, Engine
@@ -19,10 +19,10 @@ from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, Overloaded
 from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 
 
-class Stage:
+class ServerHarness:
     """A backlog, and the requests that were let in and are not over."""
 
     def __init__(self) -> None:
@@ -40,14 +40,16 @@ class Stage:
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    stage = Stage()
+def stage() -> Iterator[ServerHarness]:
+    stage = ServerHarness()
     yield stage
     stage.held.close()
     assert stage.backlog.seconds == 0
 
 
-def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_to_come_again(stage: Stage) -> None:
+def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_to_come_again(
+    stage: ServerHarness,
+) -> None:
     for _ in range(4):
         stage.enter(6, 30)
     with pytest.raises(Overloaded, match=r"may take 7\.5 s, and 37\.5 s beside .* deadline is in 30\.0 s") as refused:
@@ -57,11 +59,13 @@ def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_
     assert stage.backlog.seconds == 24
 
 
-def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(stage: Stage) -> None:
+def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(stage: ServerHarness) -> None:
     stage.enter(1000, 30)
 
 
-def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway_holds_up_nobody(stage: Stage) -> None:
+def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway_holds_up_nobody(
+    stage: ServerHarness,
+) -> None:
     stage.enter(10, 15)
     with pytest.raises(Overloaded, match="a request that was admitted before it would miss its deadline") as refused:
         stage.enter(6, None)
@@ -72,14 +76,14 @@ def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway
     stage.enter(6, 30)
 
 
-def test_a_short_request_is_neither_refused_nor_counted(stage: Stage) -> None:
+def test_a_short_request_is_neither_refused_nor_counted(stage: ServerHarness) -> None:
     stage.enter(10, 12)
     for _ in range(1000):
         stage.enter(LONG_S / 2, 1)
     assert stage.backlog.seconds == 10
 
 
-def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: Stage) -> None:
+def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: ServerHarness) -> None:
     for _ in range(2):
         stage.enter(10, None)
     stage.enter(1, MARGIN * 3 + 0.01)  # three take turns until it is over
@@ -87,7 +91,7 @@ def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: Stage) -> None:
         stage.enter(1, MARGIN * 3)
 
 
-def test_what_is_done_is_expected_no_more(stage: Stage) -> None:
+def test_what_is_done_is_expected_no_more(stage: ServerHarness) -> None:
     first = stage.enter(20, 30)
     with pytest.raises(Overloaded):
         stage.enter(10, 30)
@@ -99,7 +103,7 @@ def test_what_is_done_is_expected_no_more(stage: Stage) -> None:
     stage.enter(4, 30)
 
 
-def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: Stage) -> None:
+def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: ServerHarness) -> None:
     first = stage.enter(10, None)
     stage.clock.now_s += 3 * MEASURED_S
     first.progress(MEASURED_S / 10)
@@ -108,20 +112,20 @@ def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: Sta
         stage.enter(5, MARGIN * 14)
 
 
-def test_a_request_that_fails_leaves_nothing_behind(stage: Stage) -> None:
+def test_a_request_that_fails_leaves_nothing_behind(stage: ServerHarness) -> None:
     with pytest.raises(KeyError), stage.backlog.share(10, None):
         raise KeyError
     assert stage.backlog.seconds == 0
 
 
-def test_a_request_that_ends_early_leaves_the_pace_alone(stage: Stage) -> None:
+def test_a_request_that_ends_early_leaves_the_pace_alone(stage: ServerHarness) -> None:
     for _ in range(12):
         with stage.backlog.share(10, None):
             stage.clock.now_s += 1
     assert stage.backlog._pace == 1
 
 
-def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: Stage) -> None:
+def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: ServerHarness) -> None:
     first = stage.enter(10, None)
     with stage.backlog.share(10, None):
         stage.clock.now_s += 16  # 8 s for each
@@ -130,7 +134,7 @@ def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: Stage) 
     assert stage.backlog._pace == 1
 
 
-def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: Stage) -> None:
+def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: ServerHarness) -> None:
     first = stage.enter(10, None)
     second = stage.enter(10, None)
     for share in (first, second):
@@ -145,7 +149,7 @@ def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: Stag
     assert stage.backlog._pace == 1
 
 
-def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage: Stage) -> None:
+def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage: ServerHarness) -> None:
     first = stage.enter(100, None)
     first.pause()
     stage.enter(6, 5).pause()
@@ -155,7 +159,7 @@ def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage:
         stage.enter(6, 5)
 
 
-def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: Stage) -> None:
+def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: ServerHarness) -> None:
     stage.enter(100, 5)
     stage.enter(1, None)
     stage.clock.now_s += 6
@@ -163,7 +167,7 @@ def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: Stage) -> No
     assert stage.backlog.seconds == 7
 
 
-def test_a_check_looks_at_each_request_a_few_times(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_looks_at_each_request_a_few_times(stage: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in range(1, 401):
         stage.enter(seconds, None)
     reads, left = 0, vars(Share)["left_s"]
@@ -180,7 +184,7 @@ def test_a_check_looks_at_each_request_a_few_times(stage: Stage, monkeypatch: py
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_are_admitted_by_the_formula(stage: Stage, seed: int) -> None:
+def test_requests_are_admitted_by_the_formula(stage: ServerHarness, seed: int) -> None:
     random, admitted, answers = Random(seed), list[tuple[float, float]](), set[bool]()
 
     def finish_s(left: float, *others: float) -> float:
@@ -276,7 +280,7 @@ async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_wo
 
 
 async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, loop = bench.engine, asyncio.get_running_loop()
     turn, begun = 0, Counter[int]()

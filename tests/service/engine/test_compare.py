@@ -2,27 +2,27 @@ from __future__ import annotations
 
 import pytest
 
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from wane.service.errors import InvalidRequest
-from wane.service.types import CompareRequest, Mode, Origin
+from wane.service.types import CompareRequest, Mode, StateSource
 
 EOS = 0
 TOKENS = tuple(range(10, 20))
 
 
-async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(bench: Bench) -> None:
+async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(bench: EngineHarness) -> None:
     comparison = await bench.engine.compare(CompareRequest(TOKENS, windows=(2, 16), repeat=3))
     turn = [("step", [[19]]), ("window", [[18, 19]]), ("window", [[EOS, *TOKENS]])]
     assert bench.runner.calls == [("window", [[EOS, *TOKENS[:-1]]]), *turn * 3]
     assert comparison.repeat == 3
     recurrent = comparison.recurrent
-    assert (recurrent.mode, recurrent.window, recurrent.state) == (Mode.RECURRENT, None, Origin.RESIDENT)
+    assert (recurrent.mode, recurrent.window, recurrent.state) == (Mode.RECURRENT, None, StateSource.RESIDENT)
     assert (recurrent.error_bound, recurrent.agreement) == (0.0, None)
     assert [line.window for line in comparison.windows] == [2, 16]
-    assert {line.state for line in comparison.windows} == {Origin.WINDOW}
+    assert {line.state for line in comparison.windows} == {StateSource.WINDOW}
 
 
-async def test_every_window_says_how_far_it_is_from_recurrent(bench: Bench) -> None:
+async def test_every_window_says_how_far_it_is_from_recurrent(bench: EngineHarness) -> None:
     short, whole = (await bench.engine.compare(CompareRequest(TOKENS, windows=(1, 10), repeat=1))).windows
     assert short.agreement is not None
     assert whole.agreement is not None
@@ -32,7 +32,7 @@ async def test_every_window_says_how_far_it_is_from_recurrent(bench: Bench) -> N
     assert whole.predictions[0].token_id == bench.runner.logits([EOS, *TOKENS]).argmax()
 
 
-async def test_latencies_are_measured_by_phase(bench: Bench) -> None:
+async def test_latencies_are_measured_by_phase(bench: EngineHarness) -> None:
     comparison = await bench.engine.compare(CompareRequest(TOKENS, windows=(4,), repeat=5))
     for line in (comparison.recurrent, *comparison.windows):
         assert 0 < line.compute.p50_ms <= line.compute.p99_ms
@@ -40,7 +40,7 @@ async def test_latencies_are_measured_by_phase(bench: Bench) -> None:
         assert line.queue.p50_ms >= 0
 
 
-async def test_its_comparisons_count_in_the_report_once_for_every_window(bench: Bench) -> None:
+async def test_its_comparisons_count_in_the_report_once_for_every_window(bench: EngineHarness) -> None:
     await bench.engine.compare(CompareRequest(TOKENS, windows=(1, 2, 10), repeat=7))
     report = await bench.engine.report()
     assert isinstance(report["agreement"], dict)
@@ -48,11 +48,11 @@ async def test_its_comparisons_count_in_the_report_once_for_every_window(bench: 
     assert bench.sample("wane_agreement_compared_total") == 3
 
 
-async def test_one_token_can_be_compared(bench: Bench) -> None:
+async def test_one_token_can_be_compared(bench: EngineHarness) -> None:
     comparison = await bench.engine.compare(CompareRequest((10,), windows=(1,), repeat=1))
     assert comparison.windows[0].error_bound == 0.0
 
 
-async def test_the_window_at_fault_is_named_by_its_place(bench: Bench) -> None:
+async def test_the_window_at_fault_is_named_by_its_place(bench: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match=r"windows\[1\] is 17, but model fake"):
         await bench.engine.compare(CompareRequest(TOKENS, windows=(8, 17)))

@@ -9,17 +9,17 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Encoding as Encoded
 
-from tests.service.engine_harness import PATIENCE_S, Bench, name_vocabulary
+from tests.service.engine_harness import PATIENCE_S, EngineHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 LONG = "The history\nof the " * 500
 
 
 class Encoding:
     """Takes the place of a vocabulary's `encode`: lists the texts that came, and waits for the gate."""
 
-    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encode = bench.vocabulary.encode
         self.texts: list[str] = []
         self.gate = threading.Event()
@@ -34,17 +34,17 @@ class Encoding:
 
 
 @pytest.fixture
-def encoding(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Encoding:
+def encoding(bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Encoding:
     return Encoding(bench, monkeypatch)
 
 
-async def test_text_is_encoded_by_the_models_vocabulary_however_long(bench: Bench) -> None:
+async def test_text_is_encoded_by_the_models_vocabulary_however_long(bench: EngineHarness) -> None:
     assert await bench.engine.encode(LONG) == tuple(bench.vocabulary.encode(LONG))
 
 
 @pytest.mark.parametrize("text", ["x" * 5 * 65_537, "\n" * 65_537, "é\n" * 47_000], ids=len)
 async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_without_encoding_it(
-    bench: Bench, encoding: Encoding, text: str
+    bench: EngineHarness, encoding: Encoding, text: str
 ) -> None:
     # No token of this vocabulary stands for more than five bytes, and a line break is a token.
     with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
@@ -89,7 +89,7 @@ async def test_words_and_events_of_any_length_are_one_token_each(make_bench: Mak
 
 
 async def test_the_deadline_holds_while_a_text_is_encoded(
-    bench: Bench, encoding: Encoding, travel: Callable[[float], None]
+    bench: EngineHarness, encoding: Encoding, travel: Callable[[float], None]
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
     late = asyncio.create_task(bench.engine.encode(LONG, deadline))
@@ -105,7 +105,7 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
     assert LONG * 2 not in encoding.texts, "what nobody waits for is not encoded"
 
 
-async def test_long_texts_leave_the_event_loops_own_threads_alone(bench: Bench, encoding: Encoding) -> None:
+async def test_long_texts_leave_the_event_loops_own_threads_alone(bench: EngineHarness, encoding: Encoding) -> None:
     tasks = [asyncio.create_task(bench.engine.encode(LONG)) for _ in range(64)]
     assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), PATIENCE_S) == "free"
@@ -114,7 +114,7 @@ async def test_long_texts_leave_the_event_loops_own_threads_alone(bench: Bench, 
 
 
 async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more(
-    bench: Bench, encoding: Encoding
+    bench: EngineHarness, encoding: Encoding
 ) -> None:
     admitted = asyncio.create_task(bench.engine.encode(LONG))
     assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
@@ -130,7 +130,7 @@ async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more
 
 
 @pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "x" * 5000], ids=len)
-async def test_half_of_a_surrogate_pair_is_refused_with_its_place(bench: Bench, text: str) -> None:
+async def test_half_of_a_surrogate_pair_is_refused_with_its_place(bench: EngineHarness, text: str) -> None:
     with pytest.raises(InvalidRequest, match="character 2 of the text is half of a surrogate pair") as caught:
         await bench.engine.encode(text)
     assert caught.value.field == "input"

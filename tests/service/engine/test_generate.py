@@ -6,16 +6,16 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.service.engine_harness import Bench, name_vocabulary
+from tests.service.engine_harness import EngineHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, WaneError
-from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, Origin
+from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 EOS = 0
 PROMPT = tuple(range(10, 20))
 
 
-async def generate(bench: Bench, request: GenerateRequest) -> tuple[list[GeneratedToken], Finish]:
+async def generate(bench: EngineHarness, request: GenerateRequest) -> tuple[list[GeneratedToken], Finish]:
     async with aclosing(await bench.engine.generate(request)) as stream:
         items = [item async for item in stream]
     finish = items.pop()
@@ -25,7 +25,7 @@ async def generate(bench: Bench, request: GenerateRequest) -> tuple[list[Generat
     return tokens, finish
 
 
-def greedy(bench: Bench, count: int, k: int | None = None) -> list[int]:
+def greedy(bench: EngineHarness, count: int, k: int | None = None) -> list[int]:
     fed = [EOS, *PROMPT]
     for _ in range(count):
         seen = fed if k is None or k >= len(fed) - 1 else fed[-k:]
@@ -33,30 +33,30 @@ def greedy(bench: Bench, count: int, k: int | None = None) -> list[int]:
     return fed[1 + len(PROMPT) :]
 
 
-async def test_greedy_follows_the_model_one_step_a_token(bench: Bench) -> None:
+async def test_greedy_follows_the_model_one_step_a_token(bench: EngineHarness) -> None:
     tokens, finish = await generate(bench, GenerateRequest(PROMPT, max_tokens=6, temperature=0))
     assert [one.token_id for one in tokens] == greedy(bench, 6) == list(finish.tokens)
     assert bench.runner.roles() == ["window", *["step"] * 5]
     assert (finish.reason, finish.mode, finish.state) == (
         FinishReason.LENGTH,
         Mode.RECURRENT,
-        Origin.FULL,
+        StateSource.FULL,
     )
     assert (finish.error_bound, finish.window) == (0.0, None)
     assert finish.text == "".join(one.text for one in tokens) == bench.vocabulary.decode(list(finish.tokens))
 
 
 @pytest.mark.parametrize("k", [3, 12])
-async def test_a_window_is_run_anew_for_every_token(bench: Bench, k: int) -> None:
+async def test_a_window_is_run_anew_for_every_token(bench: EngineHarness, k: int) -> None:
     request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=Mode.WINDOW, window=k)
     tokens, finish = await generate(bench, request)
     assert [one.token_id for one in tokens] == greedy(bench, 6, k)
     assert set(bench.runner.roles()) == {"window"}
-    assert (finish.mode, finish.state, finish.window) == (Mode.WINDOW, Origin.WINDOW, k)
+    assert (finish.mode, finish.state, finish.window) == (Mode.WINDOW, StateSource.WINDOW, k)
     assert finish.error_bound is None
 
 
-async def test_a_window_that_still_covers_everything_at_the_end_is_exact(bench: Bench) -> None:
+async def test_a_window_that_still_covers_everything_at_the_end_is_exact(bench: EngineHarness) -> None:
     request = GenerateRequest(PROMPT, max_tokens=3, temperature=0, mode=Mode.WINDOW, window=12)
     _, finish = await generate(bench, request)
     assert finish.error_bound == 0.0
@@ -81,15 +81,15 @@ async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(make_ben
         assert one.token_id == bench.runner.logits(seen if k is None else seen[-k:]).argmax()
         seen.append(one.token_id)
     assert finish.error_bound == bench.manifest.certificate.error_bound_at(len(PROMPT) if k is None else min(k, 10))
-    assert finish.state is (Origin.FULL if k is None else Origin.WINDOW)
+    assert finish.state is (StateSource.FULL if k is None else StateSource.WINDOW)
 
 
-async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(bench: Bench) -> None:
+async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(bench: EngineHarness) -> None:
     request = GenerateRequest(PROMPT, max_tokens=2, temperature=0, truncated=True)
     assert (await generate(bench, request))[1].error_bound is None
 
 
-async def test_the_same_seed_gives_the_same_text_and_another_another(bench: Bench) -> None:
+async def test_the_same_seed_gives_the_same_text_and_another_another(bench: EngineHarness) -> None:
     async def text(seed: int) -> tuple[int, ...]:
         return (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens
 
@@ -97,7 +97,7 @@ async def test_the_same_seed_gives_the_same_text_and_another_another(bench: Benc
     assert await text(1) != await text(2)
 
 
-async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(bench: Bench) -> None:
+async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(bench: EngineHarness) -> None:
     whole = (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, temperature=0)))[1].text
     stop = whole[4:6]
     bench.runner.calls.clear()
@@ -116,7 +116,7 @@ async def test_a_sequence_of_events_stops_at_its_end(make_bench: MakeBench) -> N
     assert EOS not in finish.tokens[:-1]
 
 
-async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(bench: Bench) -> None:
+async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(bench: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens is 4097, but must be at most 4096"):
         await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=4097))
     with pytest.raises(InvalidRequest, match="windows of 1 to 16"):
@@ -128,7 +128,7 @@ async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(ben
         await bench.engine.generate(GenerateRequest(PROMPT))
 
 
-async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_state(bench: Bench) -> None:
+async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_state(bench: EngineHarness) -> None:
     begun = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(begun)
     never = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
@@ -139,7 +139,7 @@ async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_s
     await bench.engine.drain()
 
 
-async def test_a_client_who_leaves_between_two_tokens_stops_the_work(bench: Bench) -> None:
+async def test_a_client_who_leaves_between_two_tokens_stops_the_work(bench: EngineHarness) -> None:
     stream = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(stream)
     bench.runner.busy.clear()
@@ -155,7 +155,9 @@ async def test_a_client_who_leaves_between_two_tokens_stops_the_work(bench: Benc
     await bench.engine.drain()
 
 
-async def test_a_deadline_ends_a_generation_between_its_tokens(bench: Bench, travel: Callable[[float], None]) -> None:
+async def test_a_deadline_ends_a_generation_between_its_tokens(
+    bench: EngineHarness, travel: Callable[[float], None]
+) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
     stream = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50, deadline=deadline))
     await anext(stream)

@@ -6,17 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from tests.service.engine.test_step import expected, start
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from wane.service.engine import housekeeping
 from wane.service.engine.housekeeping import SLOTS_AT_ONCE
 from wane.service.errors import Unavailable
 from wane.service.state.pool import RESERVED
-from wane.service.types import Origin, StepRequest
+from wane.service.types import StateSource, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 
 
-async def integrity(bench: Bench) -> tuple[int, int]:
+async def integrity(bench: EngineHarness) -> tuple[int, int]:
     """Rounds and faults, as the report has them."""
     found = (await bench.engine.report())["integrity"]
     assert isinstance(found, dict)
@@ -24,7 +24,7 @@ async def integrity(bench: Bench) -> tuple[int, int]:
     return found["rounds"], found["faults"]
 
 
-async def test_every_look_checks_a_part_and_rounds_are_counted(bench: Bench) -> None:
+async def test_every_look_checks_a_part_and_rounds_are_counted(bench: EngineHarness) -> None:
     sessions = [await start(bench, 5) for _ in range(SLOTS_AT_ONCE + 3)]
     assert await integrity(bench) == (0, 0)
     await bench.engine._keeper.look()
@@ -41,14 +41,14 @@ async def test_every_look_checks_a_part_and_rounds_are_counted(bench: Bench) -> 
 
 
 async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt, other = await start(bench, 5, 6), await start(bench, 5, 7)
     await bench.engine._keeper.look()
     bench.engine._slab._arrays["layers.0.c"][bench.engine._slab.peek(spoilt).slot] += 1.0
     await bench.engine._keeper.look()
     assert "a resident state has changed by itself" in caplog.text
-    for session, token, origin in ((spoilt, 6, Origin.REBUILT), (other, 7, Origin.RESIDENT)):
+    for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
         answer = await bench.engine.step(StepRequest(session, (8,)))
         assert answer.state is origin
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, token, 8])
@@ -56,7 +56,7 @@ async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
     assert await integrity(bench) == (3, 1)
 
 
-async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(bench: Bench) -> None:
+async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.engine._slab.acquire()  # and nobody will release it
     await bench.engine._keeper.look()
@@ -66,7 +66,7 @@ async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(bench: B
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6])
 
 
-async def test_the_slots_of_a_request_in_progress_are_no_fault(bench: Bench) -> None:
+async def test_the_slots_of_a_request_in_progress_are_no_fault(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
     bench.runner.gate.clear()
@@ -88,11 +88,11 @@ async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_session
     assert bench.engine._slab.peek(idle) is None
     assert bench.engine._slab.peek(used) is not None
     answer = await bench.engine.step(StepRequest(idle, (6,)))
-    assert (answer.state, answer.position) == (Origin.REBUILT, 2)
+    assert (answer.state, answer.position) == (StateSource.REBUILT, 2)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6])
 
 
-async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(bench: Bench) -> None:
+async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(bench: EngineHarness) -> None:
     await start(bench, 5)
     bench.clock.now_s += 3601
     await bench.engine._keeper.look()
@@ -101,7 +101,7 @@ async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(bench: Be
 
 
 async def test_a_store_that_is_away_does_not_end_the_housekeeping(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = asyncio.Semaphore(0)
 

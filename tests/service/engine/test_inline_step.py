@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownSession, WaneError
-from wane.service.sessions.stores.store import Record
-from wane.service.types import Answer, Mode, Origin, StepRequest
+from wane.service.sessions.stores.store import SessionRecord
+from wane.service.types import Answer, Mode, StateSource, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 
 
-async def started(bench: Bench, *names: str) -> None:
+async def started(bench: EngineHarness, *names: str) -> None:
     """Sessions whose state is resident."""
     for name in names:
         await bench.engine.create_session(name)
         await bench.engine.step(StepRequest(name, (5,)))
 
 
-def tasks_of_steps(bench: Bench) -> int:
+def tasks_of_steps(bench: EngineHarness) -> int:
     return len(bench.engine._running)
 
 
-async def held(bench: Bench, request: StepRequest) -> asyncio.Task[Answer]:
+async def held(bench: EngineHarness, request: StepRequest) -> asyncio.Task[Answer]:
     """A step whose run has begun, and does not end before the gate opens."""
     bench.runner.busy.clear()
     bench.runner.gate.clear()
@@ -36,7 +36,7 @@ async def held(bench: Bench, request: StepRequest) -> asyncio.Task[Answer]:
     return task
 
 
-async def position(bench: Bench, session: str) -> int:
+async def position(bench: EngineHarness, session: str) -> int:
     return (await bench.engine.get_session(session)).position
 
 
@@ -53,7 +53,7 @@ async def position(bench: Bench, session: str) -> int:
     ],
     ids=["plain", "recurrent", "at its place", "two tokens", "window", "both", "replay"],
 )
-async def test_which_steps_need_no_task(bench: Bench, request_: StepRequest, quick: bool) -> None:
+async def test_which_steps_need_no_task(bench: EngineHarness, request_: StepRequest, quick: bool) -> None:
     await started(bench, "a")
     task = await held(bench, request_)
     assert (tasks_of_steps(bench) == 0) is quick
@@ -61,15 +61,15 @@ async def test_which_steps_need_no_task(bench: Bench, request_: StepRequest, qui
     assert (await task).session == "a"
 
 
-async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(bench: Bench) -> None:
+async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(bench: EngineHarness) -> None:
     await started(bench, "a")
     bench.engine._slab.drop("a")
     answer = await bench.engine.step(StepRequest("a", (6,)))
-    assert answer.state is Origin.REBUILT
-    assert (await bench.engine.step(StepRequest("a", (7,)))).state is Origin.RESIDENT
+    assert answer.state is StateSource.REBUILT
+    assert (await bench.engine.step(StepRequest("a", (7,)))).state is StateSource.RESIDENT
 
 
-async def test_a_second_step_of_the_session_waits_for_the_first(bench: Bench) -> None:
+async def test_a_second_step_of_the_session_waits_for_the_first(bench: EngineHarness) -> None:
     await started(bench, "a")
     first = await held(bench, StepRequest("a", (6,)))
     second = asyncio.create_task(bench.engine.step(StepRequest("a", (7,))))
@@ -79,7 +79,7 @@ async def test_a_second_step_of_the_session_waits_for_the_first(bench: Bench) ->
 
 
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
-async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(bench: Bench, leave: str) -> None:
+async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(bench: EngineHarness, leave: str) -> None:
     await started(bench, "a", "b")
     first = await held(bench, StepRequest("a", (6,)))
     deadline = asyncio.get_running_loop().time() + (0.0 if leave == "late" else 60.0)
@@ -96,7 +96,7 @@ async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(bench: Bench, le
     bench.engine._slab.check_integrity(idle=True)
 
 
-async def test_a_step_that_is_left_while_it_runs_is_appended_and_can_be_replayed(bench: Bench) -> None:
+async def test_a_step_that_is_left_while_it_runs_is_appended_and_can_be_replayed(bench: EngineHarness) -> None:
     await started(bench, "a")
     step = await held(bench, StepRequest("a", (6,), expected_position=1))
     step.cancel()
@@ -107,13 +107,13 @@ async def test_a_step_that_is_left_while_it_runs_is_appended_and_can_be_replayed
     assert (again.position, again.replayed) == (2, True)
 
 
-async def test_a_run_that_fails_changes_nothing(bench: Bench) -> None:
+async def test_a_run_that_fails_changes_nothing(bench: EngineHarness) -> None:
     await started(bench, "a")
     bench.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
         await bench.engine.step(StepRequest("a", (6,)))
     answer = await bench.engine.step(StepRequest("a", (7,)))
-    assert (answer.position, answer.state) == (2, Origin.RESIDENT)
+    assert (answer.position, answer.state) == (2, StateSource.RESIDENT)
     bench.engine._slab.check_integrity(idle=True)
 
 
@@ -131,7 +131,7 @@ async def test_a_full_queue_refuses_and_the_session_is_free_again(make_bench: Ma
     bench.engine._slab.check_integrity(idle=True)
 
 
-async def test_an_engine_that_drains_waits_for_steps_and_takes_no_more(bench: Bench) -> None:
+async def test_an_engine_that_drains_waits_for_steps_and_takes_no_more(bench: EngineHarness) -> None:
     await started(bench, "a", "b")
     step = await held(bench, StepRequest("a", (6,)))
     draining = asyncio.create_task(bench.engine.drain())
@@ -144,7 +144,7 @@ async def test_an_engine_that_drains_waits_for_steps_and_takes_no_more(bench: Be
     assert (await step).position == 2
 
 
-async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(bench: Bench) -> None:
+async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(bench: EngineHarness) -> None:
     await started(bench, "a", "b", "c")
     bench.runner.calls.clear()
     requests = [
@@ -158,7 +158,7 @@ async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(
     assert bench.runner.calls == [("step", [[6], [7]])]
 
 
-async def test_steps_of_one_call_are_counted_once_each(bench: Bench) -> None:
+async def test_steps_of_one_call_are_counted_once_each(bench: EngineHarness) -> None:
     await started(bench, "a", "b", "c")
     await bench.engine.step_many([StepRequest(name, (6,)) for name in "abc"])
     document: Any = bench.engine._report.document()
@@ -168,14 +168,14 @@ async def test_steps_of_one_call_are_counted_once_each(bench: Bench) -> None:
     assert bench.sample("wane_answers_total", operation="step", mode="recurrent") == 6
 
 
-async def test_a_step_whose_commit_fails_fails_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_whose_commit_fails_fails_alone(bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     await started(bench, "a", "b")
     extend = bench.store.extend  # type: ignore[attr-defined]
 
-    def failing(record: Record, *step: Any) -> Record | None:
+    def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
         if record.session == "a":
             raise OSError("no more room")
-        found: Record | None = extend(record, *step)
+        found: SessionRecord | None = extend(record, *step)
         return found
 
     monkeypatch.setattr(bench.store, "extend", failing)
@@ -187,7 +187,7 @@ async def test_a_step_whose_commit_fails_fails_alone(bench: Bench, monkeypatch: 
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 9])
-async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(bench: Bench, top_k: int) -> None:
+async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(bench: EngineHarness, top_k: int) -> None:
     await started(bench, "a", "b")
     few, many = await bench.engine.step_many([StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)])
     assert isinstance(few, Answer) and isinstance(many, Answer)
@@ -211,7 +211,7 @@ async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(mak
     bench.engine._slab.check_integrity(idle=True)
 
 
-async def test_a_call_of_both_kinds_that_is_left_at_once_appends_nothing(bench: Bench) -> None:
+async def test_a_call_of_both_kinds_that_is_left_at_once_appends_nothing(bench: EngineHarness) -> None:
     await started(bench, "a", "b", "c")
     first = await held(bench, StepRequest("c", (6,)))
     call = asyncio.create_task(bench.engine.step_many([StepRequest("a", (6,)), StepRequest("b", (6, 7))]))

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from tests.service.engine.test_top1_proof_by_direction import VOCABULARY, model
-from tests.service.engine_harness import PATIENCE_S, Bench
-from wane.service.engine.inline_window import QuickWindow
+from tests.service.engine_harness import PATIENCE_S, EngineHarness
+from wane.service.engine.inline_window import InlineWindow
 from wane.service.errors import InvalidRequest, Unavailable, WaneError
 from wane.service.types import Answer, Mode, PredictRequest
 
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
-def begun(bench: Bench, request: PredictRequest = WINDOW) -> QuickWindow:
+def begun(bench: EngineHarness, request: PredictRequest = WINDOW) -> InlineWindow:
     """A window that stands in the queue."""
     window = bench.engine.begin_window(request)
     assert window is not None
@@ -36,13 +36,13 @@ def begun(bench: Bench, request: PredictRequest = WINDOW) -> QuickWindow:
     ids=["auto", "auto with a window", "recurrent", "both", "of a session"],
 )
 async def test_what_is_more_than_a_window_is_left_to_the_others_and_nothing_is_done(
-    bench: Bench, request_: PredictRequest
+    bench: EngineHarness, request_: PredictRequest
 ) -> None:
     assert bench.engine.begin_window(request_) is None
     assert (bench.engine.asked, bench.engine._batcher.waiting, bench.runner.calls) == (0, 0, [])
 
 
-async def test_one_that_is_begun_answers_what_a_prediction_answers(bench: Bench) -> None:
+async def test_one_that_is_begun_answers_what_a_prediction_answers(bench: EngineHarness) -> None:
     window = begun(bench)
     assert (await window.answer)._replace(latency=None) == (  # type: ignore[arg-type]
         (await bench.engine.predict(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ async def test_one_that_is_begun_answers_what_a_prediction_answers(bench: Bench)
 
 @pytest.mark.parametrize(("k", "run"), [(2, [6, 7]), (3, [5, 6, 7]), (4, [5, 6, 7])])
 async def test_one_of_a_truncated_sequence_runs_its_last_tokens_without_a_start_token(
-    bench: Bench, k: int, run: list[int]
+    bench: EngineHarness, k: int, run: list[int]
 ) -> None:
     request = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=k, truncated=True)
     answer = await begun(bench, request).answer
@@ -60,7 +60,7 @@ async def test_one_of_a_truncated_sequence_runs_its_last_tokens_without_a_start_
     assert (answer.window, answer.error_bound) == (len(run), None)
 
 
-async def test_one_that_is_refused_is_refused_as_a_prediction(bench: Bench) -> None:
+async def test_one_that_is_refused_is_refused_as_a_prediction(bench: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="window is 10000"):
         bench.engine.begin_window(PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
     await bench.engine.drain()
@@ -68,7 +68,7 @@ async def test_one_that_is_refused_is_refused_as_a_prediction(bench: Bench) -> N
         bench.engine.begin_window(WINDOW)
 
 
-async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_it(bench: Bench) -> None:
+async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_it(bench: EngineHarness) -> None:
     bench.runner.gate.clear()
     first = begun(bench)
     await bench.runner.until_busy()
@@ -83,7 +83,7 @@ async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_i
     assert bench.sample("wane_skipped_items_total", reason="abandoned") == 1
 
 
-async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(bench: Bench) -> None:
+async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(bench: EngineHarness) -> None:
     bench.runner.gate.clear()
     window = begun(bench)
     await bench.runner.until_busy()
@@ -94,7 +94,7 @@ async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(bench: Bench
     await bench.engine.drain()
 
 
-async def test_a_run_that_fails_is_told_and_the_engine_goes_on(bench: Bench) -> None:
+async def test_a_run_that_fails_is_told_and_the_engine_goes_on(bench: EngineHarness) -> None:
     bench.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
         await begun(bench).answer
@@ -103,7 +103,9 @@ async def test_a_run_that_fails_is_told_and_the_engine_goes_on(bench: Bench) -> 
     await bench.engine.drain()
 
 
-async def test_an_answer_that_cannot_be_made_is_its_own_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_cannot_be_made_is_its_own_failure(
+    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, failing = bench.engine._answering.of_window, begun(bench)
 
     def fails_once(*given: object) -> object:
@@ -136,7 +138,7 @@ def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: b
     small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
     engine = small.engine
 
-    async def ask() -> tuple[QuickWindow, bool]:
+    async def ask() -> tuple[InlineWindow, bool]:
         proof = Held()
         engine._answering.direction = proof  # type: ignore[assignment]
         asked = asyncio.create_task(proof.asked.wait())

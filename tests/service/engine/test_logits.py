@@ -14,7 +14,7 @@ from wane.service.batching import batch
 from wane.service.batching.batch import Outputs, Top, Work
 from wane.service.engine.logits import log_softmax, predictions
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
-from wane.service.state.pool import Slab
+from wane.service.state.pool import StatePool
 
 VOCABULARY = byte_vocabulary()
 K = 16
@@ -82,7 +82,7 @@ def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> N
 
 def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
     runner = PickingRunner(VOCABULARY.size)
-    slab = Slab(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+    slab = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
     for role in ("step", "window"):
         rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], slab, runner)  # type: ignore[arg-type]
         for row in rows:

@@ -7,28 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import CONTRACTIVE, Bench, name_vocabulary
+from tests.service.engine_harness import CONTRACTIVE, EngineHarness, name_vocabulary
 from wane.models.manifest import Certificate
 from wane.service.engine.logits import predictions
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
-from wane.service.types import Answer, Mode, Origin, PredictRequest
+from wane.service.types import Answer, Mode, PredictRequest, StateSource
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 EOS = 0
 TOKENS = tuple(range(10, 20))
 SIZE = 258
 
 
-def top(bench: Bench, fed: list[int]) -> int:
+def top(bench: EngineHarness, fed: list[int]) -> int:
     return int(bench.runner.logits(fed).argmax())
 
 
-async def test_recurrent_runs_everything_that_was_sent(bench: Bench) -> None:
+async def test_recurrent_runs_everything_that_was_sent(bench: EngineHarness) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert bench.runner.calls == [("window", [[EOS, *TOKENS]])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
         Mode.RECURRENT,
-        Origin.FULL,
+        StateSource.FULL,
         None,
         0.0,
     )
@@ -37,19 +37,21 @@ async def test_recurrent_runs_everything_that_was_sent(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("window", "k"), [(None, 4), (1, 1), (9, 9)])
-async def test_a_window_runs_the_last_k_tokens_from_zero(bench: Bench, window: int | None, k: int) -> None:
+async def test_a_window_runs_the_last_k_tokens_from_zero(bench: EngineHarness, window: int | None, k: int) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=window))
     assert bench.runner.calls == [("window", [list(TOKENS[-k:])])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
         Mode.WINDOW,
-        Origin.WINDOW,
+        StateSource.WINDOW,
         k,
         None,
     )
 
 
 @pytest.mark.parametrize("k", [10, 11, 16])
-async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for_bit(bench: Bench, k: int) -> None:
+async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for_bit(
+    bench: EngineHarness, k: int
+) -> None:
     window = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
     recurrent = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert window.predictions == recurrent.predictions
@@ -86,7 +88,7 @@ async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_
     request = PredictRequest(tokens, mode=mode, window=window, tolerance=tolerance, truncated=True)
     answer = await bench.engine.predict(request)
     assert (answer.mode, answer.window) == (used, k)
-    assert answer.state is (Origin.WINDOW if used is Mode.WINDOW else Origin.FULL)
+    assert answer.state is (StateSource.WINDOW if used is Mode.WINDOW else StateSource.FULL)
     known = k if used is Mode.WINDOW and k is not None else 150
     assert answer.error_bound == certificate.error_bound_at(known)
     assert answer.state_error_bound == pytest.approx((certificate.state_error_at(known) or 0) + 1e-6)
@@ -97,7 +99,7 @@ async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_
         assert answer.agreement.total_variation <= answer.agreement.error_bound
 
 
-async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(bench: Bench) -> None:
+async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(bench: EngineHarness) -> None:
     for mode in Mode:
         answer = await bench.engine.predict(PredictRequest(TOKENS, mode=mode, truncated=True))
         assert (answer.error_bound, answer.state_error_bound, answer.top1_proved) == (None, None, False)
@@ -121,10 +123,10 @@ async def test_auto_of_a_certified_model_is_its_own_window(make_bench: MakeBench
     assert bench.manifest.certificate.certified
     tokens = TOKENS * 20
     answer = await bench.engine.predict(PredictRequest(tokens))
-    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 130, Origin.WINDOW)
+    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 130, StateSource.WINDOW)
     assert answer.error_bound == bench.manifest.certificate.error_bound_at(130)
     short = await bench.engine.predict(PredictRequest(tokens[:130]))
-    assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
+    assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, StateSource.FULL, 0.0)
 
 
 async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises_too_little(
@@ -135,7 +137,12 @@ async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises
     tokens = TOKENS * 30
     answer = await bench.engine.predict(PredictRequest(tokens))
     assert (curve(64) or 0) > 1e-3
-    assert (answer.mode, answer.window, answer.state, answer.error_bound) == (Mode.RECURRENT, None, Origin.FULL, 0.0)
+    assert (answer.mode, answer.window, answer.state, answer.error_bound) == (
+        Mode.RECURRENT,
+        None,
+        StateSource.FULL,
+        0.0,
+    )
     asked = await bench.engine.predict(PredictRequest(tokens, window=64))
     assert (asked.mode, asked.window, asked.error_bound) == (Mode.WINDOW, 64, curve(64))
 
@@ -152,14 +159,14 @@ async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
     assert bench.runner.calls == [("window", [list((TOKENS * 30)[-k:])])]
     assert answer.error_bound is not None and answer.error_bound <= tolerance
     whole = await bench.engine.predict(PredictRequest(TOKENS * 30, tolerance=1e-12))
-    assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+    assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
 async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_bench: MakeBench) -> None:
     bench = make_bench(certified=True, window=4, max_window=200, radius=1e-5)
     tokens = TOKENS * 30
     answer = await bench.engine.predict(PredictRequest(tokens, tolerance=1e-3))
-    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, Origin.WINDOW)
+    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert bench.runner.roles() == ["window"]
     assert answer.error_bound is not None and answer.error_bound <= 1e-3
     assert answer.state_error_bound == pytest.approx(1e-5 + 1e-6)
@@ -209,7 +216,7 @@ async def test_auto_runs_everything_where_the_model_is_not_certified(
 ) -> None:
     bench = make_bench(certificate=certificate, radius=1e-9)
     answer = await bench.engine.predict(request_)
-    assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+    assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
 async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_bench: MakeBench) -> None:
@@ -221,7 +228,7 @@ async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_it
     assert answer.agreement.top1_proved is False
 
 
-async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench: Bench) -> None:
+async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench: EngineHarness) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
     assert answer.modes is not None
     assert answer.agreement is not None
@@ -239,7 +246,7 @@ async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench:
     assert answer.latency.total_ms >= max(part.total_ms for part in parts)
 
 
-async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(bench: Bench) -> None:
+async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(bench: EngineHarness) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
     assert answer.agreement is not None
     assert answer.agreement.total_variation == 0.0
@@ -247,7 +254,7 @@ async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(ben
     assert answer.agreement.top1_match is answer.agreement.top1_proved is True
 
 
-async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(bench: Bench) -> None:
+async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(bench: EngineHarness) -> None:
     tokens = tuple(10 + index % 97 for index in range(1200))
     answer = await bench.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
     assert bench.runner.roles() == ["advance", "advance", "advance", "head"]
@@ -255,7 +262,7 @@ async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(bench: Benc
     assert answer.error_bound == 0.0
 
 
-async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(bench: Bench) -> None:
+async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(bench: EngineHarness) -> None:
     requests = [PredictRequest((token,), mode=Mode.RECURRENT) for token in (10, 11, SIZE, 12)]
     answers = await bench.engine.predict_many(requests)
     assert [len(rows) for _, rows in bench.runner.calls] == [3]
@@ -266,7 +273,7 @@ async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(be
 
 
 async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail = ZeroDivisionError("a bug")
 
@@ -295,7 +302,7 @@ async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
     ],
 )
 async def test_an_id_out_of_range_is_named_with_its_place_and_the_limit(
-    bench: Bench, tokens: tuple[int, ...], message: str
+    bench: EngineHarness, tokens: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         await bench.engine.predict(PredictRequest(tokens))
@@ -303,7 +310,7 @@ async def test_an_id_out_of_range_is_named_with_its_place_and_the_limit(
 
 
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.WINDOW, Mode.BOTH])
-async def test_a_window_over_the_models_limit_is_refused_with_the_limit(bench: Bench, mode: Mode) -> None:
+async def test_a_window_over_the_models_limit_is_refused_with_the_limit(bench: EngineHarness, mode: Mode) -> None:
     with pytest.raises(InvalidRequest, match="window is 17, but model fake takes windows of 1 to 16"):
         await bench.engine.predict(PredictRequest(TOKENS, mode=mode, window=17))
 
@@ -323,7 +330,7 @@ async def test_an_input_over_the_limit_is_too_large(make_bench: MakeBench) -> No
         await bench.engine.encode("ten tokens")
 
 
-async def test_more_predictions_than_the_server_lists_are_refused(bench: Bench) -> None:
+async def test_more_predictions_than_the_server_lists_are_refused(bench: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="top_k is 101, but must be at most 100"):
         await bench.engine.predict(PredictRequest(TOKENS, top_k=101))
 
@@ -335,7 +342,7 @@ def test_of_equally_probable_tokens_the_smaller_ids_are_listed(count: int) -> No
     assert [one.token_id for one in found] == [2, 4, 1, 3, 5, 6, 0, 7][:count]
 
 
-async def test_predictions_are_sorted_and_their_probabilities_are_the_models(bench: Bench) -> None:
+async def test_predictions_are_sorted_and_their_probabilities_are_the_models(bench: EngineHarness) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
     logprobs = [one.logprob for one in answer.predictions]
     assert logprobs == sorted(logprobs, reverse=True)
@@ -343,7 +350,7 @@ async def test_predictions_are_sorted_and_their_probabilities_are_the_models(ben
     assert [one.probability for one in answer.predictions] == pytest.approx(np.exp(logprobs))
 
 
-async def test_bytes_stand_beside_a_token_that_is_no_whole_character(bench: Bench) -> None:
+async def test_bytes_stand_beside_a_token_that_is_no_whole_character(bench: EngineHarness) -> None:
     answer = await bench.engine.predict(PredictRequest(TOKENS, top_k=100))
     for one in answer.predictions:
         raw = bench.vocabulary.token_bytes(one.token_id)
@@ -366,7 +373,7 @@ async def test_a_full_queue_refuses_a_prediction(make_bench: MakeBench) -> None:
 
 
 async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
-    bench: Bench, travel: Callable[[float], None]
+    bench: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     bench.runner.gate.clear()
     first = asyncio.create_task(bench.engine.predict(PredictRequest((5,))))
@@ -384,7 +391,7 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
     assert bench.sample("wane_skipped_items_total", reason="abandoned") == 0
 
 
-async def test_a_failed_run_is_told_in_fixed_words(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_run_is_told_in_fixed_words(bench: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
     bench.runner.poison = 66
     with pytest.raises(WaneError) as caught:
         await bench.engine.predict(PredictRequest((66,)))

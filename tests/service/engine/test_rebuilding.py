@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.service.engine_harness import Bench
-from wane.service.types import Mode, Origin, PredictRequest, StepRequest
+from tests.service.engine_harness import EngineHarness
+from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 
 
 async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_window_has(
@@ -19,7 +19,7 @@ async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_
     for _ in range(30):
         bench.engine._slab.drop(session)
         answers.append(await bench.engine.step(StepRequest(session, (6,))))
-    assert all(answer.state is Origin.REBUILT for answer in answers)
+    assert all(answer.state is StateSource.REBUILT for answer in answers)
     assert [len(rows[0]) for role, rows in bench.runner.calls if role == "window"] == 25 * [401] + 5 * [130]
     assert (answers[0].error_bound, answers[-1].error_bound) == (epsilon(140), epsilon(130))
     assert (await bench.engine.get_session(session)).error_bound == epsilon(130)
@@ -38,7 +38,7 @@ async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_
     bench.engine._steps._found = 0.0
     bench.engine._slab.drop(session)
     rebuilt = await bench.engine.step(StepRequest(session, (6,)))
-    assert (rebuilt.state, rebuilt.error_bound) == (Origin.REBUILT, 0.0)
+    assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, 0.0)
 
 
 async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(make_bench: MakeBench) -> None:
@@ -49,10 +49,10 @@ async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it
     bench.engine._steps._found = 0.0
     bench.engine._slab.drop(session)
     rebuilt = await bench.engine.step(StepRequest(session, (6,)))
-    assert (rebuilt.state, rebuilt.error_bound) == (Origin.REBUILT, epsilon(130))
+    assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, epsilon(130))
     kept = await bench.engine.predict(PredictRequest(session=session, tolerance=1.0))
-    assert (kept.state, kept.error_bound) == (Origin.RESIDENT, epsilon(130))
+    assert (kept.state, kept.error_bound) == (StateSource.RESIDENT, epsilon(130))
     strict = await bench.engine.predict(PredictRequest(session=session, tolerance=1e-9))
-    assert (strict.state, strict.error_bound) == (Origin.REBUILT, 0.0)
+    assert (strict.state, strict.error_bound) == (StateSource.REBUILT, 0.0)
     again = await bench.engine.predict(PredictRequest(session=session, tolerance=1e-9))
-    assert (again.state, again.error_bound) == (Origin.RESIDENT, 0.0)
+    assert (again.state, again.error_bound) == (StateSource.RESIDENT, 0.0)

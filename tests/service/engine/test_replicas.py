@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.service.engine.test_step import MakeBench, expected, ranked
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
 from tests.service.sessions.stores.test_redis import until
@@ -21,11 +21,11 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import Answer, History, Mode, Origin, PredictRequest, StepRequest
+from wane.service.types import Answer, History, Mode, PredictRequest, StateSource, StepRequest
 
 pytestmark = pytest.mark.stack
 
-MakeReplica = Callable[..., Awaitable[Bench]]
+MakeReplica = Callable[..., Awaitable[EngineHarness]]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def make_replica(make_bench: MakeBench, redis: RedisServer) -> AsyncIterat
     """Makes engines that share what `redis` keeps, reached by its own address or by another port."""
     stores: list[Store] = []
 
-    async def make(port: int = 0, of_bench: dict[str, Any] | None = None, **changes: Any) -> Bench:
+    async def make(port: int = 0, of_bench: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
         # At a port of its own is a proxy that may be cut, which only a time-out tells.
         timeout_ms = 1000 if port else 60_000
         given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": timeout_ms, **changes}
@@ -55,7 +55,7 @@ async def make_replica(make_bench: MakeBench, redis: RedisServer) -> AsyncIterat
         await store.close()
 
 
-async def step(bench: Bench, token: int, position: int | None = None, key: str | None = None) -> Answer:
+async def step(bench: EngineHarness, token: int, position: int | None = None, key: str | None = None) -> Answer:
     return await bench.engine.step(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
 
 
@@ -75,7 +75,7 @@ async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_
         answer = await step(benches[index % 3], fed[-1], index)
         assert seen(answer) == expected(benches[0], fed)
         assert (answer.position, answer.durable, answer.replayed) == (index + 1, True, False)
-        assert answer.state is (Origin.REBUILT if index in (1, 2) else Origin.RESIDENT)
+        assert answer.state is (StateSource.REBUILT if index in (1, 2) else StateSource.RESIDENT)
     assert [bench.sample("wane_sessions_rebuilt_total") for bench in benches] == [0, 1, 1]
 
 
@@ -147,7 +147,7 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
     view = await one.engine.create_session("s", history=history)
     again = await other.engine.create_session("s", history=history)
     assert (view.created, again.created, again.durable) == (True, False, True)
-    assert (view.state, view.error_bound) == (again.state, again.error_bound) == (Origin.REBUILT, epsilon(3))
+    assert (view.state, view.error_bound) == (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(3))
     fed = [5, 6, 7]
     for position, bench in ((10, other), (11, one), (12, other)):
         fed.append(position)
@@ -190,7 +190,7 @@ async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica
         await step(one, 12, 3)
     answer = await step(one, 12, 4)
     assert seen(answer) == expected(one, [5, 9, 10, 11, 12])
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
     await one.engine.delete_session("s")
     with pytest.raises(UnknownSession):
         await step(other, 13)
@@ -217,12 +217,12 @@ async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_howev
         await step(one, token)
     other = await make_replica(snapshot_tokens=8)
     answer = await step(other, 3, 100)
-    assert (answer.state, answer.error_bound, answer.durable) == (Origin.REBUILT, 0.0, True)
+    assert (answer.state, answer.error_bound, answer.durable) == (StateSource.REBUILT, 0.0, True)
     assert seen(answer) == expected(one, [*fed, 3])
     assert other.runner.calls == [("advance", [[*fed[96:], 3]]), ("head", [])]
     other.engine._slab.drop("s")
     view = await other.engine.get_session("s")
-    assert (view.state, view.error_bound) == (Origin.REBUILT, 0.0)
+    assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
     assert seen(await other.engine.predict(PredictRequest(session="s"))) == expected(one, [*fed, 3])
 
 
@@ -232,7 +232,7 @@ async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost
     for index in range(40):
         await step(one, 5 + index)
     answer = await step(other, 3)
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
     assert answer.error_bound is None  # 16 tokens of 40 are kept, and nothing is certified
 
 
@@ -246,7 +246,7 @@ async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(mak
     assert record is not None
     assert record.snapshot is None
     answer = await step(other, 3)
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
     assert answer.error_bound is not None
     assert 0 < answer.error_bound <= 1
 
@@ -263,7 +263,7 @@ async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeRe
 class Client:
     """Steps one session in order, and tries again by position until each step is answered."""
 
-    def __init__(self, benches: list[Bench], session: str, seed: int) -> None:
+    def __init__(self, benches: list[EngineHarness], session: str, seed: int) -> None:
         self.benches = benches
         self.session = session
         self.random = Random(seed)
@@ -292,7 +292,7 @@ def answered(clients: list[Client]) -> int:
     return sum(len(client.answered) for client in clients)
 
 
-async def tail_of(bench: Bench, session: str) -> list[int]:
+async def tail_of(bench: EngineHarness, session: str) -> list[int]:
     record = await bench.store.get(session)
     assert record is not None
     return record.tail.ids().tolist()[-record.position :]
@@ -362,7 +362,7 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
         await until(lambda: cut.store.standing.ready)
         assert (await step(cut, 6, 1)).replayed is True
         answer = await step(cut, 7, 2)
-        assert (seen(answer), answer.state) == (expected(cut, [5, 6, 7]), Origin.RESIDENT)
+        assert (seen(answer), answer.state) == (expected(cut, [5, 6, 7]), StateSource.RESIDENT)
 
 
 async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_and_the_client_is_told(

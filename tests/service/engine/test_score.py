@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.service.chunked.test_chunked import Told
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from wane.models.manifest import Role
 from wane.service.engine import score
 from wane.service.engine.logits import log_softmax
@@ -19,12 +19,12 @@ from wane.service.types import ScoreMethod, ScoreRequest
 EOS = 0
 
 
-def expected(bench: Bench, tokens: tuple[int, ...]) -> list[float]:
+def expected(bench: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
     fed = [EOS, *tokens]
     return [float(log_softmax(bench.runner.logits(fed[: index + 1]))[token]) for index, token in enumerate(tokens)]
 
 
-async def test_every_given_token_has_its_log_probability_given_those_before_it(bench: Bench) -> None:
+async def test_every_given_token_has_its_log_probability_given_those_before_it(bench: EngineHarness) -> None:
     tokens = (10, 11, 12, 10)
     score = await bench.engine.score(ScoreRequest(tokens))
     assert score.logprobs == pytest.approx(expected(bench, tokens), abs=1e-5)
@@ -32,7 +32,7 @@ async def test_every_given_token_has_its_log_probability_given_those_before_it(b
     assert (score.summary.error_bound, score.summary.max_residual) == (0.0, 0.0)
 
 
-async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Bench) -> None:
+async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: EngineHarness) -> None:
     tokens = tuple(10 + index % 97 for index in range(600))
     score = await bench.engine.score(ScoreRequest(tokens))
     assert [len(rows[0]) for _, rows in bench.runner.calls] == [256, 256, 88]
@@ -44,7 +44,7 @@ async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: Ben
 
 @pytest.mark.parametrize("truncated", [False, True])
 async def test_other_work_runs_while_a_long_text_is_made_an_array(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, truncated: bool
+    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch, truncated: bool
 ) -> None:
     turn, fed, turns = 0, list[int](), list[int]()
 
@@ -72,7 +72,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
 
 
 async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.runner, "_head", bench.runner._head * np.float32(1e4))
     score = await bench.engine.score(ScoreRequest((10, 11, 12)))
@@ -82,12 +82,14 @@ async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
 # Truncated sequences
 
 
-def truncated(bench: Bench, tokens: tuple[int, ...]) -> list[float]:
+def truncated(bench: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
     """The log-probability of every token but the first, from those before it alone."""
     return [float(log_softmax(bench.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
 
 
-async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(make_bench: Callable[..., Bench]) -> None:
+async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(
+    make_bench: Callable[..., EngineHarness],
+) -> None:
     bench = make_bench(certified=True, max_window=200)
     epsilon = bench.manifest.certificate.error_bound_at
     tokens = (10, 11, 12, 10)
@@ -102,7 +104,7 @@ async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(make_ben
 
 
 async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tokens_before_it(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., EngineHarness],
 ) -> None:
     bench = make_bench(certified=True, max_window=200)
     tokens = tuple(10 + index % 97 for index in range(600))
@@ -113,7 +115,7 @@ async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tok
     assert score.error_bounds[1:] == tuple(bench.manifest.certificate.error_bound_at(known) for known in range(1, 600))
 
 
-async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench: Callable[..., Bench]) -> None:
+async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench: Callable[..., EngineHarness]) -> None:
     bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 150}))
     epsilon = bench.manifest.certificate.error_bound_at
     tokens = tuple(10 + index * index % 97 for index in range(1500))
@@ -132,14 +134,14 @@ async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench:
     assert summary.error_bound == score.error_bounds[1]
 
 
-async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(bench: Bench) -> None:
+async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(bench: EngineHarness) -> None:
     score = await bench.engine.score(ScoreRequest((10,), truncated=True))
     assert (score.logprobs, score.error_bounds) == ((None,), (None,))
     assert (score.summary.tokens, score.summary.perplexity, score.summary.error_bound) == (1, None, None)
     assert bench.runner.calls == []
 
 
-async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(bench: Bench) -> None:
+async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(bench: EngineHarness) -> None:
     score = await bench.engine.score(ScoreRequest((10, 11, 12), truncated=True))
     assert (score.error_bounds, score.summary.error_bound) == ((None, None, None), None)
     assert (await bench.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from tests.service.shipped import PATHS
 from wane.models.manifest import Role
 from wane.service.engine import shadow
 from wane.service.engine.agreement import compare
 from wane.service.engine.shadow import Shadow
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.runners.runner import Array
 from wane.service.runners.subprocess import RunnerLost
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 EOS = 0
 
 
@@ -30,7 +30,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
 
 
-def shadow_of(bench: Bench) -> Shadow:
+def shadow_of(bench: EngineHarness) -> Shadow:
     assert bench.engine._shadow is not None
     return bench.engine._shadow
 
@@ -47,13 +47,13 @@ async def settled(found: Shadow) -> None:
         await (asyncio.wait({found._running}) if found._running else asyncio.sleep(0))
 
 
-async def report(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
+async def report(bench: EngineHarness) -> tuple[dict[str, Any], dict[str, Any]]:
     """The report's `agreement` and `shadow`."""
     document: dict[str, Any] = await bench.engine.report()
     return document["agreement"], document["shadow"]
 
 
-async def session_of(bench: Bench, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
+async def session_of(bench: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
     """A session after one step of these tokens, and that step's answer."""
     session = (await bench.engine.create_session(mode=mode)).session
     return session, await bench.engine.step(StepRequest(session, tokens))
@@ -64,7 +64,12 @@ async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hear
     tokens = tuple(range(2, 12))
     _, answer = await session_of(bench, *tokens)
     await settled(shadow_of(bench))
-    assert (answer.mode, answer.state, answer.modes, answer.agreement) == (Mode.RECURRENT, Origin.RESIDENT, None, None)
+    assert (answer.mode, answer.state, answer.modes, answer.agreement) == (
+        Mode.RECURRENT,
+        StateSource.RESIDENT,
+        None,
+        None,
+    )
     assert bench.runner.roles() == ["advance", "head"]
     assert bench.shadow_runner.calls == [("window", [list(tokens[-4:])])]
     agreement, shadows = await report(bench)
@@ -373,7 +378,7 @@ async def test_without_a_rate_there_is_nothing_that_could_cost(make_bench: MakeB
 
 async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_process() -> None:
     (path,) = (path for path in PATHS if path.name == "rnn-stable")
-    catalog = Catalog(Settings(bundles=path, shadow_rate=1.0), Metrics())
+    catalog = ModelRegistry(Settings(bundles=path, shadow_rate=1.0), Metrics())
     await catalog.load()
     engine = catalog.get()
     found = engine._shadow

@@ -5,13 +5,22 @@ from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from wane.service.engine.bounds import Bound
-from wane.service.engine.stats import BUCKETS_MS, RECENT, Durations, Report
+from wane.service.engine.stats import BUCKETS_MS, RECENT, Durations, Stats
 from wane.service.observability.metrics import Metrics
-from wane.service.types import Answer, GenerateRequest, Latency, Mode, Origin, PredictRequest, ScoreRequest, StepRequest
+from wane.service.types import (
+    Answer,
+    GenerateRequest,
+    Latency,
+    Mode,
+    PredictRequest,
+    ScoreRequest,
+    StateSource,
+    StepRequest,
+)
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 TOKENS = tuple(range(10, 20))
 
 
@@ -53,11 +62,11 @@ def test_steps_that_are_counted_together_count_as_one_by_one() -> None:
     shown = []
     for together in (True, False):
         metrics = Metrics()
-        report = Report(metrics, "m")
+        report = Stats(metrics, "m")
         answers = []
         for latency, (bound, proved) in zip(latencies, worth, strict=True):
             found = (None, None) if bound is None else (bound.variation, bound.state)
-            answer = Answer(Mode.RECURRENT, (), latency, Origin.RESIDENT, found[0])
+            answer = Answer(Mode.RECURRENT, (), latency, StateSource.RESIDENT, found[0])
             answers.append(answer._replace(state_error_bound=found[1], top1_proved=proved))
             if not together:
                 report.took(Mode.RECURRENT, latency)
@@ -70,13 +79,13 @@ def test_steps_that_are_counted_together_count_as_one_by_one() -> None:
 
 
 def test_of_no_steps_nothing_is_counted() -> None:
-    report = Report(Metrics(), "m")
+    report = Stats(Metrics(), "m")
     report.stepped([])
     assert report.document()["modes"] == {}
 
 
 def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None:
-    report = Report(Metrics(), "m")
+    report = Stats(Metrics(), "m")
     report.answered("predict", Mode.BOTH)
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH):
         report.took(mode, Latency(1.0, 2.0, 3.0))
@@ -89,7 +98,7 @@ def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None
     assert modes["window"]["latency"]["compute"]["p50_ms"] == 2.0
 
 
-async def test_the_report_of_an_engine_is_what_it_did(bench: Bench) -> None:
+async def test_the_report_of_an_engine_is_what_it_did(bench: EngineHarness) -> None:
     session = (await bench.engine.create_session()).session
     parked = (await bench.engine.create_session()).session
     for _ in range(3):
@@ -113,7 +122,7 @@ async def test_the_report_of_an_engine_is_what_it_did(bench: Bench) -> None:
     assert parked != session
 
 
-async def test_prometheus_sees_the_same_and_no_session_id(bench: Bench) -> None:
+async def test_prometheus_sees_the_same_and_no_session_id(bench: EngineHarness) -> None:
     session = (await bench.engine.create_session("a-session-by-name")).session
     await bench.engine.step(StepRequest(session, (5,)))
     await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))

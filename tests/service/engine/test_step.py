@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import Bench, Clock
+from tests.service.engine_harness import Clock, EngineHarness
 from wane.service.errors import (
     DeadlineExceeded,
     IdempotencyKeyReused,
@@ -24,10 +24,10 @@ from wane.service.errors import (
 )
 from wane.service.sessions.sessions import of_tokens
 from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, Record
-from wane.service.types import Mode, Origin, PredictRequest, ScoreRequest, StepRequest
+from wane.service.sessions.stores.store import LastStep, SessionRecord
+from wane.service.types import Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 EOS = 0
 
 
@@ -37,7 +37,7 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def expected(bench: Bench, tokens: Sequence[int]) -> list[tuple[int, float]]:
+def expected(bench: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, float]]:
     """The ids and log-probabilities that the model itself gives for what follows <eos> and `tokens`."""
     return ranked(bench.runner.logits([EOS, *tokens]))
 
@@ -47,7 +47,7 @@ def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[i
     return [(int(token), pytest.approx(float(logprobs[token]))) for token in np.argsort(-logprobs)[:5]]
 
 
-async def start(bench: Bench, *tokens: int, mode: Mode | None = None) -> str:
+async def start(bench: EngineHarness, *tokens: int, mode: Mode | None = None) -> str:
     """A session that was fed `tokens` one by one."""
     session = (await bench.engine.create_session(mode=mode)).session
     for token in tokens:
@@ -55,13 +55,13 @@ async def start(bench: Bench, *tokens: int, mode: Mode | None = None) -> str:
     return session
 
 
-async def test_a_fresh_session_is_at_position_0_and_exact(bench: Bench) -> None:
+async def test_a_fresh_session_is_at_position_0_and_exact(bench: EngineHarness) -> None:
     view = await bench.engine.create_session()
-    assert (view.position, view.state, view.error_bound) == (0, Origin.RESIDENT, 0.0)
+    assert (view.position, view.state, view.error_bound) == (0, StateSource.RESIDENT, 0.0)
     assert await bench.engine.get_session(view.session) == replace(view, created=False)
 
 
-async def test_steps_answer_as_the_model_does_on_everything_so_far(bench: Bench) -> None:
+async def test_steps_answer_as_the_model_does_on_everything_so_far(bench: EngineHarness) -> None:
     session = (await bench.engine.create_session()).session
     fed: list[int] = []
     for tokens in [(5,), (6, 7, 8), (9,)]:
@@ -71,30 +71,30 @@ async def test_steps_answer_as_the_model_does_on_everything_so_far(bench: Bench)
         assert answer.position == len(fed)
         assert answer.session == session
         assert answer.replayed is False
-        assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, Origin.RESIDENT, 0.0)
+        assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.RESIDENT, 0.0)
 
 
-async def test_one_token_from_a_resident_state_is_one_run_of_the_step_graph(bench: Bench) -> None:
+async def test_one_token_from_a_resident_state_is_one_run_of_the_step_graph(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.calls.clear()
     await bench.engine.step(StepRequest(session, (6,)))
     assert bench.runner.calls == [("step", [[6]])]
 
 
-async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(bench: Bench) -> None:
+async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6)
     bench.runner.calls.clear()
     answer = await bench.engine.predict(PredictRequest(session=session))
     assert bench.runner.roles() == ["head"]
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6])
-    assert (answer.position, answer.replayed, answer.state) == (2, None, Origin.RESIDENT)
+    assert (answer.position, answer.replayed, answer.state) == (2, None, StateSource.RESIDENT)
     assert (await bench.engine.get_session(session)).position == 2
 
 
 # Replays and conflicts
 
 
-async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(bench: Bench) -> None:
+async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     first = await bench.engine.step(StepRequest(session, (6, 7), expected_position=1))
     again = await bench.engine.step(StepRequest(session, (6, 7), expected_position=1))
@@ -106,18 +106,18 @@ async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(bench: Bench
     assert bench.sample("wane_steps_replayed_total") == 1
 
 
-async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(bench: Bench) -> None:
+async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     await bench.engine.step(StepRequest(session, (6,), expected_position=1))
     bench.engine._slab.drop(session)
     again = await bench.engine.step(StepRequest(session, (6,), expected_position=1))
     assert again.replayed is True
-    assert again.state is Origin.REBUILT
+    assert again.state is StateSource.REBUILT
     assert [(one.token_id, one.logprob) for one in again.predictions] == expected(bench, [5, 6])
 
 
 @pytest.mark.parametrize("position", [None, 1])
-async def test_the_same_key_is_a_replay_with_and_without_a_position(bench: Bench, position: int | None) -> None:
+async def test_the_same_key_is_a_replay_with_and_without_a_position(bench: EngineHarness, position: int | None) -> None:
     session = await start(bench, 5)
     step = StepRequest(session, (6,), expected_position=position, idempotency_key="k")
     assert (await bench.engine.step(step)).replayed is False
@@ -125,7 +125,7 @@ async def test_the_same_key_is_a_replay_with_and_without_a_position(bench: Bench
     assert (await bench.engine.get_session(session)).position == 2
 
 
-async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(bench: Bench) -> None:
+async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     with pytest.raises(PositionConflict) as caught:
@@ -140,7 +140,7 @@ async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(b
     ids=str,
 )
 async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refused(
-    bench: Bench, tokens: tuple[int, ...], position: int | None
+    bench: EngineHarness, tokens: tuple[int, ...], position: int | None
 ) -> None:
     session = await start(bench, 5)
     await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
@@ -152,20 +152,20 @@ async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refus
     assert (next_.position, next_.replayed) == (3, False)
 
 
-async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(bench: Bench) -> None:
+async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     assert (await bench.engine.step(StepRequest(session, (6,), expected_position=1))).replayed is True
 
 
-async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(bench: Bench) -> None:
+async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(bench: EngineHarness) -> None:
     session = await start(bench, 5, 5, 5)
     assert (await bench.engine.get_session(session)).position == 3
 
 
 @pytest.mark.parametrize(("position", "token"), [(0, 6), (1, 9), (7, 6)])
 async def test_a_step_that_starts_where_the_session_is_not_is_a_conflict(
-    bench: Bench, position: int, token: int
+    bench: EngineHarness, position: int, token: int
 ) -> None:
     session = await start(bench, 5)
     await bench.engine.step(StepRequest(session, (6,), expected_position=1))
@@ -174,7 +174,7 @@ async def test_a_step_that_starts_where_the_session_is_not_is_a_conflict(
     assert (await bench.engine.get_session(session)).position == 2
 
 
-async def test_only_the_last_step_can_be_replayed(bench: Bench) -> None:
+async def test_only_the_last_step_can_be_replayed(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6, 7)
     with pytest.raises(PositionConflict):
         await bench.engine.step(StepRequest(session, (6,), expected_position=1))
@@ -190,7 +190,7 @@ class ContendedStore(MemoryStore):
         self.attempts = 0
         self.lost = False
 
-    def extend(self, record: Record, tokens: Sequence[int], step: LastStep) -> Record | None:
+    def extend(self, record: SessionRecord, tokens: Sequence[int], step: LastStep) -> SessionRecord | None:
         if self.lost:
             raise Unavailable("the store is lost")
         self.attempts += 1
@@ -212,7 +212,7 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     answer = await bench.engine.step(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, *[99] * losses, 6])
-    assert (answer.state, answer.error_bound) == (Origin.RESIDENT, 0.0)  # brought up, not rebuilt
+    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
     assert bench.sample("wane_step_conflicts_total") == losses
     assert bench.sample("wane_sessions_caught_up_total") == losses
     assert bench.sample("wane_sessions_rebuilt_total") == 0
@@ -274,30 +274,30 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, fed)
 
 
-async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(bench: Bench) -> None:
+async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     resident = bench.engine._slab.peek(session)
     assert resident is not None
     for revision in range(1, 20):  # elsewhere; 16 tokens are kept
         await bench.store.append(session, revision, (6,), LastStep(revision, b"", None))
     answer = await bench.engine.step(StepRequest(session, (8,), expected_position=20))
-    assert (answer.state, answer.position) == (Origin.REBUILT, 21)
+    assert (answer.state, answer.position) == (StateSource.REBUILT, 21)
 
 
-async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_brought_up(bench: Bench) -> None:
+async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_brought_up(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     await bench.store.append(session, 1, (6, 7), LastStep(1, b"", None))
     bench.runner.calls.clear()
     answer = await bench.engine.predict(PredictRequest(session=session))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7])
-    assert (answer.state, answer.position) == (Origin.RESIDENT, 3)
+    assert (answer.state, answer.position) == (StateSource.RESIDENT, 3)
     assert bench.runner.calls[0] == ("advance", [[6, 7]])
     bench.runner.calls.clear()
     await bench.engine.predict(PredictRequest(session=session))
     assert bench.runner.roles() == ["head"]
 
 
-async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(bench: Bench) -> None:
+async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6)
     record = await bench.store.get(session)
     assert record is not None
@@ -306,25 +306,27 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
     assert rewound is not None
     await bench.store.append(session, rewound.revision, (7,), LastStep(1, b"", None))
     answer = await bench.engine.step(StepRequest(session, (8,), expected_position=2))
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7, 8])
 
 
 # Failures and clients who leave
 
 
-async def test_a_failed_run_commits_nothing_and_the_state_stays(bench: Bench) -> None:
+async def test_a_failed_run_commits_nothing_and_the_state_stays(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
         await bench.engine.step(StepRequest(session, (6,)))
     view = await bench.engine.get_session(session)
-    assert (view.position, view.state) == (1, Origin.RESIDENT)
+    assert (view.position, view.state) == (1, StateSource.RESIDENT)
     answer = await bench.engine.step(StepRequest(session, (7,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7])
 
 
-async def test_an_output_that_is_no_number_is_a_failed_run(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_output_that_is_no_number_is_a_failed_run(
+    bench: EngineHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     session = await start(bench, 5)
     bench.runner.hot = 6
     for tokens in ((6,), (6, 7)):
@@ -334,7 +336,7 @@ async def test_an_output_that_is_no_number_is_a_failed_run(bench: Bench, caplog:
         await bench.engine.score(ScoreRequest((6, 7)))
     assert "not finite" in caplog.text
     view = await bench.engine.get_session(session)
-    assert (view.position, view.state) == (1, Origin.RESIDENT)
+    assert (view.position, view.state) == (1, StateSource.RESIDENT)
 
 
 async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_bench: MakeBench) -> None:
@@ -344,13 +346,13 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_b
     with pytest.raises(WaneError, match="failed to run"):
         await bench.engine.step(StepRequest(session, (*[6] * 600, 200)))
     view = await bench.engine.get_session(session)
-    assert (view.position, view.state) == (1, Origin.RESIDENT)
+    assert (view.position, view.state) == (1, StateSource.RESIDENT)
     assert [one.token_id for one in (await bench.engine.predict(PredictRequest(session=session))).predictions] == [
         token for token, _ in expected(bench, [5])
     ]
 
 
-async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(bench: Bench) -> None:
+async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.gate.clear()
     other = asyncio.create_task(bench.engine.predict(PredictRequest((9,))))
@@ -363,13 +365,13 @@ async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(bench: Ben
     await other
     assert step.cancelled()
     view = await bench.engine.get_session(session)
-    assert (view.position, view.state) == (1, Origin.RESIDENT)
+    assert (view.position, view.state) == (1, StateSource.RESIDENT)
     assert ("step", [[6]]) not in bench.runner.calls
     assert bench.sample("wane_skipped_items_total", reason="abandoned") == 1
 
 
 async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_no_trace(
-    bench: Bench,
+    bench: EngineHarness,
 ) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
@@ -386,7 +388,7 @@ async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_
 
 
 async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_can_replay_it(
-    bench: Bench,
+    bench: EngineHarness,
 ) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
@@ -404,7 +406,7 @@ async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_c
 
 
 async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     gc.collect()
     caplog.clear()  # of what tests before this one have left
@@ -425,7 +427,7 @@ async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody
     assert (await bench.engine.get_session(session)).position == 1
 
 
-async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch(bench: Bench) -> None:
+async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
     bench.runner.gate.clear()
@@ -439,7 +441,7 @@ async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch
     assert (await bench.engine.get_session(session)).position == 1101
 
 
-async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(bench: Bench) -> None:
+async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.gate.clear()
     other = asyncio.create_task(bench.engine.predict(PredictRequest((9,))))
@@ -453,7 +455,7 @@ async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(bench: Bench)
 
 
 async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_commits(
-    bench: Bench, travel: Callable[[float], None]
+    bench: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
@@ -471,7 +473,7 @@ async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_comm
 
 
 async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the_session(
-    bench: Bench, travel: Callable[[float], None]
+    bench: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
@@ -491,14 +493,14 @@ async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the
     assert (await bench.engine.get_session(session)).position == 2
 
 
-async def test_two_steps_of_one_session_are_never_in_one_batch(bench: Bench) -> None:
+async def test_two_steps_of_one_session_are_never_in_one_batch(bench: EngineHarness) -> None:
     one, two = await start(bench), await start(bench)
     steps = [StepRequest(session, (token,)) for token in (6, 7, 8) for session in (one, two)]
     await asyncio.gather(*map(bench.engine.step, steps))
     assert bench.runner.calls == [("step", [[token], [token]]) for token in (6, 7, 8)]
 
 
-async def test_only_so_many_may_wait_for_one_session(bench: Bench) -> None:
+async def test_only_so_many_may_wait_for_one_session(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
     bench.runner.gate.clear()
@@ -514,48 +516,48 @@ async def test_only_so_many_may_wait_for_one_session(bench: Bench) -> None:
 # Parked, rebuilt, rewound
 
 
-async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(bench: Bench) -> None:
+async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6, 7)
     bench.engine._slab.drop(session)
     view = await bench.engine.get_session(session)
-    assert (view.state, view.error_bound) == (Origin.REBUILT, 0.0)
+    assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
     answer = await bench.engine.step(StepRequest(session, (8,)))
-    assert (answer.state, answer.error_bound) == (Origin.REBUILT, 0.0)
+    assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7, 8])
-    assert (await bench.engine.step(StepRequest(session, (9,)))).state is Origin.RESIDENT
+    assert (await bench.engine.step(StepRequest(session, (9,)))).state is StateSource.RESIDENT
     assert bench.sample("wane_sessions_rebuilt_total") == 1
 
 
 async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_bound(
-    bench: Bench,
+    bench: EngineHarness,
 ) -> None:
     fed = [10 + index for index in range(20)]
     session = await start(bench, *fed)
     assert (await bench.engine.get_session(session)).error_bound == 0.0
     bench.engine._slab.drop(session)
     answer = await bench.engine.step(StepRequest(session, (6,)))
-    assert (answer.state, answer.error_bound) == (Origin.REBUILT, None)
+    assert (answer.state, answer.error_bound) == (StateSource.REBUILT, None)
     tail = fed[-16:]
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([*tail, 6]))
     after = await bench.engine.step(StepRequest(session, (7,)))
-    assert (after.state, after.error_bound) == (Origin.RESIDENT, None)
+    assert (after.state, after.error_bound) == (StateSource.RESIDENT, None)
 
 
-async def test_a_tail_of_exactly_tail_tokens_is_still_whole(bench: Bench) -> None:
+async def test_a_tail_of_exactly_tail_tokens_is_still_whole(bench: EngineHarness) -> None:
     fed = [10 + index for index in range(16)]
     session = await start(bench, *fed)
     bench.engine._slab.drop(session)
     answer = await bench.engine.predict(PredictRequest(session=session))
-    assert (answer.state, answer.error_bound) == (Origin.REBUILT, 0.0)
+    assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, fed)
 
 
-async def test_predicting_from_a_parked_session_makes_it_resident(bench: Bench) -> None:
+async def test_predicting_from_a_parked_session_makes_it_resident(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6)
     bench.engine._slab.drop(session)
     first = await bench.engine.predict(PredictRequest(session=session))
     second = await bench.engine.predict(PredictRequest(session=session))
-    assert (first.state, second.state) == (Origin.REBUILT, Origin.RESIDENT)
+    assert (first.state, second.state) == (StateSource.REBUILT, StateSource.RESIDENT)
 
 
 async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_bench: MakeBench) -> None:
@@ -574,16 +576,16 @@ async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_be
     bench.engine._slab.check_integrity()
 
 
-async def test_a_rewound_session_goes_on_from_where_it_was_cut(bench: Bench) -> None:
+async def test_a_rewound_session_goes_on_from_where_it_was_cut(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6, 7)
     view = await bench.engine.rewind(session, 1)
-    assert (view.position, view.state, view.error_bound) == (1, Origin.REBUILT, 0.0)
+    assert (view.position, view.state, view.error_bound) == (1, StateSource.REBUILT, 0.0)
     answer = await bench.engine.step(StepRequest(session, (8,)))
-    assert (answer.position, answer.state) == (2, Origin.REBUILT)
+    assert (answer.position, answer.state) == (2, StateSource.REBUILT)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 8])
 
 
-async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(bench: Bench) -> None:
+async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     step = StepRequest(session, (6,), expected_position=1, idempotency_key="k")
     await bench.engine.step(step)
@@ -591,7 +593,7 @@ async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(bench: Bench) -
     assert (await bench.engine.step(step)).replayed is False
 
 
-async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(bench: Bench) -> None:
+async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6)
     assert (await bench.engine.rewind(session, 2)).position == 2
     assert (await bench.engine.rewind(session, 0)).position == 0
@@ -599,19 +601,21 @@ async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(benc
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [7])
 
 
-async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_the_last_step(bench: Bench) -> None:
+async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_the_last_step(
+    bench: EngineHarness,
+) -> None:
     session = await start(bench, *range(10, 30))
     step = StepRequest(session, (6,), expected_position=20)
     await bench.engine.step(step)
     bench.clock.now_s += 10
     view = await bench.engine.rewind(session, 21)
-    assert (view.position, view.state, view.error_bound, view.idle_s) == (21, Origin.RESIDENT, 0.0, 0.0)
+    assert (view.position, view.state, view.error_bound, view.idle_s) == (21, StateSource.RESIDENT, 0.0, 0.0)
     assert await bench.engine.get_session(session) == view
     assert (await bench.engine.step(step)).replayed is True
 
 
 @pytest.mark.parametrize("position", [-1, 3, 4, 21])
-async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(bench: Bench, position: int) -> None:
+async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(bench: EngineHarness, position: int) -> None:
     session = await start(bench, *range(10, 30))
     with pytest.raises(InvalidRequest, match=f"position is {position}.* positions 5 to 20"):
         await bench.engine.rewind(session, position)
@@ -621,12 +625,12 @@ async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(bench
 # Modes
 
 
-async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(bench: Bench) -> None:
+async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(bench: EngineHarness) -> None:
     session = await start(bench, *range(10, 20), mode=Mode.WINDOW)
     bench.runner.calls.clear()
     answer = await bench.engine.step(StepRequest(session, (6,)))
     assert bench.runner.calls == [("window", [[17, 18, 19, 6]])]
-    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, Origin.WINDOW)
+    assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert answer.error_bound is None
     assert len(bench.engine._slab) == 0
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([17, 18, 19, 6]))
@@ -635,7 +639,7 @@ async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(bench: 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("count", [0, 3, 4, 5, 20])
 async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
-    bench: Bench, mode: Mode, count: int
+    bench: EngineHarness, mode: Mode, count: int
 ) -> None:
     session = await start(bench, *range(10, 10 + count), mode=mode)
     view = await bench.engine.get_session(session)
@@ -643,18 +647,18 @@ async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
     assert (view.state, view.error_bound) == (answer.state, answer.error_bound)
 
 
-async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(bench: Bench) -> None:
+async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(bench: EngineHarness) -> None:
     fed = [10 + index for index in range(20)]
     session = await start(bench, *fed)
     answer = await bench.engine.step(StepRequest(session, (6,), mode=Mode.WINDOW))
-    assert (answer.mode, answer.state, answer.error_bound) == (Mode.WINDOW, Origin.WINDOW, None)
+    assert (answer.mode, answer.state, answer.error_bound) == (Mode.WINDOW, StateSource.WINDOW, None)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([*fed[-3:], 6]))
     answer = await bench.engine.step(StepRequest(session, (7,)))
-    assert (answer.state, answer.error_bound) == (Origin.RESIDENT, 0.0)
+    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [*fed, 6, 7])
 
 
-async def test_a_step_that_asks_for_a_window_rebuilds_no_state(bench: Bench) -> None:
+async def test_a_step_that_asks_for_a_window_rebuilds_no_state(bench: EngineHarness) -> None:
     session = await start(bench, 5, 6)
     bench.engine._slab.drop(session)
     bench.runner.calls.clear()
@@ -663,7 +667,7 @@ async def test_a_step_that_asks_for_a_window_rebuilds_no_state(bench: Bench) -> 
     assert bench.engine._slab.peek(session) is None
 
 
-async def test_both_answers_recurrently_and_measures_the_window_beside_it(bench: Bench) -> None:
+async def test_both_answers_recurrently_and_measures_the_window_beside_it(bench: EngineHarness) -> None:
     session = await start(bench, *range(10, 20))
     answer = await bench.engine.step(StepRequest(session, (6,), mode=Mode.BOTH))
     assert answer.modes is not None
@@ -675,10 +679,10 @@ async def test_both_answers_recurrently_and_measures_the_window_beside_it(bench:
     assert 0 < answer.agreement.total_variation < 1
     assert answer.error_bound == 0.0
     assert answer.agreement.error_bound is None
-    assert (await bench.engine.step(StepRequest(session, (7,)))).state is Origin.RESIDENT
+    assert (await bench.engine.step(StepRequest(session, (7,)))).state is StateSource.RESIDENT
 
 
-async def test_a_sessions_own_mode_holds_unless_the_step_names_another(bench: Bench) -> None:
+async def test_a_sessions_own_mode_holds_unless_the_step_names_another(bench: EngineHarness) -> None:
     session = await start(bench, 5, mode=Mode.BOTH)
     assert (await bench.engine.step(StepRequest(session, (6,)))).mode is Mode.BOTH
     assert (await bench.engine.step(StepRequest(session, (6,), mode=Mode.AUTO))).mode is Mode.BOTH
@@ -687,7 +691,7 @@ async def test_a_sessions_own_mode_holds_unless_the_step_names_another(bench: Be
 
 
 async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own_shrinks(
-    bench: Bench,
+    bench: EngineHarness,
 ) -> None:
     session = await start(bench, *range(10, 30))
     await bench.engine.rewind(session, 6)
@@ -698,7 +702,9 @@ async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own
 
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.BOTH])
-async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(bench: Bench, mode: Mode | None) -> None:
+async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
+    bench: EngineHarness, mode: Mode | None
+) -> None:
     session = await start(bench, *range(10, 30), mode=mode)
     exact = await bench.engine.predict(PredictRequest(session=session, tolerance=0.0))
     assert exact.error_bound == 0.0
@@ -710,7 +716,7 @@ async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(ben
     assert bench.runner.calls == []
 
 
-async def test_a_window_for_a_session_that_answers_recurrently_is_refused(bench: Bench) -> None:
+async def test_a_window_for_a_session_that_answers_recurrently_is_refused(bench: EngineHarness) -> None:
     session = await start(bench, *range(10, 20))
     with pytest.raises(InvalidRequest, match="answers by mode recurrent; it is for window and both") as caught:
         await bench.engine.predict(PredictRequest(session=session, window=3))
@@ -722,7 +728,7 @@ async def test_a_window_for_a_session_that_answers_recurrently_is_refused(bench:
 # Life
 
 
-async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(bench: Bench) -> None:
+async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.clock.now_s += 3600
     assert (await bench.engine.get_session(session)).idle_s == 3600
@@ -732,7 +738,7 @@ async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(bench: Be
     assert len(bench.engine._slab) == 0
 
 
-async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(bench: Bench) -> None:
+async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(bench: EngineHarness) -> None:
     await start(bench, 5)
     bench.clock.now_s += 3601
     assert (await bench.engine.report())["sessions"] == {"resident": 0, "parked": 0, "rebuilt": 0}
@@ -740,7 +746,7 @@ async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(be
 
 
 async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_does_not(
-    bench: Bench,
+    bench: EngineHarness,
 ) -> None:
     session = await start(bench, 5)
     bench.clock.now_s += 10
@@ -750,7 +756,7 @@ async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_do
     assert (await bench.engine.get_session(session)).idle_s == 0
 
 
-async def test_a_replay_is_a_use(bench: Bench) -> None:
+async def test_a_replay_is_a_use(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     for _ in range(3):
         bench.clock.now_s += 2000
@@ -759,16 +765,16 @@ async def test_a_replay_is_a_use(bench: Bench) -> None:
     assert (await bench.engine.get_session(session)).idle_s == 0
 
 
-async def test_a_session_that_is_only_predicted_from_keeps_its_state(bench: Bench) -> None:
+async def test_a_session_that_is_only_predicted_from_keeps_its_state(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     for _ in range(3):
         bench.clock.now_s += 2000
         answer = await bench.engine.predict(PredictRequest(session=session))
         await bench.engine.report()
-    assert answer.state is Origin.RESIDENT
+    assert answer.state is StateSource.RESIDENT
 
 
-async def test_a_deleted_session_is_unknown(bench: Bench) -> None:
+async def test_a_deleted_session_is_unknown(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     await bench.engine.delete_session(session)
     assert len(bench.engine._slab) == 0
@@ -783,20 +789,20 @@ async def test_a_deleted_session_is_unknown(bench: Bench) -> None:
             await attempt
 
 
-async def test_an_owners_id_is_kept_and_cannot_be_taken_twice(bench: Bench) -> None:
+async def test_an_owners_id_is_kept_and_cannot_be_taken_twice(bench: EngineHarness) -> None:
     assert (await bench.engine.create_session("mine:1", Mode.WINDOW)).session == "mine:1"
     with pytest.raises(SessionExists, match="mine:1"):
         await bench.engine.create_session("mine:1")
 
 
 @pytest.mark.parametrize("session", ["", "a b", "x" * 129, "a/b", "ü", ".", "..", ".\n"])
-async def test_a_bad_session_id_is_refused(bench: Bench, session: str) -> None:
+async def test_a_bad_session_id_is_refused(bench: EngineHarness, session: str) -> None:
     with pytest.raises(InvalidRequest, match="1 to 128"):
         await bench.engine.create_session(session)
 
 
 @pytest.mark.parametrize("session", ["...", "a.", ".a", "..a", "x" * 128])
-async def test_an_id_may_have_dots_beside_something_else(bench: Bench, session: str) -> None:
+async def test_an_id_may_have_dots_beside_something_else(bench: EngineHarness, session: str) -> None:
     assert (await bench.engine.create_session(session)).session == session
 
 
@@ -808,7 +814,7 @@ async def test_more_sessions_than_the_store_keeps_are_refused(make_bench: MakeBe
         await bench.engine.create_session()
 
 
-async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(bench: Bench) -> None:
+async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(bench: EngineHarness) -> None:
     session = await start(bench, 5)
     bench.runner.busy.clear()
     bench.runner.gate.clear()
@@ -846,7 +852,7 @@ async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebu
     assert bounds == [epsilon(141), epsilon(142), epsilon(143), epsilon(144), epsilon(145)]
     bench.engine._slab.drop(session)
     again = await bench.engine.predict(PredictRequest(session=session))
-    assert (again.state, again.error_bound) == (Origin.REBUILT, epsilon(140))
+    assert (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(140))
     recurrent = await bench.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
     assert again.predictions[0].token_id == recurrent.predictions[0].token_id
 
@@ -873,9 +879,9 @@ async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_b
     assert epsilon is not None
     answer = await bench.engine.predict(PredictRequest(session=session, tolerance=epsilon / 2))
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
     resident = await bench.engine.predict(PredictRequest(session=session))
-    assert (resident.state, resident.error_bound) == (Origin.RESIDENT, epsilon)  # the run's own bound is not kept
+    assert (resident.state, resident.error_bound) == (StateSource.RESIDENT, epsilon)  # the run's own bound is not kept
 
 
 async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_the_window_may_be(

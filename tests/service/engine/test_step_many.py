@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from wane.service.engine.inline_step import QuickStep
+from wane.service.engine.inline_step import InlineStep
 from wane.service.engine.step_many import abreast
 from wane.service.errors import EarlierStepFailed, InvalidRequest
-from wane.service.types import Answer, Latency, Mode, Origin, StepRequest
+from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
 class Stepper:
@@ -25,14 +25,14 @@ class Stepper:
         self.busy -= 1
         if request.tokens == (0,):
             raise InvalidRequest("no zeros")
-        return Answer(Mode.RECURRENT, (), Latency(0, 0, 0), Origin.RESIDENT, 0.0, position=request.tokens[0])
+        return Answer(Mode.RECURRENT, (), Latency(0, 0, 0), StateSource.RESIDENT, 0.0, position=request.tokens[0])
 
 
 def nothing(_: StepRequest) -> None:
     """Begins no step."""
 
 
-async def never(_: QuickStep) -> Answer:
+async def never(_: InlineStep) -> Answer:
     raise AssertionError("nothing was begun")
 
 

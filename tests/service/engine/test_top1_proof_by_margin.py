@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from wane.service.batching.batch import Outputs, Row, Top
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS
 from wane.service.state.pool import HIDDEN
 
@@ -15,14 +15,14 @@ CASES = 3000
 SIZE, WIDTH = 40, 8
 
 
-def make(seed: int, size: int = SIZE, width: int = WIDTH) -> tuple[dict[str, NDArray[np.float32]], Margin]:
+def make(seed: int, size: int = SIZE, width: int = WIDTH) -> tuple[dict[str, NDArray[np.float32]], MarginProof]:
     random = np.random.default_rng(seed)
     lengths = np.exp(random.normal(size=(size, 1)))
     weights = {
         "head.weight": (lengths * random.normal(size=(size, width))).astype(np.float32),
         "head.bias": random.normal(size=size).astype(np.float32),
     }
-    return weights, Margin(weights)
+    return weights, MarginProof(weights)
 
 
 def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -87,7 +87,7 @@ def test_a_state_that_may_be_anywhere_proves_nothing(error: float) -> None:
 
 def test_the_output_matrix_may_be_the_embedding() -> None:
     weights, margin = make(0)
-    tied = Margin({"embedding.weight": weights["head.weight"], "head.bias": weights["head.bias"]})
+    tied = MarginProof({"embedding.weight": weights["head.weight"], "head.bias": weights["head.bias"]})
     hidden = np.ones(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
     for error in (0.0, 1e-3, 1e-2, 1e-1, 1.0):
@@ -99,7 +99,7 @@ def test_many_tokens_that_rows_lengths_do_not_settle_are_looked_at_one_by_one() 
     rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long, and close together
     weights = {"head.weight": rows.astype(np.float32), "head.bias": np.linspace(0, -1, 500).astype(np.float32)}
     weights["head.bias"][0] = 0.1
-    margin, hidden = Margin(weights), np.zeros(WIDTH, np.float32)
+    margin, hidden = MarginProof(weights), np.zeros(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
     _, bears = leads(weights, logits)
     least = float(bears.min())

@@ -17,7 +17,7 @@ from tests.service.slow_client import (
     HANDSHAKE,
     MALFORMED,
     SOON_S,
-    Patient,
+    SlowClient,
     dialogue,
     frame,
     serving,
@@ -40,13 +40,13 @@ STREAM = post(b"/v1/generate", {"tokens": [1], "max_tokens": 3, "stream": True})
 LONG = b"GET / HTTP/1.1\r\nx: " + b"y" * 3000
 
 
-def engine_of(server: Patient) -> FakeEngine:
+def engine_of(server: SlowClient) -> FakeEngine:
     engine: FakeEngine = server.app.state.catalog.engine
     return engine
 
 
 @asynccontextmanager
-async def held(server: Patient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event]]:
+async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event]]:
     """The engine, and what has to be set before it answers: it is set at the end of the block."""
     engine = engine_of(server)
     engine.wait = wait = asyncio.Event()
@@ -56,7 +56,7 @@ async def held(server: Patient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event
         wait.set()
 
 
-async def deafness(server: Patient) -> None:
+async def deafness(server: SlowClient) -> None:
     """Waits until no connection of the server takes more requests."""
     await until(lambda: all(connection.deaf for connection in server.server_state.connections))  # type: ignore[union-attr]
 
@@ -239,7 +239,7 @@ def in_chunks(request: bytes) -> bytes:
     return first + b"\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
-async def in_two(server: Patient, request: bytes, at: int) -> bytes:
+async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
     """What the server says to a request that comes in two packets, of which the server reads the first by itself."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(request[:at])

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.service.net.test_rejected_connections import closed_with, counted, status_of
-from tests.service.slow_client import CHUNKED, HANDSHAKE, Patient, conversation, dialogue, frame, serving, until
-from wane.service.net.connection import SMALL_BYTES, Intake, Share
+from tests.service.slow_client import CHUNKED, HANDSHAKE, SlowClient, conversation, dialogue, frame, serving, until
+from wane.service.net.connection import SMALL_BYTES, ReceiveBudget, ReceiveShare
 
 BODY_BYTES = 2**19
 BUDGET = {"max_body_bytes": BODY_BYTES, "max_bodies_bytes": 2 * BODY_BYTES}
@@ -32,7 +32,7 @@ def chunked(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def connected(server: Patient, first: bytes) -> AsyncIterator[asyncio.StreamReader]:
+async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.StreamReader]:
     """A connection on which that much was sent."""
     reader, writer = await asyncio.open_connection(*server.address)
     if first.startswith(HANDSHAKE):
@@ -44,7 +44,7 @@ async def connected(server: Patient, first: bytes) -> AsyncIterator[asyncio.Stre
 
 
 @asynccontextmanager
-async def filled(server: Patient) -> AsyncIterator[None]:
+async def filled(server: SlowClient) -> AsyncIterator[None]:
     """Two connections that hold back the end of the largest body there may be."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
@@ -111,8 +111,8 @@ async def test_there_is_room_again_for_all_once_those_who_took_it_have_gone() ->
 
 
 def test_a_budget_is_one_over_all_shares_and_does_not_count_what_is_small() -> None:
-    intake = Intake(3 * SMALL_BYTES)
-    one, other = Share(intake), Share(intake)
+    intake = ReceiveBudget(3 * SMALL_BYTES)
+    one, other = ReceiveShare(intake), ReceiveShare(intake)
     assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and intake.taken == 2 * SMALL_BYTES
     assert not other.is_now(SMALL_BYTES + 1) and intake.taken == 2 * SMALL_BYTES
     assert one.is_now(SMALL_BYTES + 1) and other.is_now(SMALL_BYTES + 1) and intake.taken == 2 * SMALL_BYTES + 2

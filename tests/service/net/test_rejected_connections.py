@@ -17,7 +17,7 @@ from tests.service.slow_client import (
     LATE_S,
     POST,
     SOON_S,
-    Patient,
+    SlowClient,
     conversation,
     deaf,
     dialogue,
@@ -27,7 +27,7 @@ from tests.service.slow_client import (
     until,
 )
 from wane.service.api.middleware import HUNG_UP
-from wane.service.net.connection import Reason
+from wane.service.net.connection import RejectReason
 from wane.service.observability.logs import ACCESS
 
 Fields = dict[str, object]
@@ -49,11 +49,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[Fields]]:
     ACCESS.removeHandler(listener)
 
 
-def counted(server: Patient) -> dict[str, float]:
+def counted(server: SlowClient) -> dict[str, float]:
     """The reasons for which connections were refused, and how many were."""
     (metric,) = server.metrics.refused_connections.collect()
     samples = [one for one in metric.samples if one.name == "wane_refused_connections_total"]
-    assert {one.labels["reason"] for one in samples} == {reason.value for reason in Reason}
+    assert {one.labels["reason"] for one in samples} == {reason.value for reason in RejectReason}
     return {one.labels["reason"]: one.value for one in samples if one.value}
 
 

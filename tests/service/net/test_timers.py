@@ -10,7 +10,7 @@ import pytest
 from tests.service.alone import alone
 from wane.service.engine.deadline import until
 from wane.service.errors import DeadlineExceeded
-from wane.service.net.timers import Alarms, alarms
+from wane.service.net.timers import Timers, timers
 
 
 def now() -> float:
@@ -20,9 +20,9 @@ def now() -> float:
 async def test_alarms_ring_in_their_order_and_each_once() -> None:
     rung: list[str] = []
     done = asyncio.Event()
-    alarms().at(now() + 0.05, done.set)
-    alarms().at(now() + 0.03, lambda: rung.append("second"))
-    alarms().at(now(), lambda: rung.append("first"))
+    timers().at(now() + 0.05, done.set)
+    timers().at(now() + 0.03, lambda: rung.append("second"))
+    timers().at(now(), lambda: rung.append("first"))
     await done.wait()
     assert rung == ["first", "second"]
 
@@ -43,7 +43,7 @@ async def test_an_alarm_that_fails_keeps_no_other_from_ringing() -> None:
 
     when = now()
     for each in (ring, fail, ring, fail, ring, fail, ring):
-        alarms().at(when, each)
+        timers().at(when, each)
     await asyncio.wait_for(done.wait(), 120)
     while len(failed) < 3:  # noqa: ASYNC110  (the failures may be the last to ring)
         await asyncio.sleep(0)
@@ -54,8 +54,8 @@ async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
     rung: list[str] = []
     done = asyncio.Event()
     when = now() + 0.01
-    alarm = alarms().at(when, lambda: rung.append("never"))
-    alarms().at(when + 0.02, done.set)
+    alarm = timers().at(when, lambda: rung.append("never"))
+    timers().at(when + 0.02, done.set)
     alarm.cancel()
     await done.wait()
     alarm.cancel()  # once more changes nothing
@@ -63,7 +63,7 @@ async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
 
 
 async def test_one_alarm_may_take_back_another_of_the_same_time_and_set_a_new_one() -> None:
-    mine = Alarms(asyncio.get_running_loop())
+    mine = Timers(asyncio.get_running_loop())
     rung: list[int] = []
     done = asyncio.Event()
     when = now()
@@ -82,7 +82,7 @@ async def test_many_alarms_of_one_time_are_one_timer_of_the_loop(monkeypatch: py
     loop = asyncio.get_running_loop()
     timers: list[float] = []
     monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
-    mine, when = Alarms(asyncio.get_running_loop()), now() + 1
+    mine, when = Timers(asyncio.get_running_loop()), now() + 1
     for _ in range(100):
         mine.at(when, lambda: None)
     assert len(timers) == 1 and when <= timers[0] <= when + 0.0101
@@ -95,7 +95,7 @@ async def test_alarms_that_are_far_off_have_few_timers_and_ring_no_later_than_th
     loop = asyncio.get_running_loop()
     timers: list[float] = []
     monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
-    mine = Alarms(asyncio.get_running_loop())
+    mine = Timers(asyncio.get_running_loop())
     for index in range(2000):
         began_s = now()
         when = began_s + seconds * (1 + index / 2000)
@@ -128,7 +128,7 @@ async def test_no_deadline_and_one_that_is_met_change_nothing() -> None:
     with until(now() + 0.01):
         pass
     done = asyncio.Event()
-    alarms().at(now() + 0.03, done.set)
+    timers().at(now() + 0.03, done.set)
     await done.wait()
 
 

@@ -12,13 +12,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 from websockets.asyncio.client import connect
 
 from tests.service.conftest import SocketServer, never
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.spans import Spans, attributes, id_of, parent_of, trace_of
 from wane.service.app import create_app
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.registry.registry import Catalog
+from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -37,7 +37,7 @@ def spans() -> Spans:
 @pytest.fixture
 def app(spans: Spans) -> FastAPI:
     """In place of the one that is not traced."""
-    catalog = cast(Catalog, FakeCatalog())
+    catalog = cast(ModelRegistry, FakeRegistry())
     return create_app(Settings(), catalog, Metrics(), on_load_failure=never, tracing=spans.tracing)
 
 

@@ -12,7 +12,7 @@ from tests.service.shipped import FOLDER, PATHS, opened
 from wane.models.reference import Reference
 from wane.service.engine.engine import Engine
 from wane.service.engine.logits import log_softmax
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
@@ -21,9 +21,9 @@ from wane.service.types import (
     GeneratedToken,
     GenerateRequest,
     Mode,
-    Origin,
     PredictRequest,
     ScoreRequest,
+    StateSource,
     StepRequest,
 )
 
@@ -36,7 +36,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     bundle, runner = opened(request.param)
     settings = Settings(max_batch=8)
     store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.session_budget_bytes)
-    margin = Margin(bundle.weights())
+    margin = MarginProof(bundle.weights())
     engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics())
     await asyncio.to_thread(engine.warm_up)
     yield engine
@@ -138,7 +138,7 @@ async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engi
     stayed = await engine.predict(PredictRequest(session=session, top_k=50))
     engine._slab.drop(session)
     rebuilt = await engine.predict(PredictRequest(session=session, top_k=50))
-    assert (stayed.state, rebuilt.state) == (Origin.RESIDENT, Origin.REBUILT)
+    assert (stayed.state, rebuilt.state) == (StateSource.RESIDENT, StateSource.REBUILT)
     assert rebuilt.error_bound == 0.0
     assert logprobs(rebuilt) == pytest.approx(logprobs(stayed), abs=1e-4)
 

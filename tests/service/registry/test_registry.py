@@ -20,18 +20,18 @@ from wane.models.manifest import Role
 from wane.service.errors import InvalidRequest, LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
-from wane.service.registry.registry import Catalog, CatalogError
-from wane.service.registry.repository import Found
+from wane.service.registry.registry import ModelRegistry, RegistryError
+from wane.service.registry.repository import FoundBundle
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.runner import Array
 from wane.service.settings import Settings
-from wane.service.types import Mode, Origin, PredictRequest, StepRequest
+from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
 
 STABLE = FOLDER / "rnn-stable"
 
 
-def make(path: Path, **settings: object) -> Catalog:
-    return Catalog(Settings(bundles=path, device="cpu", **settings), Metrics())
+def make(path: Path, **settings: object) -> ModelRegistry:
+    return ModelRegistry(Settings(bundles=path, device="cpu", **settings), Metrics())
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def catalog(tmp_path: Path, believed: None) -> AsyncIterator[Catalog]:
+async def catalog(tmp_path: Path, believed: None) -> AsyncIterator[ModelRegistry]:
     """Two bundles, loaded."""
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / path.name)
@@ -67,7 +67,7 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         catalog.get()
 
 
-async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(catalog: Catalog) -> None:
+async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(catalog: ModelRegistry) -> None:
     catalog.leave()
     assert (catalog.ready, catalog.status) == (False, "draining")
     assert (await catalog.get().predict(PredictRequest((1, 2, 3)))).predictions
@@ -86,7 +86,7 @@ async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_t
         await catalog.close()
 
 
-async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: Catalog) -> None:
+async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: ModelRegistry) -> None:
     names = sorted(engine.name for engine in catalog.list())
     assert catalog.default == ("gated-stable" if "gated-stable" in names else names[0])
     assert catalog.list()[0] is catalog.get() is catalog.get(catalog.default)
@@ -94,7 +94,7 @@ async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(cat
         catalog.get("nobody")
 
 
-async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: Catalog) -> None:
+async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: ModelRegistry) -> None:
     engines = catalog.list()
     session = (await engines[-1].create_session()).session
     assert await catalog.engine_for(session) is engines[-1]
@@ -108,7 +108,7 @@ async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: Catalog)
         await catalog.engine_for("nobody")
 
 
-async def test_the_report_lists_every_model(catalog: Catalog) -> None:
+async def test_the_report_lists_every_model(catalog: ModelRegistry) -> None:
     report = await catalog.report()
     assert report["device"] == "cpu"
     assert isinstance(report["models"], list)
@@ -143,12 +143,12 @@ async def test_a_catalog_that_is_closed_while_it_loads_leaves_the_sessions_to_th
 
 
 async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
-    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    catalog: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, opening, go_on, closed = catalog._store, threading.Event(), threading.Event(), asyncio.Event()
     assert store is not None
 
-    def slow(found: Found) -> loader.Opened:
+    def slow(found: FoundBundle) -> loader.Opened:
         opening.set()
         go_on.wait()
         raise LoadFailed(found.name, "too late")
@@ -175,26 +175,26 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
 
 
 async def test_a_default_model_that_was_named_must_be_there() -> None:
-    with pytest.raises(CatalogError, match="default_model is 'nobody', but the bundles hold"):
+    with pytest.raises(RegistryError, match="default_model is 'nobody', but the bundles hold"):
         await make(PATHS[0], default_model="nobody").load()
 
 
 async def test_two_bundles_of_one_name_and_version_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
-    with pytest.raises(CatalogError, match="same name and version"):
+    with pytest.raises(RegistryError, match="same name and version"):
         await make(tmp_path).load()
 
 
 async def test_a_folder_without_a_bundle_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CatalogError, match="holds no bundle"):
+    with pytest.raises(RegistryError, match="holds no bundle"):
         await make(tmp_path).load()
-    with pytest.raises(CatalogError, match="is no folder"):
+    with pytest.raises(RegistryError, match="is no folder"):
         await make(tmp_path / "nowhere").load()
 
 
 async def test_a_budget_that_holds_no_states_is_refused_with_the_model(believed: None) -> None:
-    with pytest.raises(CatalogError, match=r"model .*: state_budget_bytes is 1,"):
+    with pytest.raises(RegistryError, match=r"model .*: state_budget_bytes is 1,"):
         await make(PATHS[0], state_budget_bytes=1).load()
 
 
@@ -269,7 +269,7 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
     assert (window.error_bound, window.state_error_bound, window.top1_proved) == (None, None, False)
     for request in (PredictRequest(tokens), PredictRequest(tokens, tolerance=0.9)):
         auto = await engine.predict(request)
-        assert (auto.mode, auto.state, auto.error_bound) == (Mode.RECURRENT, Origin.FULL, 0.0)
+        assert (auto.mode, auto.state, auto.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
     await catalog.close()
 
 

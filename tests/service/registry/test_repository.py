@@ -9,8 +9,8 @@ import pytest
 from tests.service.versions import MODEL, put
 from wane.service.errors import LoadFailed
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog
-from wane.service.registry.repository import Repository, Watch
+from wane.service.registry.registry import ModelRegistry
+from wane.service.registry.repository import Repository, RepositoryPoller
 from wane.service.settings import Settings
 
 
@@ -35,14 +35,14 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-async def looks(watch: Watch, times: int) -> None:
+async def looks(watch: RepositoryPoller, times: int) -> None:
     for _ in range(times):
         await watch.look()
 
 
 async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: Path) -> None:
     loads = Loads()
-    watch = Watch(Repository(folder), loads)
+    watch = RepositoryPoller(Repository(folder), loads)
     await looks(watch, 2)
     assert loads.names == []
     put(folder, "2")
@@ -54,7 +54,7 @@ async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: P
 
 async def test_a_bundle_that_is_still_being_copied_is_left_alone(folder: Path) -> None:
     loads = Loads()
-    watch = Watch(Repository(folder), loads)
+    watch = RepositoryPoller(Repository(folder), loads)
     path = put(folder, "1", name="other")
     weights = (path / "weights.safetensors").read_bytes()
     for end in (1, 2, 3):
@@ -71,7 +71,7 @@ async def test_what_could_not_be_loaded_is_tried_again_when_it_changes(
 ) -> None:
     loads = Loads()
     loads.failure = LoadFailed(MODEL, "its weights are none")
-    watch = Watch(Repository(folder), loads)
+    watch = RepositoryPoller(Repository(folder), loads)
     for version in ("2", "3"):
         put(folder, version)
         await looks(watch, 4)
@@ -81,7 +81,7 @@ async def test_what_could_not_be_loaded_is_tried_again_when_it_changes(
 
 async def test_a_bundle_that_goes_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
     loads = Loads()
-    watch = Watch(Repository(folder), loads)
+    watch = RepositoryPoller(Repository(folder), loads)
     shutil.move(folder / MODEL, folder.parent / "away")
     await looks(watch, 2)
     assert loads.names == []
@@ -94,7 +94,7 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
-    catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
+    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
     replaced = asyncio.Event()
     replace = catalog._changes.replace
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.service.shipped import FOLDER, opened
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import Margin
+from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
 VERSIONS = ("lstm-stable", "rnn-stable")
 MODEL = "small"
@@ -36,7 +36,13 @@ class Replicas:
             manifest = bundle.manifest.model_copy(update=changes)
             self.metrics.append(Metrics())
             engine = Engine(
-                manifest, bundle.vocabulary, Margin(bundle.weights()), runner, self.store, settings, self.metrics[-1]
+                manifest,
+                bundle.vocabulary,
+                MarginProof(bundle.weights()),
+                runner,
+                self.store,
+                settings,
+                self.metrics[-1],
             )
             engine.warm_up()
             self.engines.append(engine)
@@ -66,7 +72,7 @@ async def whole(engine: Engine, tokens: list[int]) -> dict[int, float]:
 async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once_by_each(replicas: Replicas) -> None:
     session = (await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session
     tokens: list[int] = []
-    states: list[Origin] = []
+    states: list[StateSource] = []
     for position in range(24):
         tokens.append(2 + position)
         engine = replicas.engines[position % 2]
@@ -74,14 +80,16 @@ async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once
         states.append(answer.state)
         assert (answer.position, answer.error_bound) == (position + 1, 0.0)
         assert logprobs(answer) == pytest.approx(await whole(engine, tokens), abs=FLOAT32)
-    assert Counter(states) == {Origin.RESIDENT: 23, Origin.REBUILT: 1}
-    assert states[:2] == [Origin.RESIDENT, Origin.REBUILT], "nothing is to be rebuilt of a session without tokens"
+    assert Counter(states) == {StateSource.RESIDENT: 23, StateSource.REBUILT: 1}
+    assert states[:2] == [StateSource.RESIDENT, StateSource.REBUILT], (
+        "nothing is to be rebuilt of a session without tokens"
+    )
     assert [replicas.sample(replica, "wane_sessions_caught_up_total") for replica in (0, 1)] == [11, 11]
 
 
 async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(replicas: Replicas) -> None:
     sessions = [(await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session for _ in range(6)]
-    states: Counter[Origin] = Counter()
+    states: Counter[StateSource] = Counter()
 
     async def client(number: int, session: str) -> None:
         tokens: list[int] = []
@@ -96,7 +104,7 @@ async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(rep
 
     await asyncio.gather(*(client(*one) for one in enumerate(sessions)))
     assert states.total() == 6 * 20
-    assert states[Origin.REBUILT] <= 2 * len(sessions)
+    assert states[StateSource.REBUILT] <= 2 * len(sessions)
 
 
 async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_only_grew(replicas: Replicas) -> None:
@@ -107,7 +115,7 @@ async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_on
     await second.rewind(session, 1)
     await second.step(StepRequest(session, (9, 10, 11, 12)))
     answer = await first.step(StepRequest(session, (13,), expected_position=5))
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
     assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
 
 
@@ -117,4 +125,4 @@ async def test_a_session_that_is_further_on_than_its_tail_reaches_is_rebuilt(rep
     await first.step(StepRequest(session, (5, 6, 7)))
     await second.step(StepRequest(session, tuple(range(2, 2 + TAIL + 1))))
     answer = await first.step(StepRequest(session, (13,)))
-    assert (answer.state, answer.position) == (Origin.REBUILT, 5 + TAIL)
+    assert (answer.state, answer.position) == (StateSource.REBUILT, 5 + TAIL)

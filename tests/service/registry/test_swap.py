@@ -24,9 +24,9 @@ from wane.service.errors import (
     UnknownSession,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.registry.registry import Catalog, Entry
+from wane.service.registry.registry import IndexEntry, ModelRegistry
 from wane.service.settings import Settings
-from wane.service.types import Answer, Mode, Origin, PredictRequest, StepRequest
+from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
 TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
@@ -46,15 +46,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def catalog(folder: Path) -> AsyncIterator[Catalog]:
+async def catalog(folder: Path) -> AsyncIterator[ModelRegistry]:
     """Version 1, served."""
-    catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
     await catalog.load()
     yield catalog
     await catalog.close()
 
 
-async def step(catalog: Catalog, session: str, *tokens: int, position: int | None = None) -> Answer:
+async def step(catalog: ModelRegistry, session: str, *tokens: int, position: int | None = None) -> Answer:
     engine = await catalog.engine_for(session)
     return await engine.step(StepRequest(session, tokens, expected_position=position))
 
@@ -63,7 +63,7 @@ def first(answer: Answer) -> tuple[int, float]:
     return answer.predictions[0].token_id, answer.predictions[0].logprob
 
 
-async def test_sessions_go_on_under_the_new_version_from_their_tails(catalog: Catalog, folder: Path) -> None:
+async def test_sessions_go_on_under_the_new_version_from_their_tails(catalog: ModelRegistry, folder: Path) -> None:
     session = (await catalog.get().create_session()).session
     before = await step(catalog, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
@@ -71,15 +71,15 @@ async def test_sessions_go_on_under_the_new_version_from_their_tails(catalog: Ca
     assert (new.version, catalog.get()) == ("2", new)
     assert (await new.get_session(session)).model_version == "2"
     after = await step(catalog, session, 9, position=4)
-    assert (after.position, after.state, after.error_bound) == (5, Origin.REBUILT, 0.0)
+    assert (after.position, after.state, after.error_bound) == (5, StateSource.REBUILT, 0.0)
     whole = await new.predict(PredictRequest((*TOKENS, 9), mode=Mode.RECURRENT))
     assert first(after) == pytest.approx(first(whole), abs=FLOAT32)
     assert first(after)[1] != pytest.approx(first(before)[1], abs=FLOAT32)
     again = await step(catalog, session, 10, position=5)
-    assert again.state is Origin.RESIDENT
+    assert again.state is StateSource.RESIDENT
 
 
-async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(catalog: Catalog, folder: Path) -> None:
+async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(catalog: ModelRegistry, folder: Path) -> None:
     session = (await catalog.get().create_session()).session
     await step(catalog, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
@@ -88,14 +88,14 @@ async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(catalog: Cat
     assert (again.replayed, again.position) == (True, 4)
 
 
-async def test_what_is_served_already_is_left_as_it_is(catalog: Catalog) -> None:
+async def test_what_is_served_already_is_left_as_it_is(catalog: ModelRegistry) -> None:
     engine = catalog.get()
     assert await catalog.load_model(MODEL) is engine
     assert not engine.retired
 
 
 async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_version(
-    catalog: Catalog, folder: Path
+    catalog: ModelRegistry, folder: Path
 ) -> None:
     old = catalog.get()
     wave = catalog.presence.enter()
@@ -103,16 +103,16 @@ async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_vers
     new = await catalog.load_model(MODEL)
     assert catalog.get() is new
     assert old.retired
-    assert Entry(MODEL, "1", "UNLOADING", "until its last requests are answered") in await catalog.index()
+    assert IndexEntry(MODEL, "1", "UNLOADING", "until its last requests are answered") in await catalog.index()
     assert (await old.predict(PredictRequest(TOKENS))).predictions
     wave.leave()
     await catalog.settled()
-    assert await catalog.index() == [Entry(MODEL, "2", "READY")]
+    assert await catalog.index() == [IndexEntry(MODEL, "2", "READY")]
     with pytest.raises(Unavailable):
         await old.predict(PredictRequest(TOKENS))
 
 
-async def test_an_old_version_answers_what_runs_for_a_caller_who_left(catalog: Catalog, folder: Path) -> None:
+async def test_an_old_version_answers_what_runs_for_a_caller_who_left(catalog: ModelRegistry, folder: Path) -> None:
     old = catalog.get()
     session = (await old.create_session()).session
     running = asyncio.create_task(old.step(StepRequest(session, TOKENS)))
@@ -136,7 +136,7 @@ async def test_an_old_version_answers_what_runs_for_a_caller_who_left(catalog: C
     ids=["hash", "json", "version", "field", "twice"],
 )  # fmt: skip
 async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
-    catalog: Catalog, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
+    catalog: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = catalog.get()
     session = (await engine.create_session()).session
@@ -148,15 +148,15 @@ async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
         await catalog.load_model(MODEL)
     assert str(folder) not in caught.value.message, "clients are told nothing of the server's folders"
     assert catalog.get() is engine
-    assert (await step(catalog, session, 9)).state is Origin.RESIDENT
+    assert (await step(catalog, session, 9)).state is StateSource.RESIDENT
     assert reason in caplog.text
     index = await catalog.index()
-    assert Entry(MODEL, "1", "READY") in index
+    assert IndexEntry(MODEL, "1", "READY") in index
     assert all(reason in entry.reason for entry in index if entry.condition == "UNAVAILABLE")
 
 
 async def test_a_graph_that_is_not_the_weights_is_not_loaded(
-    catalog: Catalog, folder: Path, monkeypatch: pytest.MonkeyPatch
+    catalog: ModelRegistry, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     path = put(folder, "2", "lstm-stable")
@@ -172,33 +172,35 @@ async def test_a_graph_that_is_not_the_weights_is_not_loaded(
     assert named_threads() == before
 
 
-async def test_a_model_that_no_bundle_holds_is_not_known(catalog: Catalog) -> None:
+async def test_a_model_that_no_bundle_holds_is_not_known(catalog: ModelRegistry) -> None:
     with pytest.raises(UnknownModel, match="no bundle of model 'nobody'; the bundles hold small"):
         await catalog.load_model("nobody")
     with pytest.raises(UnknownModel, match="no model 'nobody'"):
         await catalog.unload_model("nobody")
 
 
-async def test_a_model_that_was_not_there_at_start_can_be_loaded(catalog: Catalog, folder: Path) -> None:
+async def test_a_model_that_was_not_there_at_start_can_be_loaded(catalog: ModelRegistry, folder: Path) -> None:
     put(folder, "3", "lstm-stable", name="other")
-    assert Entry("other", "3", "UNAVAILABLE", "not loaded") in await catalog.index()
+    assert IndexEntry("other", "3", "UNAVAILABLE", "not loaded") in await catalog.index()
     await catalog.load_model("other")
     assert [engine.name for engine in catalog.list()] == [MODEL, "other"]
 
 
-async def test_of_several_bundles_of_a_model_the_highest_version_is_served(catalog: Catalog, folder: Path) -> None:
+async def test_of_several_bundles_of_a_model_the_highest_version_is_served(
+    catalog: ModelRegistry, folder: Path
+) -> None:
     for version in ("9", "10"):
         path = put(folder, version, "lstm-stable", name=f"other-{version}")
         edit_manifest(path, "name", value=MODEL)
     assert (await catalog.load_model(MODEL)).version == "10"
-    served = Catalog(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+    served = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
     await served.load()
     assert served.get().version == "10"
     await served.close()
 
 
 async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_on(
-    folder: Path, catalog: Catalog
+    folder: Path, catalog: ModelRegistry
 ) -> None:
     old = catalog.get()
     session = (await old.create_session()).session
@@ -207,7 +209,7 @@ async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_o
     new = await catalog.load_model(MODEL)
     assert new.tokenizer != old.tokenizer
     assert await catalog.engine_for(session) is old
-    assert (await step(catalog, session, 9)).state is Origin.RESIDENT
+    assert (await step(catalog, session, 9)).state is StateSource.RESIDENT
     assert (await old.get_session(session)).model_version == "1"
     fresh = (await catalog.get().create_session()).session
     assert await catalog.engine_for(fresh) is new
@@ -215,15 +217,15 @@ async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_o
         await new.step(StepRequest(session, (9,)))
     index = await catalog.index()
     assert index == [
-        Entry(MODEL, "1", "READY", "for the sessions of its tokenizer only"),
-        Entry(MODEL, "2", "READY"),
+        IndexEntry(MODEL, "1", "READY", "for the sessions of its tokenizer only"),
+        IndexEntry(MODEL, "2", "READY"),
     ]
     report = (await catalog.report())["models"]
     assert isinstance(report, list)
     assert [one["model_version"] for one in report] == ["2", "1"]
 
 
-async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: Path, catalog: Catalog) -> None:
+async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: Path, catalog: ModelRegistry) -> None:
     session = (await catalog.get().create_session()).session
     await step(catalog, session, *TOKENS)
     retokenize(put(folder, "2"))
@@ -236,7 +238,7 @@ async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: 
 
 
 async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder: Path) -> None:
-    catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4, session_ttl_s=0.05), Metrics())
+    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, session_ttl_s=0.05), Metrics())
     await catalog.load()
     old = catalog.get()
     retokenize(put(folder, "2"))
@@ -245,11 +247,11 @@ async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder
         await asyncio.wait([watching])
     await catalog.settled()
     assert old.retired
-    assert await catalog.index() == [Entry(MODEL, "2", "READY")]
+    assert await catalog.index() == [IndexEntry(MODEL, "2", "READY")]
     await catalog.close()
 
 
-async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path, catalog: Catalog) -> None:
+async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path, catalog: ModelRegistry) -> None:
     session = (await catalog.get().create_session()).session
     retokenize(put(folder, "2"))
     await catalog.load_model(MODEL)
@@ -258,7 +260,9 @@ async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path,
         await catalog.engine_for(session)
 
 
-async def test_a_model_that_was_unloaded_is_unknown_and_its_sessions_are_back_when_it_is(catalog: Catalog) -> None:
+async def test_a_model_that_was_unloaded_is_unknown_and_its_sessions_are_back_when_it_is(
+    catalog: ModelRegistry,
+) -> None:
     session = (await catalog.get().create_session()).session
     await step(catalog, session, *TOKENS)
     await catalog.unload_model(MODEL)
@@ -268,15 +272,15 @@ async def test_a_model_that_was_unloaded_is_unknown_and_its_sessions_are_back_wh
         await catalog.engine_for(session)
     assert catalog.ready and catalog.list() == []
     await catalog.settled()
-    assert await catalog.index() == [Entry(MODEL, "1", "UNAVAILABLE", "not loaded")]
+    assert await catalog.index() == [IndexEntry(MODEL, "1", "UNAVAILABLE", "not loaded")]
     await catalog.load_model(MODEL)
     again = await step(catalog, session, 9, position=4)
-    assert (again.position, again.state) == (5, Origin.REBUILT)
+    assert (again.position, again.state) == (5, StateSource.REBUILT)
 
 
 async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder: Path) -> None:
     edit_manifest(folder / MODEL, "version", value="1")
-    catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4, tail_tokens=1), Metrics())
+    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, tail_tokens=1), Metrics())
     await catalog.load()
     store = catalog._store
     assert store is not None and store.tail_tokens == catalog.get().manifest.max_window == 256
@@ -286,7 +290,7 @@ async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder
     await catalog.close()
 
 
-async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(catalog: Catalog, folder: Path) -> None:
+async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(catalog: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
         await catalog.load_model(MODEL, asyncio.get_running_loop().time())
@@ -295,14 +299,14 @@ async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(catalog: 
 
 
 async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done(
-    catalog: Catalog, folder: Path
+    catalog: ModelRegistry, folder: Path
 ) -> None:
     put(folder, "2", "lstm-stable")
     first, second = await asyncio.gather(catalog.load_model(MODEL), catalog.load_model(MODEL))
     assert first is second is catalog.get()
 
 
-async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(catalog: Catalog, folder: Path) -> None:
+async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(catalog: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     loading = asyncio.create_task(catalog.load_model(MODEL))
     while catalog._changes.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
@@ -313,7 +317,7 @@ async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(catalog: C
 
 
 async def test_models_cannot_be_changed_before_they_are_there_or_after(folder: Path) -> None:
-    catalog = Catalog(Settings(bundles=folder, device="cpu"), Metrics())
+    catalog = ModelRegistry(Settings(bundles=folder, device="cpu"), Metrics())
     for _ in range(2):
         with pytest.raises(Unavailable):
             await catalog.load_model(MODEL)
@@ -325,7 +329,7 @@ async def test_models_cannot_be_changed_before_they_are_there_or_after(folder: P
 
 
 async def test_metrics_are_of_the_version_that_is_served(
-    catalog: Catalog, folder: Path, caplog: pytest.LogCaptureFixture
+    catalog: ModelRegistry, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     session = (await catalog.get().create_session()).session
@@ -347,7 +351,7 @@ async def swap_by_turns() -> None:
         folder = Path(parent) / "bundles"
         folder.mkdir()
         put(folder, "1")
-        catalog = Catalog(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+        catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
         await catalog.load()
         session = (await catalog.get().create_session()).session
         used: list[int] = []

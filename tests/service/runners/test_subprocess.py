@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 
 from tests.service.shipped import PATHS, opened
-from wane.service.runners.subprocess import AsideRunner, RunnerLost
+from wane.service.runners.subprocess import RunnerLost, SubprocessRunner
 
 PATH = PATHS[0]
 PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def aside() -> Iterator[AsideRunner]:
-    runner = AsideRunner(PATH)
+def aside() -> Iterator[SubprocessRunner]:
+    runner = SubprocessRunner(PATH)
     yield runner
     runner.kill()
     runner.wait()
 
 
-def test_a_run_aside_is_the_run_itself_bit_for_bit(aside: AsideRunner) -> None:
+def test_a_run_aside_is_the_run_itself_bit_for_bit(aside: SubprocessRunner) -> None:
     bundle, here = opened(PATH)
     tokens = np.array([[2, 3, 4]])
     state = {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
@@ -34,25 +34,25 @@ def test_a_run_aside_is_the_run_itself_bit_for_bit(aside: AsideRunner) -> None:
             assert found[name].tobytes() == array.tobytes()
 
 
-def test_the_time_that_runs_take_is_told(aside: AsideRunner) -> None:
+def test_the_time_that_runs_take_is_told(aside: SubprocessRunner) -> None:
     before_s = aside.cpu_s
     aside.run("window", {"tokens": np.full((1, 64), 2), "lengths": np.array([64])})
     assert aside.cpu_s > before_s
 
 
-def test_a_run_that_fails_says_why_and_the_next_one_does_not(aside: AsideRunner) -> None:
+def test_a_run_that_fails_says_why_and_the_next_one_does_not(aside: SubprocessRunner) -> None:
     with pytest.raises(RuntimeError, match="lengths"):
         aside.run("window", {"tokens": np.array([[2, 3]])})
     assert "logits" in aside.run("window", {"tokens": np.array([[2, 3]]), "lengths": np.array([2])})
 
 
-def test_the_process_stands_back_for_every_other(aside: AsideRunner) -> None:
+def test_the_process_stands_back_for_every_other(aside: SubprocessRunner) -> None:
     aside.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
     assert os.sched_getscheduler(aside._process.pid) == os.SCHED_IDLE
 
 
 def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:
-    runner = AsideRunner(PATH)
+    runner = SubprocessRunner(PATH)
     runner.kill()
     with pytest.raises(RunnerLost):
         runner.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
@@ -60,7 +60,7 @@ def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:
 
 
 def test_the_process_ends_with_the_one_that_started_it() -> None:
-    runner = AsideRunner(PATH)
+    runner = SubprocessRunner(PATH)
     runner.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
     runner._asked.close()
     assert runner._process.wait(PATIENCE_S) == 0

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from wane.service.errors import Overloaded
-from wane.service.sessions.lock import MOST_WAITERS, Turns
+from wane.service.sessions.lock import MOST_WAITERS, SessionLocks
 
 
 async def until_settled() -> None:
@@ -18,7 +18,7 @@ class Visitors:
     """Tasks that take a session's turn, note that they have it, and keep it until they are told to go."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = SessionLocks()
         self.inside: list[str] = []
         self.go: dict[str, asyncio.Event] = {}
 
@@ -84,7 +84,7 @@ async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -
 
 
 async def test_a_failure_with_the_turn_gives_it_back() -> None:
-    turns = Turns()
+    turns = SessionLocks()
     with pytest.raises(ZeroDivisionError):
         async with turns.turn("s"):
             raise ZeroDivisionError

@@ -12,41 +12,41 @@ from hypothesis import strategies as st
 from tests.models.random_models import CELLS
 from tests.service.engine.test_claims import EVERYTHING, Tally
 from tests.service.engine.test_step import expected, ranked
-from tests.service.engine_harness import Bench
+from tests.service.engine_harness import EngineHarness
 from tests.service.oracle import Small
 from wane.models.manifest import Cell
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
-from wane.service.types import History, Mode, Origin, Owner, PredictRequest, StepRequest
+from wane.service.types import History, Mode, Owner, PredictRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., Bench]
+MakeBench = Callable[..., EngineHarness]
 TOKENS = tuple(range(10, 30))
 
 
 @pytest.fixture
-def bench(make_bench: MakeBench) -> Bench:
+def bench(make_bench: MakeBench) -> EngineHarness:
     """Its model is certified; sessions keep 16 tokens."""
     return make_bench(certified=True, window=4, max_window=140)
 
 
-def epsilon(bench: Bench, known: int) -> float | None:
+def epsilon(bench: EngineHarness, known: int) -> float | None:
     return bench.manifest.certificate.error_bound_at(known)
 
 
-async def test_a_history_of_all_tokens_is_the_whole_sequence(bench: Bench) -> None:
+async def test_a_history_of_all_tokens_is_the_whole_sequence(bench: EngineHarness) -> None:
     view = await bench.engine.create_session("s", history=History((5, 6, 7), 3))
-    assert (view.position, view.state, view.error_bound, view.created) == (3, Origin.REBUILT, 0.0, True)
+    assert (view.position, view.state, view.error_bound, view.created) == (3, StateSource.REBUILT, 0.0, True)
     answer = await bench.engine.step(StepRequest("s", (8,), expected_position=3))
-    assert (answer.position, answer.state, answer.error_bound) == (4, Origin.REBUILT, 0.0)
+    assert (answer.position, answer.state, answer.error_bound) == (4, StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7, 8])
     assert (await bench.engine.rewind("s", 0)).error_bound == 0.0
 
 
-async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(bench: Bench) -> None:
+async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(bench: EngineHarness) -> None:
     view = await bench.engine.create_session("s", history=History((5, 6, 7), 10))
-    assert (view.position, view.state, view.error_bound) == (10, Origin.REBUILT, epsilon(bench, 3))
+    assert (view.position, view.state, view.error_bound) == (10, StateSource.REBUILT, epsilon(bench, 3))
     asked = await bench.engine.predict(PredictRequest(session="s"))
     assert [(one.token_id, one.logprob) for one in asked.predictions] == ranked(bench.runner.logits([5, 6, 7]))
-    assert (asked.position, asked.state, asked.error_bound) == (10, Origin.REBUILT, epsilon(bench, 3))
+    assert (asked.position, asked.state, asked.error_bound) == (10, StateSource.REBUILT, epsilon(bench, 3))
     for position, token in enumerate((8, 9), 11):
         answer = await bench.engine.step(StepRequest("s", (token,), expected_position=position - 1))
         known = [5, 6, 7, 8, 9][: position - 7]
@@ -61,7 +61,9 @@ async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(b
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20])
-async def test_every_mode_answers_from_no_more_than_is_known(bench: Bench, mode: Mode | None, count: int) -> None:
+async def test_every_mode_answers_from_no_more_than_is_known(
+    bench: EngineHarness, mode: Mode | None, count: int
+) -> None:
     view = await bench.engine.create_session("s", mode, history=History(TOKENS[:count], 100))
     held = min(count, 16)
     known = min(held, 4) if mode is Mode.WINDOW else held
@@ -84,7 +86,7 @@ async def test_without_a_certificate_a_truncated_session_has_no_bound(make_bench
     assert (await bench.engine.step(StepRequest("s", (7,)))).error_bound is None
 
 
-async def test_of_a_long_history_the_last_tokens_are_kept(bench: Bench) -> None:
+async def test_of_a_long_history_the_last_tokens_are_kept(bench: EngineHarness) -> None:
     for name, position in (("whole", 20), ("truncated", 70)):
         view = await bench.engine.create_session(name, history=History(TOKENS, position))
         assert (view.position, view.error_bound) == (position, epsilon(bench, 16))
@@ -97,13 +99,13 @@ async def test_of_a_long_history_the_last_tokens_are_kept(bench: Bench) -> None:
         assert answer.error_bound == epsilon(bench, 16)
 
 
-async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_further(bench: Bench) -> None:
+async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_further(bench: EngineHarness) -> None:
     await bench.engine.create_session("s", history=History((5, 6, 7), 10))
     await bench.engine.step(StepRequest("s", (8, 9)))
     with pytest.raises(InvalidRequest, match="positions 8 to 12"):
         await bench.engine.rewind("s", 7)
     view = await bench.engine.rewind("s", 8)
-    assert (view.position, view.state, view.error_bound) == (8, Origin.REBUILT, epsilon(bench, 1))
+    assert (view.position, view.state, view.error_bound) == (8, StateSource.REBUILT, epsilon(bench, 1))
     answer = await bench.engine.step(StepRequest("s", (6,), expected_position=8))
     assert answer.predictions[0].token_id == bench.runner.logits([5, 6]).argmax()
 
@@ -135,7 +137,7 @@ async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_b
     ],
 )
 async def test_a_history_that_cannot_be_is_refused(
-    bench: Bench, tokens: tuple[int, ...], position: int, field: str, message: str
+    bench: EngineHarness, tokens: tuple[int, ...], position: int, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         await bench.engine.create_session("s", history=History(tokens, position))
@@ -156,7 +158,9 @@ CREATIONS = [
 
 
 @pytest.mark.parametrize("first", range(len(CREATIONS)))
-async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refused(bench: Bench, first: int) -> None:
+async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refused(
+    bench: EngineHarness, first: int
+) -> None:
     mode, history = CREATIONS[first]
     created = await bench.engine.create_session("s", mode, history=history)
     bench.clock.now_s += 5
@@ -174,7 +178,7 @@ async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refuse
         await bench.engine.create_session("s", mode, history=history)
 
 
-async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(bench: Bench) -> None:
+async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(bench: EngineHarness) -> None:
     ann, bob = Owner("ann", 1), Owner("bob", 1)
     assert (await bench.engine.create_session("s", owner=ann)).created
     assert not (await bench.engine.create_session("s", owner=ann)).created
@@ -183,14 +187,14 @@ async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(ben
         await bench.engine.create_session("t", owner=ann)
 
 
-async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_id(bench: Bench) -> None:
+async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_id(bench: EngineHarness) -> None:
     await bench.engine.create_session("s", history=History((5, 6), 9))
     await bench.engine.predict(PredictRequest(session="s"))
     bench.clock.now_s += bench.settings.session_ttl_s + 1
     await bench.engine.create_session("s", history=History((7, 8), 9))
     answer = await bench.engine.predict(PredictRequest(session="s"))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([7, 8]))
-    assert answer.state is Origin.REBUILT
+    assert answer.state is StateSource.REBUILT
 
 
 @settings(deadline=None, max_examples=20)

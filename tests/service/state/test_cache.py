@@ -7,28 +7,28 @@ import pytest
 
 from tests.service.state.test_pool import SLOT_BYTES, STATE
 from wane.service.errors import Overloaded
-from wane.service.state.cache import Fault, Resident, Residents
+from wane.service.state.cache import CachedState, Fault, StateCache
 from wane.service.state.pool import RESERVED
 
 
-def make_residents(slots: int = 8) -> Residents:
-    return Residents(STATE, 4, slots * SLOT_BYTES)
+def make_residents(slots: int = 8) -> StateCache:
+    return StateCache(STATE, 4, slots * SLOT_BYTES)
 
 
-def keep(residents: Residents, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
+def keep(residents: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
     """A state of the session, of so much everywhere; its slot."""
     with residents.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         residents.scatter([slot], outputs)
-        residents.put(session, Resident(slot, revision=1, cut=0, position=1), touched_s)
+        residents.put(session, CachedState(slot, revision=1, cut=0, position=1), touched_s)
     return slot
 
 
 def test_what_is_known_of_a_resident_comes_back_with_its_state() -> None:
     residents = make_residents()
     with residents.lease() as slot:
-        residents.put("s", Resident(slot, revision=2**40, cut=7, position=2**41), 1.0)
-    assert residents.peek("s") == residents.find("s", 2.0) == Resident(slot, 2**40, 7, 2**41)
+        residents.put("s", CachedState(slot, revision=2**40, cut=7, position=2**41), 1.0)
+    assert residents.peek("s") == residents.find("s", 2.0) == CachedState(slot, 2**40, 7, 2**41)
     assert residents.used_bytes == SLOT_BYTES
     residents.drop("s")
     assert residents.peek("s") is None
@@ -47,7 +47,7 @@ def test_a_new_state_of_a_session_takes_the_place_of_the_old_one() -> None:
 
 def test_the_least_recently_used_session_is_evicted_first() -> None:
     evicted: list[None] = []
-    residents = Residents(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
+    residents = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
     for name in "abcdef":
         keep(residents, name)
     assert residents.find("a", 1.0) is not None  # used: now b is the oldest
@@ -92,7 +92,7 @@ def test_a_state_that_is_used_is_not_idle() -> None:
     assert residents.peek("b") is None
 
 
-SPOILT: dict[str, Callable[[Residents], object]] = {
+SPOILT: dict[str, Callable[[StateCache], object]] = {
     "4 slots are those of 3 sessions": lambda residents: residents._order.pop("b"),
     "a slot is that of a session which has another": lambda residents: residents._order.__setitem__("b", 2),
     "a slot with a state is free": lambda residents: residents._users.__setitem__(3, 0),

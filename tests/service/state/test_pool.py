@@ -7,24 +7,24 @@ import pytest
 
 from wane.models.manifest import StateTensor
 from wane.service.errors import Overloaded
-from wane.service.state.pool import RESERVED, START, ZERO, Slab
+from wane.service.state.pool import RESERVED, START, ZERO, StatePool
 
 STATE = (StateTensor(name="a", shape=(2,)), StateTensor(name="b", shape=(3, 1)))
 SLOT_BYTES = 4 * (2 + 3 + 4)
 
 
-def make_slab(slots: int = 8) -> Slab:
-    return Slab(STATE, 4, slots * SLOT_BYTES)
+def make_slab(slots: int = 8) -> StatePool:
+    return StatePool(STATE, 4, slots * SLOT_BYTES)
 
 
 def test_the_budget_sets_the_number_of_slots() -> None:
-    slab = Slab(STATE, 4, 10 * SLOT_BYTES + SLOT_BYTES - 1)
+    slab = StatePool(STATE, 4, 10 * SLOT_BYTES + SLOT_BYTES - 1)
     assert (slab.slot_bytes, slab.capacity) == (SLOT_BYTES, 10)
 
 
 def test_a_budget_for_too_few_states_is_refused_with_the_bytes_it_takes() -> None:
     with pytest.raises(ValueError, match=f"state_budget_bytes is {SLOT_BYTES}.* need {8 * SLOT_BYTES}"):
-        Slab(STATE, 4, SLOT_BYTES)
+        StatePool(STATE, 4, SLOT_BYTES)
 
 
 def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
@@ -152,7 +152,7 @@ def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )
-def test_every_miscount_is_found_and_recounting_ends_it(spoil: Callable[[Slab], object], what: str) -> None:
+def test_every_miscount_is_found_and_recounting_ends_it(spoil: Callable[[StatePool], object], what: str) -> None:
     slab = make_slab()
     slots = [slab.acquire() for _ in range(4)]
     slab.release(slots[3])

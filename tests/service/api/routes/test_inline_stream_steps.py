@@ -12,13 +12,13 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.service.api.test_fast_path import MakeBench, Serve, Stage, hold, position, serve  # noqa: F401  (a fixture)
+from tests.service.api.test_fast_path import MakeBench, Serve, ServerHarness, hold, position, serve  # noqa: F401  (a fixture)
 from tests.service.conftest import make_bench  # noqa: F401  (a fixture)
 from tests.service.slow_client import WAIT_S, until
 from wane.service.api.body import parse
 from wane.service.api.routes.stream import Stream, only_token
 from wane.service.api.schemas.common import StreamBody
-from wane.service.auth.keyring import Holder
+from wane.service.auth.keyring import Principal
 from wane.service.errors import RateLimited
 from wane.service.types import Owner, StepRequest
 
@@ -40,7 +40,7 @@ def by_task(monkeypatch: pytest.MonkeyPatch) -> list[str | bytes]:
 
 
 @asynccontextmanager
-async def opened(stage: Stage, session: str = "a", **options: Any) -> AsyncIterator[ClientConnection]:
+async def opened(stage: ServerHarness, session: str = "a", **options: Any) -> AsyncIterator[ClientConnection]:
     url = stage.url.replace("http://", "ws://")
     async with connect(f"{url}/v1/sessions/{session}/stream", proxy=None, **options) as socket:
         yield socket
@@ -55,7 +55,7 @@ async def ask(socket: ClientConnection, message: str) -> Any:
     return json.loads(await socket.recv())
 
 
-def counted(stage: Stage, status: int) -> float:
+def counted(stage: ServerHarness, status: int) -> float:
     return stage.metrics.registry.get_sample_value("wane_websocket_messages_total", {"status": str(status)}) or 0.0
 
 
@@ -117,7 +117,7 @@ async def test_a_message_is_charged_for_once_whichever_way_it_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     charged: list[float] = []
-    monkeypatch.setattr(Holder, "charge", lambda _, requests, before=0.0: charged.append(requests))
+    monkeypatch.setattr(Principal, "charge", lambda _, requests, before=0.0: charged.append(requests))
     headers = {"authorization": f"Bearer {KEY}"}
     async with serve(api_keys=f"alice:{KEY}") as stage:
         await stage.bench.engine.create_session("mine", owner=Owner("alice"))
@@ -135,14 +135,14 @@ async def test_a_message_over_the_rate_of_its_key_is_told_so(
 ) -> None:
     refused: list[float] = []
 
-    def refuse(_: Holder, requests: float, before: float = 0.0) -> None:
+    def refuse(_: Principal, requests: float, before: float = 0.0) -> None:
         refused.append(requests)
         raise RateLimited("too many", 1.0)
 
     async with serve(api_keys=f"alice:{KEY}") as stage:
         await stage.bench.engine.create_session("mine", owner=Owner("alice"))
         async with opened(stage, "mine", additional_headers={"authorization": f"Bearer {KEY}"}) as socket:
-            monkeypatch.setattr(Holder, "charge", refuse)
+            monkeypatch.setattr(Principal, "charge", refuse)
             assert (await ask(socket, step()))["error"]["code"] == "rate_limited"
             assert refused == [1]
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.problems import assert_members, assert_problem
 from wane.service.errors import PositionConflict, Unavailable
 from wane.service.types import Mode, StepRequest
@@ -50,7 +50,7 @@ async def test_a_step_that_fails_fails_alone_and_takes_its_session_s_later_ones_
 
 
 async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replaced_meanwhile(
-    client: httpx.AsyncClient, catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, catalog: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = FakeEngine(), FakeEngine()
     engines = iter((old, new))
@@ -74,7 +74,7 @@ async def test_what_the_engine_raises_stands_in_the_step_s_place(client: httpx.A
 
 
 async def test_a_server_that_serves_nothing_refuses_the_whole_call(
-    client: httpx.AsyncClient, catalog: FakeCatalog
+    client: httpx.AsyncClient, catalog: FakeRegistry
 ) -> None:
     catalog.failure = Unavailable("loading")
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]})

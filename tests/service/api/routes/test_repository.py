@@ -12,7 +12,7 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from tests.service.fake_engine import FakeCatalog
+from tests.service.fake_engine import FakeRegistry
 from tests.service.live_server import TIMEOUT_S, live_server
 from tests.service.versions import MODEL, put, retokenize
 from wane.service.errors import LoadFailed, Unavailable
@@ -55,7 +55,7 @@ async def test_a_load_says_what_is_served_and_an_unload_what_is_not(client: http
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_failures_carry_an_error(client: httpx.AsyncClient, catalog: FakeCatalog, path: str) -> None:
+async def test_failures_carry_an_error(client: httpx.AsyncClient, catalog: FakeRegistry, path: str) -> None:
     assert "line 1" in assert_error(await client.post(path, content=b"{,"), 400, "not_json")
     assert "there is no such field" in assert_error(await client.post(path, json={"redy": 1}), 422, "invalid_request")
     assert_error(await client.post(path, content=b" " * 65537), 413, "too_large")
@@ -68,7 +68,7 @@ async def test_failures_carry_an_error(client: httpx.AsyncClient, catalog: FakeC
     assert "secret" not in assert_error(await client.post(path), 500, "internal")
 
 
-async def test_a_load_that_fails_says_why(client: httpx.AsyncClient, catalog: FakeCatalog) -> None:
+async def test_a_load_that_fails_says_why(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
     catalog.failure = LoadFailed("fake", "its weights are none")
     error = assert_error(await client.post(ROUTES[1]), 422, "load_failed")
     assert error == "model 'fake' was not loaded: its weights are none"

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from tests.service.conftest import SocketServer
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S
 from tests.service.problems import assert_problem
 from wane.service.api import encode
@@ -88,7 +88,7 @@ async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(cl
 
 
 async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
-    client: httpx.AsyncClient, catalog: FakeCatalog
+    client: httpx.AsyncClient, catalog: FakeRegistry
 ) -> None:
     catalog.engine.failure_after_first_token = Unavailable("going away")
     response = await client.post("/v1/score", json={"input": "ab", "stream": True})
@@ -99,7 +99,7 @@ async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
 
 
 async def test_before_the_first_byte_of_a_score_a_failure_is_a_problem(
-    client: httpx.AsyncClient, catalog: FakeCatalog
+    client: httpx.AsyncClient, catalog: FakeRegistry
 ) -> None:
     catalog.engine.failure = Unavailable("going away")
     assert_problem(await client.post("/v1/score", json={"input": "ab", "stream": True}), 503, "unavailable")

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
 
 from tests.service.conftest import LIMIT, SocketServer
-from tests.service.fake_engine import FakeCatalog, FakeEngine
+from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
 from wane.service.api.routes import stream
@@ -45,7 +45,7 @@ def url_of(server: SocketServer | LiveServer, path: str = PATH) -> str:
 
 
 @pytest.fixture(params=["framework", "line"])
-async def server(request: pytest.FixtureRequest, app: FastAPI, catalog: FakeCatalog) -> AsyncIterator[SocketServer]:
+async def server(request: pytest.FixtureRequest, app: FastAPI, catalog: FakeRegistry) -> AsyncIterator[SocketServer]:
     """By way of the framework, as on another server, and with a line of our own."""
     server = SocketServer(app, catalog)
     if request.param == "line":
@@ -208,7 +208,7 @@ async def test_a_failure_that_ends_the_stream_is_its_last_message(
     ("session", "code", "close"), [("unknown", "unknown_session", 4404), ("s", "unavailable", 1012)]
 )
 async def test_a_stream_of_nothing_is_told_why_and_closed(
-    server: SocketServer, catalog: FakeCatalog, session: str, code: str, close: int
+    server: SocketServer, catalog: FakeRegistry, session: str, code: str, close: int
 ) -> None:
     if code == "unavailable":
         catalog.failure = Unavailable("loading")
@@ -242,7 +242,7 @@ async def test_a_stream_without_messages_is_closed_in_time(
 
 
 async def test_a_server_that_drains_closes_with_1012(
-    server: SocketServer, engine: FakeEngine, catalog: FakeCatalog
+    server: SocketServer, engine: FakeEngine, catalog: FakeRegistry
 ) -> None:
     async with opened(server) as socket:
         await ask(socket, {"tokens": [1]})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import due, read_snapshot, write_snapshot
-from wane.service.sessions.stores.store import LastStep, Record, Snapshot
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot
 from wane.service.types import Mode
 
-WIDE = Tail.start(7, 70_000).append((69_999, 3), 2, 300)
-PLAIN = Record("s", "m", "1", Mode.AUTO, 0, Tail.start(0, 300))
+WIDE = TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300)
+PLAIN = SessionRecord("s", "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ PLAIN = Record("s", "m", "1", Mode.AUTO, 0, Tail.start(0, 300))
         PLAIN._replace(last=LastStep(0, b"7", None)),
     ],
 )
-def test_what_is_written_is_read(record: Record) -> None:
+def test_what_is_written_is_read(record: SessionRecord) -> None:
     data = codec.write(record)
     assert codec.read("s", data, 300) == record
     assert data.startswith(codec.mark(record.revision))
@@ -37,7 +37,7 @@ def test_two_writers_of_the_same_change_are_told_apart() -> None:
 
 
 def test_only_the_latest_tokens_are_read() -> None:
-    tail = Tail.start(0, 300).append((5, 6, 7), 3, 300)
+    tail = TokenHistory.start(0, 300).append((5, 6, 7), 3, 300)
     record = PLAIN._replace(position=3, tail=tail)
     assert codec.read("s", codec.write(record), 3).tail == tail
     assert codec.read("s", codec.write(record), 2).tail.ids().tolist() == [6, 7]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.service.engine_harness import Clock
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores import dump_file
 from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, Record, StoreError
+from wane.service.sessions.stores.store import LastStep, SessionRecord, StoreError
 from wane.service.types import Mode
 
 STEP = LastStep(1, b"t" * 16, b"key")
@@ -24,9 +24,11 @@ def names(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
-def records() -> list[Record]:
-    short = Record("a", "m", "1", Mode.AUTO, 0, Tail.start(0, 300), vocabulary="v", idle_s=1.5)
-    wide = Record("b~:.-", "n", "2", Mode.WINDOW, 2, Tail.start(7, 70_000).append((69_999, 3), 2, 9), 2**40, STEP, 9.0)
+def records() -> list[SessionRecord]:
+    short = SessionRecord("a", "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300), vocabulary="v", idle_s=1.5)
+    wide = SessionRecord(
+        "b~:.-", "n", "2", Mode.WINDOW, 2, TokenHistory.start(7, 70_000).append((69_999, 3), 2, 9), 2**40, STEP, 9.0
+    )
     return [short, wide]
 
 
@@ -49,7 +51,7 @@ def test_sessions_come_back_as_they_were_the_longest_idle_first(tmp_path: Path) 
 
 async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
-    begun = Record("s", "m", "1", Mode.AUTO, 9, Tail.start(0, 300).ending((5, 6), 9, 4), vocabulary="v")
+    begun = SessionRecord("s", "m", "1", Mode.AUTO, 9, TokenHistory.start(0, 300).ending((5, 6), 9, 4), vocabulary="v")
     store, _ = make_store(path)
     await store.open()
     assert await store.create(begun)
@@ -138,7 +140,7 @@ async def test_a_store_that_is_closed_while_it_is_opened_leaves_the_file_to_the_
     store, _ = make_store(path)
     load, reading, go_on = dump_file.load, threading.Event(), threading.Event()
 
-    def slow(path: Path, keep: int) -> list[Record]:
+    def slow(path: Path, keep: int) -> list[SessionRecord]:
         reading.set()
         go_on.wait()
         return load(path, keep)

@@ -17,16 +17,16 @@ from tests.service.sessions.stores.redis_server import RedisServer
 from tests.service.sessions.stores.test_redis import SNAPSHOT, STEP, begin, record, until
 from wane.service.errors import PositionConflict, Unavailable
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.record import Tail
-from wane.service.sessions.stores.fallback import DegradingStore
+from wane.service.sessions.record import TokenHistory
+from wane.service.sessions.stores.fallback import FallbackStore
 from wane.service.sessions.stores.redis import REPLACE, RedisStore
 from wane.service.sessions.stores.redis_pipeline import Argument, Script
-from wane.service.sessions.stores.store import Record, follows
+from wane.service.sessions.stores.store import SessionRecord, follows
 
 pytestmark = pytest.mark.stack
 
 
-class Degrading(DegradingStore):
+class Degrading(FallbackStore):
     """With its parts in reach."""
 
     def __init__(self, url: str) -> None:
@@ -58,7 +58,7 @@ async def degrading(port: int) -> AsyncIterator[Degrading]:
         await store.close()
 
 
-async def step(store: DegradingStore | RedisStore, token: int, session: str = "s") -> Record:
+async def step(store: FallbackStore | RedisStore, token: int, session: str = "s") -> SessionRecord:
     """One token more, from what is remembered."""
     here = store.recall(session, to_step=True) or await store.get(session)
     assert here is not None
@@ -293,7 +293,7 @@ async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_stor
         server.kill()
         with suppress(Unavailable):
             await store.get("s")
-        assert await store.create(record(position=9, tail=Tail.start(0, 300).ending((7, 8), 9, 4)))
+        assert await store.create(record(position=9, tail=TokenHistory.start(0, 300).ending((7, 8), 9, 4)))
         assert (await step(store, 10)).durable is False
         server.start()
         await store.until_settled()

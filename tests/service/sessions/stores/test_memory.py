@@ -4,9 +4,9 @@ import pytest
 
 from tests.service.engine_harness import Clock
 from wane.service.errors import Overloaded
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import EXPIRED_AT_ONCE, MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, Record, digest
+from wane.service.sessions.stores.store import LastStep, SessionRecord, digest
 from wane.service.types import Mode
 
 STEP = LastStep(0, b"hash", None)
@@ -17,8 +17,8 @@ def make_store(**changes: int) -> tuple[MemoryStore, Clock]:
     return MemoryStore(**{"tail_tokens": 4, "ttl_s": 10, "budget_bytes": 2**24, **changes}, clock=clock), clock
 
 
-def record(session: str = "s", model: str = "m") -> Record:
-    return Record(session, model, "1", Mode.AUTO, 0, Tail.start(0, 300))
+def record(session: str = "s", model: str = "m") -> SessionRecord:
+    return SessionRecord(session, model, "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
 
 
 async def test_an_append_moves_position_revision_and_tail_and_remembers_the_step() -> None:
@@ -122,7 +122,7 @@ async def test_sessions_are_counted_by_model() -> None:
 
 async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
     store, clock = make_store(tail_tokens=300)
-    wide = Record("w", "n", "2", Mode.WINDOW, 2, Tail.start(7, 70_000).append((69_999, 3), 2, 300))
+    wide = SessionRecord("w", "n", "2", Mode.WINDOW, 2, TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300))
     for whole in (record(), wide, record("x")._replace(position=2**40, revision=2**33, vocabulary="v")):
         for last in (None, LastStep(0, b"7", None), LastStep(2**40, b"t" * 16, b"k" * 16)):
             kept = whole._replace(last=last)

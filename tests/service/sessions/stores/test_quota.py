@@ -19,13 +19,13 @@ from tests.service.sessions.stores.test_redis import STEP, record
 from wane.service.errors import QuotaExceeded
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.redis import REPLACE, RedisStore
-from wane.service.sessions.stores.redis_pipeline import Argument, Script, Trips
-from wane.service.sessions.stores.store import Record
+from wane.service.sessions.stores.redis_pipeline import Argument, RedisPipeline, Script
+from wane.service.sessions.stores.store import SessionRecord
 
 TTL_S = 2.0
 
 
-def of_alice(number: int) -> Record:
+def of_alice(number: int) -> SessionRecord:
     return in_memory(f"alice/{number}")
 
 
@@ -140,7 +140,7 @@ async def counted(store: RedisStore, owner: str) -> set[str]:
     return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
 
 
-def hold_back(trips: Trips, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
+def hold_back(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
     """What is sent and not waited for from now on: it is not sent."""
     held: list[tuple[Argument, ...]] = []
     monkeypatch.setattr(trips, "tell", lambda *command: held.append(command))

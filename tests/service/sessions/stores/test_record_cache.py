@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from tests.service.engine_harness import Clock
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import entry_bytes
-from wane.service.sessions.stores.record_cache import SNAPSHOTS, Remembered
-from wane.service.sessions.stores.store import Record, Snapshot
+from wane.service.sessions.stores.record_cache import SNAPSHOTS, RecordCache
+from wane.service.sessions.stores.store import SessionRecord, Snapshot
 from wane.service.types import Mode
 
 ONE = entry_bytes("a", 2)
 
 
-def record(session: str, model: str = "m") -> Record:
-    return Record(session, model, "1", Mode.AUTO, 0, Tail.start(0, 300), revision=2**63, durable=True)
+def record(session: str, model: str = "m") -> SessionRecord:
+    return SessionRecord(session, model, "1", Mode.AUTO, 0, TokenHistory.start(0, 300), revision=2**63, durable=True)
 
 
-def make(budget_bytes: int = 2**20) -> tuple[Remembered, Clock]:
+def make(budget_bytes: int = 2**20) -> tuple[RecordCache, Clock]:
     clock = Clock()
-    return Remembered(budget_bytes, 10.0, clock), clock
+    return RecordCache(budget_bytes, 10.0, clock), clock
 
 
 def test_a_session_is_remembered_as_it_was_put() -> None:

@@ -15,10 +15,10 @@ from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
 from wane.service.errors import Overloaded, Unavailable
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.record import Tail
+from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.redis_pipeline import PROBE_EVERY_S, Argument
-from wane.service.sessions.stores.store import LastStep, Record, Snapshot, follows
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, follows
 from wane.service.types import Mode
 
 pytestmark = pytest.mark.stack
@@ -27,11 +27,13 @@ STEP = LastStep(0, b"tokens", b"key")
 SNAPSHOT = Snapshot(2, 0, b"maker", b"state")
 
 
-def record(session: str = "s", **changes: Any) -> Record:
-    return Record(session, "m", "1", Mode.AUTO, 0, Tail.start(0, 300), vocabulary="v")._replace(**changes)
+def record(session: str = "s", **changes: Any) -> SessionRecord:
+    return SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300), vocabulary="v")._replace(
+        **changes
+    )
 
 
-async def begin(store: RedisStore, session: str = "s") -> Record:
+async def begin(store: RedisStore, session: str = "s") -> SessionRecord:
     """A session that is there."""
     assert await store.create(record(session))
     found = store.recall(session)
@@ -76,7 +78,7 @@ async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: M
 
 async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
-    empty = Tail.start(0, 300)
+    empty = TokenHistory.start(0, 300)
     for name, tokens, position in (("whole", (5, 6), 2), ("truncated", (5, 6), 3), ("long", (4, 5, 6, 7, 8), 9)):
         begun = record(name, position=position, tail=empty.ending(tokens, position, 4))
         assert await one.create(begun)
@@ -101,7 +103,7 @@ async def test_a_new_session_does_not_take_over_a_state_that_outlived_an_earlier
     await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT)
     async with Redis.from_url(common.url) as redis:
         await redis.delete(store._keys("s")[0])
-    assert await store.create(record(position=9, tail=Tail.start(0, 300).ending((7, 8), 9, 4)))
+    assert await store.create(record(position=9, tail=TokenHistory.start(0, 300).ending((7, 8), 9, 4)))
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.snapshot) == (9, None)
