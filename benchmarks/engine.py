@@ -71,14 +71,14 @@ class Subject:
             bundle.manifest, bundle.vocabulary, MarginProof(bundle.weights()), self.runner, store, settings, Metrics()
         )
         self.engine.warm_up()
-        self.slab = StatePool(bundle.manifest.state, bundle.manifest.architecture.hidden, settings.state_budget_bytes)
+        self.pool = StatePool(bundle.manifest.state, bundle.manifest.architecture.hidden, settings.state_budget_bytes)
         self.batcher = Batcher(
-            self.runner, self.slab, Metrics(), "batcher", max_batch=BATCH, max_queue=settings.max_queue
+            self.runner, self.pool, Metrics(), "batcher", max_batch=BATCH, max_queue=settings.max_queue
         )
         random = np.random.default_rng(0)
         size = bundle.manifest.vocabulary.size
         self.tokens: NDArray[np.int64] = random.integers(size, size=(CLIENTS, bundle.manifest.window))
-        self.slots = [self.slab.acquire() for _ in range(CLIENTS)]
+        self.slots = [self.pool.acquire() for _ in range(CLIENTS)]
 
     async def start(self) -> None:
         """Opens the clients' sessions. The collector is spared what is there by then, as by a server."""

@@ -118,7 +118,7 @@ class Subject:
         runner = OnnxRunner(bundle, "cpu", THREADS)
         settings = Settings(threads=THREADS)
         store = MemoryStore(manifest.max_window, settings.session_ttl_s, settings.session_budget_bytes)
-        self.pacing = ThroughputProfile()
+        self.throughput = ThroughputProfile()
         metrics = Metrics()
         self.engine = Engine(
             manifest,
@@ -128,12 +128,12 @@ class Subject:
             store,
             settings,
             metrics,
-            pacing=self.pacing,
+            throughput=self.throughput,
         )
         self.engine.warm_up(bundle.propagation())
-        self.slab = StatePool(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
-        self.batcher = Batcher(runner, self.slab, Metrics(), "state", max_batch=WIDTH, max_queue=settings.max_queue)
-        self.parallel = ChunkedRunner(manifest, self.batcher, self.slab, self.pacing)
+        self.pool = StatePool(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
+        self.batcher = Batcher(runner, self.pool, Metrics(), "state", max_batch=WIDTH, max_queue=settings.max_queue)
+        self.parallel = ChunkedRunner(manifest, self.batcher, self.pool, self.throughput)
         self.ends: dict[tuple[str, str], Feeds] = {}
         self.told: dict[tuple[str, str], dict[str, object]] = {}
 
@@ -231,12 +231,12 @@ class Subject:
 
         async def state() -> None:
             demand = EXACT if tolerance == 0 else Demand(RESIDUAL)
-            with self.slab.lease() as slot:
+            with self.pool.lease() as slot:
                 pieces = self.parallel.run("advance", self.tokens[:-1], None, Ticket(), demand, read=ZERO, write=slot)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         tell(piece.course)
-                self._keep(kind, name, {**self.slab.gather([slot])})
+                self._keep(kind, name, {**self.pool.gather([slot])})
 
         async def score() -> None:
             request = ScoreRequest(tuple(self.tokens[1:].tolist()), ScoreMethod.PARALLEL, tolerance)
@@ -272,7 +272,7 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
         "cell": subject.manifest.architecture.cell,
         "vocabulary": subject.manifest.vocabulary.size,
         "paces_us": {
-            role: {str(width): 1e6 * pace for width, pace in subject.pacing.pace(role).items()}
+            role: {str(width): 1e6 * pace for width, pace in subject.throughput.pace(role).items()}
             for role in ROLES.values()
         },
         "seconds": seconds,

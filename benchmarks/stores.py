@@ -209,7 +209,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
         await store.create(SessionRecord(f"s{client}", "m", "1", Mode.AUTO, 600, tail))
 
     async def step(client: int) -> None:
-        record = store.recall(f"s{client}")
+        record = store.get_cached(f"s{client}")
         assert record is not None
         snapshot = Snapshot(record.position + 1, 0, b"maker", state) if size else None
         assert await store.append(record.session, record.revision, (7,), LastStep(0, b"t", None), snapshot)

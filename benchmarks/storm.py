@@ -151,7 +151,7 @@ class Subject:
         """One way, from its sessions' begin to their end."""
         batcher = self.engine._batcher
         most = self.settings.max_batch
-        batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._costs)
+        batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._cost_model)
         resident, parked = await self.sessions(RESIDENT), await self.sessions(PARKED)
         for session in resident:
             await self.engine.step(StepRequest(session, (5,)))

@@ -70,11 +70,11 @@ class Application(FastAPI):
 
     fast_path: FastPath
 
-    def __init__(self, *, door: Middleware, direct: HotRoutes, settings: Settings, **described: Any) -> None:
-        super().__init__(middleware=[door], **described)
+    def __init__(self, *, middleware: Middleware, direct: HotRoutes, settings: Settings, **described: Any) -> None:
+        super().__init__(middleware=[middleware], **described)
         self.settings = settings
         self.direct = direct
-        self.answer_directly = cast(RequestMiddleware, door.cls(direct, *door.args, **door.kwargs))
+        self.answer_directly = cast(RequestMiddleware, middleware.cls(direct, *middleware.args, **middleware.kwargs))
 
     def openapi(self) -> dict[str, Any]:
         """The description of every route, made once."""
@@ -92,7 +92,7 @@ class Application(FastAPI):
 
 def create_app(
     settings: Settings,
-    catalog: ModelRegistry,
+    registry: ModelRegistry,
     metrics: Metrics,
     on_load_failure: Callable[[Exception], None],
     on_ready: Callable[[], None] = lambda: None,
@@ -108,36 +108,36 @@ def create_app(
 
     async def load() -> None:
         try:
-            await catalog.load()
+            await registry.load()
         except Exception as error:
             on_load_failure(error)
-        if catalog.ready:  # and not draining already
+        if registry.ready:  # and not draining already
             on_ready()
-            names = [engine.name for engine in catalog.list()]
-            SERVICE.info("ready", extra={"fields": {"device": catalog.device, "models": names}})
+            names = [engine.name for engine in registry.list()]
+            SERVICE.info("ready", extra={"fields": {"device": registry.device, "models": names}})
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = asyncio.create_task(load())
-        watching = keys.watch()
+        watching = keys.poller()
         yield
         if watching is not None:
             watching.cancel()
         loading.cancel()
         with suppress(asyncio.CancelledError):
             await loading
-        if catalog.status != "draining":  # else the server has begun to close it, and waits no longer than it may
-            await catalog.close()
+        if registry.status != "draining":  # else the server has begun to close it, and waits no longer than it may
+            await registry.close()
 
     app = Application(
-        door=Middleware(
+        middleware=Middleware(
             RequestMiddleware,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_ms=settings.request_timeout_ms,
             body_timeout_s=settings.body_timeout_s,
             envelope=envelope,
             metrics=metrics,
-            presence=catalog.presence,
+            epochs=registry.epochs,
             tracing=tracing,
             guard=None if keys.keyring is None else Authenticator(keys.keyring),
         ),
@@ -153,7 +153,7 @@ def create_app(
         docs_url=None,  # the framework's pages are made of scripts that other sites serve
         redoc_url=None,
     )
-    app.state.catalog = catalog
+    app.state.registry = registry
     app.state.decoder = Decoder(settings)
     app.state.keys = keys
     app.state.metrics = metrics

@@ -142,7 +142,9 @@ class EarlierStepFailed(Conflict):
     code = "earlier_step_failed"
 
     def __init__(self, session: str) -> None:
-        super().__init__(f"an earlier step of session {truncate_repr(session)} in this call failed, so this one was not taken")
+        super().__init__(
+            f"an earlier step of session {truncate_repr(session)} in this call failed, so this one was not taken"
+        )
 
 
 class TokenizerChanged(Conflict):
@@ -152,8 +154,8 @@ class TokenizerChanged(Conflict):
 
     def __init__(self, session: str, model: str, version: str) -> None:
         super().__init__(
-            f"session {truncate_repr(session)} was started on another tokenizer than that of version {version} of model "
-            f"{model}, which is served now: start a new session"
+            f"session {truncate_repr(session)} was started on another tokenizer than that of version {version} of "
+            f"model {model}, which is served now: start a new session"
         )
 
 

@@ -64,11 +64,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, catalog: ModelRegistry, notice_s: float = 0.0, keys: KeySource | None = None
+        self, config: uvicorn.Config, registry: ModelRegistry, notice_s: float = 0.0, keys: KeySource | None = None
     ) -> None:
         super().__init__(config)
         self.keys = keys
-        self.catalog = catalog
+        self.registry = registry
         self.notice_s = notice_s
         self.draining: asyncio.Task[None] | None = None
 
@@ -104,10 +104,10 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         SERVICE.info("draining")
         try:
-            if self.catalog.ready:
-                self.catalog.leave()
+            if self.registry.ready:
+                self.registry.leave()
                 await asyncio.sleep(self.notice_s)
-            await self.catalog.close()
+            await self.registry.close()
         finally:
             self.should_exit = True
 
@@ -157,8 +157,8 @@ def run(settings: Settings) -> None:
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
-    catalog = ModelRegistry(settings, metrics)
-    app = create_app(settings, catalog, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing)
+    registry = ModelRegistry(settings, metrics)
+    app = create_app(settings, registry, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -173,7 +173,7 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, catalog, notice_s=settings.drain_notice_ms / 1000, keys=app.state.keys)
+    server = Server(config, registry, notice_s=settings.drain_notice_ms / 1000, keys=app.state.keys)
     server.run()
     if tracing is not None:
         tracing.close()

@@ -22,8 +22,8 @@ from wane.models.manifest import Role
 from wane.service.batching.batch import Work
 from wane.service.batching.cost_model import Costs as RunCosts
 from wane.service.batching.scheduler import FairScheduler, Scheduler
-from wane.service.engine.routing import NEAR
-from wane.service.engine.step import MOST_USED, NEWEST
+from wane.service.engine.routing import COST_TOLERANCE
+from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
@@ -68,7 +68,7 @@ class Replica:
         """`held`: tokens that are kept of a session. `turns`: steps of one session wait for each other, which takes
         sessions with names."""
         self._env = env
-        self._costs = costs
+        self._cost_model = costs
         self.states = states
         self._store = store
         self._held = held
@@ -81,41 +81,41 @@ class Replica:
         self._found = 1.0
         self._line: deque[Item] = deque()
         self._under_way = 0
-        self._turns: dict[int, deque[Then]] | None = {} if turns else None
+        self._locks: dict[int, deque[Then]] | None = {} if turns else None
         self.steps = self.rebuilt = self.refused = self.reads = self.trips = 0
 
     def step(self, session: int, then: Callable[[bool, bool], None]) -> None:
         """A step arrives."""
-        self.loop.do(self._costs.loop_step_s / 2, lambda: self._turn(session, then))
+        self.loop.do(self._cost_model.loop_step_s / 2, lambda: self._turn(session, then))
 
     def _turn(self, session: int, then: Callable[[bool, bool], None]) -> None:
-        if self._turns is None:
+        if self._locks is None:
             self._check_out(session, then)
-        elif session in self._turns:
-            self._turns[session].append(lambda: self._check_out(session, then))
+        elif session in self._locks:
+            self._locks[session].append(lambda: self._check_out(session, then))
         else:
-            self._turns[session] = deque()
+            self._locks[session] = deque()
             self._check_out(session, then)
 
     def _over(self, session: int) -> None:
-        if self._turns is not None:
-            line = self._turns[session]
+        if self._locks is not None:
+            line = self._locks[session]
             if line:
                 line.popleft()()
             else:
-                del self._turns[session]
+                del self._locks[session]
 
     def _check_out(self, session: int, then: Callable[[bool, bool], None]) -> None:
         self.steps += 1
         found = self.states.use(session)
-        self._found += NEWEST * ((found is Found.RESIDENT) - self._found)
+        self._found += REBUILD_EMA_ALPHA * ((found is Found.RESIDENT) - self._found)
         item = Item(work(1), found, session, then, self._env.now)
         if found is Found.RESIDENT:
             self._enqueue(item)
             return
-        if self._costs.policy == "tail":
+        if self._cost_model.policy == "tail":
             item.work = work(self._rebuilt_from())
-        more_s = self._costs.loop_rebuilt_s
+        more_s = self._cost_model.loop_rebuilt_s
         if found is Found.AWAY:
             self.reads += 1
             self.loop.do(more_s, lambda: self._store(1, lambda: self._enqueue(item)))
@@ -124,13 +124,15 @@ class Replica:
 
     def _rebuilt_from(self) -> int:
         """As `service/engine/routing.py` has it for a model whose certificate promises enough at WINDOW."""
-        used = min(self._found / max(1 - self._found, 1 / MOST_USED), MOST_USED)
-        if self._held <= WINDOW or self._runs.full(self._held) <= max(1 + used, NEAR) * self._runs.window(WINDOW):
+        used = min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES)
+        if self._held <= WINDOW or self._runs.full(self._held) <= max(1 + used, COST_TOLERANCE) * self._runs.window(
+            WINDOW
+        ):
             return self._held
         return WINDOW
 
     def _enqueue(self, item: Item) -> None:
-        if self._queue.before(item.work.role) >= self._costs.max_queue:
+        if self._queue.before(item.work.role) >= self._cost_model.max_queue:
             self._refuse(item)
             return
         self._queue.put(item)
@@ -160,15 +162,15 @@ class Replica:
         role = items[0].work.role
         seconds = self._run_s(role, items)
         self.runner.do(
-            seconds, lambda: self.loop.do(self._costs.loop_batch_s, lambda: self._finish(role, items, seconds))
+            seconds, lambda: self.loop.do(self._cost_model.loop_batch_s, lambda: self._finish(role, items, seconds))
         )
 
     def _run_s(self, role: Role, items: list[Item]) -> float:
         if role == "step":
             restored = sum(item.found is not Found.RESIDENT for item in items)
-            each_s = self._costs.run_batch_s + len(items) * self._costs.run_step_s
-            return each_s + restored * self._costs.restored_s
-        return sum(self._costs.window_s(item.work.length) for item in items)
+            each_s = self._cost_model.run_batch_s + len(items) * self._cost_model.run_step_s
+            return each_s + restored * self._cost_model.restored_s
+        return sum(self._cost_model.window_s(item.work.length) for item in items)
 
     def _finish(self, role: Role, items: list[Item], seconds: float) -> None:
         self._queue.ran(role, seconds)
@@ -179,7 +181,7 @@ class Replica:
 
     def _leave(self) -> None:
         """The next trip to the store, with all that waits for one."""
-        if not self._line or self._under_way >= self._costs.trips:
+        if not self._line or self._under_way >= self._cost_model.trips:
             return
         items, self._line = list(self._line), deque()
         self._under_way += 1
@@ -190,7 +192,7 @@ class Replica:
         self._under_way -= 1
         self._leave()
         for item in items:
-            self.loop.do(self._costs.loop_step_s / 2, lambda item=item: self._answer(item))  # type: ignore[misc]
+            self.loop.do(self._cost_model.loop_step_s / 2, lambda item=item: self._answer(item))  # type: ignore[misc]
 
     def _answer(self, item: Item) -> None:
         rebuilt = item.found is not Found.RESIDENT

@@ -234,7 +234,7 @@ async def flood(target: Target) -> AsyncIterator[Told]:
         yield await ask(target, request("POST", "/v1/sessions", target.key, {}), "201", BUSY)
 
 
-async def deaf(target: Target) -> AsyncIterator[Told]:
+async def discarding(target: Target) -> AsyncIterator[Told]:
     """A WebSocket to which steps are sent, and from which nothing is read."""
     async with connected(target.port) as raw:
         name = f"deaf-{random.randrange(8)}"
@@ -285,7 +285,7 @@ ATTACKS: tuple[Attack, ...] = (
     bombs,
     leavers,
     flood,
-    deaf,
+    discarding,
     babbling,
 )
 

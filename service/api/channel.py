@@ -40,7 +40,7 @@ class Channel(Protocol):
 class NativeChannel(Channel, Protocol):
     """A line of the server's own."""
 
-    inbox: ReceiveQueue
+    receive_queue: ReceiveQueue
 
     def may_say(self) -> bool:
         """Whether its client reads what it is told."""

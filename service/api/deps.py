@@ -14,9 +14,9 @@ from wane.service.settings import Settings
 from wane.service.types import Answer, Finish, Owner, name_within
 
 
-def catalog(request: HTTPConnection) -> ModelRegistry:
+def registry(request: HTTPConnection) -> ModelRegistry:
     """The models that this process serves."""
-    found: ModelRegistry = request.app.state.catalog
+    found: ModelRegistry = request.app.state.registry
     return found
 
 
@@ -48,9 +48,9 @@ def session_key(request: HTTPConnection, session: str) -> str:
 
 def charge(request: HTTPConnection, requests: int) -> None:
     """Counts a call as so many requests, of which the door has counted one. Raises RateLimited, Unauthorized."""
-    holder = context(request.scope).holder
-    if holder is not None and requests > 1:
-        holder.charge(requests - 1, before=1)
+    principal = context(request.scope).principal
+    if principal is not None and requests > 1:
+        principal.charge(requests - 1, before=1)
 
 
 def note_model(request: HTTPConnection, engine: Engine) -> None:

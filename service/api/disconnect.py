@@ -27,7 +27,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     replayed.
     """
 
-    __slots__ = ("_alarm", "_cancelled_before", "_client", "_early", "_gone", "_task", "_watcher")
+    __slots__ = ("_cancelled_before", "_client", "_early", "_gone", "_task", "_timer", "_watcher")
 
     def __init__(self, client: Request | WebSocket, early: deque[Message] | None = None) -> None:
         self._client = client
@@ -40,9 +40,9 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         assert task is not None, "this is a bug: a request is always served by a task"
         self._task = task
         self._cancelled_before = task.cancelling()
-        self._alarm = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._watch)
+        self._timer = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._poller)
 
-    def _watch(self) -> None:
+    def _poller(self) -> None:
         self._watcher = asyncio.create_task(self._wait())
 
     async def _wait(self) -> None:
@@ -59,7 +59,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._alarm.cancel()
+        self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None  # its end would hold on to this, and this to it, until the garbage collector comes

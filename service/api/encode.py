@@ -307,7 +307,7 @@ def session(engine: Engine, given: SessionView) -> SessionDocument:
 
 def model_card(engine: Engine) -> ModelCardDocument:
     """A model, with its certificate's curve."""
-    return {**_model_facts(engine), "certificate": engine.manifest.certificate, "costs": engine.costs}
+    return {**_model_facts(engine), "certificate": engine.manifest.certificate, "costs": engine.cost_model}
 
 
 def model_summary(engine: Engine) -> ModelSummaryDocument:

@@ -32,14 +32,14 @@ class ResponseSink(Protocol):
 class InFlight:
     """One request, whose answer a task brings."""
 
-    __slots__ = ("_door", "_engine", "_exchange", "_here", "_scope", "_started_s", "_task", "_wave", "over")
+    __slots__ = ("_engine", "_epoch", "_exchange", "_here", "_middleware", "_scope", "_started_s", "_task", "over")
 
     def __init__(
         self,
         scope: Scope,
         here: RequestContext,
         exchange: ResponseSink,
-        door: RequestMiddleware,
+        middleware: RequestMiddleware,
         engine: Engine,
         started_s: float,
     ) -> None:
@@ -47,10 +47,10 @@ class InFlight:
         self._scope = scope
         self._here = here
         self._exchange = exchange
-        self._door = door
+        self._middleware = middleware
         self._engine = engine
         self._started_s = started_s
-        self._wave = door.presence.enter()
+        self._epoch = middleware.epochs.enter()
         self._task: asyncio.Task[Answer] | None = None
         self.over = False
 
@@ -61,7 +61,7 @@ class InFlight:
 
     def leave(self) -> None:
         """It is answered elsewhere."""
-        self._wave.leave()
+        self._epoch.leave()
 
     def hang_up(self) -> None:
         """The client has gone: what has not entered a batch is taken back."""
@@ -95,7 +95,7 @@ class InFlight:
 
     def fail(self, error: Exception) -> None:
         """The request is answered with what went wrong."""
-        self._finish(self._door.envelope(self._scope, error))
+        self._finish(self._middleware.envelope(self._scope, error))
 
     def _finish(self, response: Response) -> None:
         self.over = True
@@ -103,21 +103,23 @@ class InFlight:
         try:
             self._exchange.answer(status, [*response.raw_headers, self._here.named()], body)
         finally:
-            self._wave.leave()
-            self._door.record(self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None)
+            self._epoch.leave()
+            self._middleware.record(
+                self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None
+            )
 
 
 class InlineInFlight(InFlight):
     """A step or a window that needs one run and nothing else: its answer is called for, and no task is needed."""
 
-    __slots__ = ("_alarm", "_operation", "_quick")
+    __slots__ = ("_operation", "_quick", "_timer")
 
     def goes_on(self, quick: InlineStep | InlineWindow, operation: Operation) -> None:
         """Its run is waited for."""
         assert self._here.deadline is not None, "a request without a deadline: this is a bug"
         self._quick = quick
         self._operation: Operation = operation
-        self._alarm: Timer | None = timers().at(self._here.deadline, self._ring)
+        self._timer: Timer | None = timers().at(self._here.deadline, self._ring)
         quick.answer.add_done_callback(self._answered)
 
     def take_back(self) -> None:
@@ -128,7 +130,7 @@ class InlineInFlight(InFlight):
         self._quick.leave()
 
     def _ring(self) -> None:
-        self._alarm = None
+        self._timer = None
         self.fail(deadline_error(self._quick, self._quick.ticket))
 
     def _answered(self, answer: asyncio.Future[Answer] | asyncio.Future[Answer | None]) -> None:
@@ -146,6 +148,6 @@ class InlineInFlight(InFlight):
 
     def _at_ease(self) -> None:
         """No deadline is waited for."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

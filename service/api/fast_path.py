@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from wane.service.api.body import parse
-from wane.service.api.deps import catalog, session_key
+from wane.service.api.deps import registry, session_key
 from wane.service.api.exchange import InFlight, InlineInFlight, ResponseSink
 from wane.service.api.middleware import ADMITTED, RequestContext, RequestMiddleware
 from wane.service.api.routes import predict, sessions
@@ -28,17 +28,17 @@ MOST_BYTES = 1 << 12  # of a body, if so many are taken: longer ones are not for
 class FastPath:
     """Begins requests for what comes next; under the protocol, beside the application."""
 
-    def __init__(self, app: ASGIApp, door: RequestMiddleware, step: Route, prediction: Route) -> None:
-        """The routes are of the application `app`, which is behind `door`."""
+    def __init__(self, app: ASGIApp, middleware: RequestMiddleware, step: Route, prediction: Route) -> None:
+        """The routes are of the application `app`, which is behind `middleware`."""
         self._app = app
         self._step = step
         self._prediction = prediction
-        self.door = door
-        self.most_bytes = min(MOST_BYTES, door.max_body_bytes)
+        self.middleware = middleware
+        self.most_bytes = min(MOST_BYTES, middleware.max_body_bytes)
 
     def leads_to(self, scope: Scope) -> bool:
         """Whether a request may be for here, by its method and path; it is then marked with its route."""
-        if scope["method"] != "POST" or self.door.tracing is not None:
+        if scope["method"] != "POST" or self.middleware.tracing is not None:
             return False
         path: str = scope["path"]
         if path == self._prediction.path:
@@ -72,11 +72,11 @@ class FastPath:
         position = sessions.position(request, given)
         self._admit(request.scope, here)
         session = session_key(request, request.path_params["session"])
-        engine = catalog(request).engine_at_once(session)
+        engine = registry(request).engine_at_once(session)
         if engine is None:
             return None
         here.fields["model"] = engine.name
-        underway = InlineInFlight(request.scope, here, exchange, self.door, engine, started_s)
+        underway = InlineInFlight(request.scope, here, exchange, self.middleware, engine, started_s)
         try:
             quick = engine.begin(sessions.step(request, session, tuple(given.tokens), position, given))
         except Exception as error:
@@ -95,10 +95,10 @@ class FastPath:
         if given.tokens is None or given.session is not None:
             return None
         self._admit(request.scope, here)
-        engine = catalog(request).get(given.model)
+        engine = registry(request).get(given.model)
         asked = predict.asked(request, given, tuple(given.tokens))
         here.fields["model"] = engine.name
-        underway = InlineInFlight(request.scope, here, exchange, self.door, engine, started_s)
+        underway = InlineInFlight(request.scope, here, exchange, self.middleware, engine, started_s)
         try:
             quick = engine.begin_window(asked)
         except Exception as error:
@@ -112,7 +112,7 @@ class FastPath:
 
     def _admit(self, scope: Scope, here: RequestContext) -> None:
         """Does what the door does. Raises what it raises, for it to say so again."""
-        self.door.set_deadline(here)
-        if self.door.guard is not None:
-            self.door.admit(self.door.guard, scope, here)
-            scope[ADMITTED] = here.holder
+        self.middleware.set_deadline(here)
+        if self.middleware.guard is not None:
+            self.middleware.admit(self.middleware.guard, scope, here)
+            scope[ADMITTED] = here.principal

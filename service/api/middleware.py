@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wane.service.auth.guard import Authenticator, chosen
 from wane.service.auth.keyring import Principal
-from wane.service.errors import InvalidRequest, NotFound, Overloaded, TooLarge, Unavailable, WaneError
+from wane.service.errors import InvalidRequest, NotFound, Overloaded, TooLarge, Unavailable, WaneError, truncate_repr
 from wane.service.observability.logs import log_access, logs_access
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
@@ -60,7 +60,7 @@ class RequestContext:
     `parent` is the client's span, `trace_id` names the trace. `headers`: by lower-case name, the first of each.
     `timeout_s` is what one answer may take, of a WebSocket each, and `body_timeout_s` what a body may take to
     come in; a request's `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access
-    log. `holder` has the key that the request came with, where there are keys, and is the `owner` of its sessions.
+    log. `principal` has the key that the request came with, where there are keys, and is the `owner` of its sessions.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class RequestContext:
     body_timeout_s: float = math.inf
     fields: dict[str, object] = field(default_factory=dict)
     owner: Owner = ANYBODY
-    holder: Principal | None = None
+    principal: Principal | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
@@ -110,7 +110,7 @@ class RequestMiddleware:
     `max_body_bytes` is the longest body; `request_timeout_ms` the deadline of requests that name none: a client may
     shorten it, not lengthen it. After the first byte of an answer no other is possible: then what was raised goes on,
     and the server cuts the connection. A request that the server cancels, because it waits for nobody any more, is
-    answered too, with 503. Whoever is to wait until requests are over asks the `presence`; of WebSockets, which last,
+    answered too, with 503. Whoever is to wait until requests are over asks the `epochs`; of WebSockets, which last,
     their messages count.
     """
 
@@ -122,7 +122,7 @@ class RequestMiddleware:
         request_timeout_ms: float,
         envelope: Envelope,
         metrics: Metrics,
-        presence: Epochs,
+        epochs: Epochs,
         guard: Authenticator | None = None,
         body_timeout_s: float = math.inf,
         tracing: Tracing | None = None,
@@ -132,7 +132,7 @@ class RequestMiddleware:
         self.request_timeout_ms = request_timeout_ms
         self.envelope = envelope
         self.metrics = metrics
-        self.presence = presence
+        self.epochs = epochs
         self.guard = guard
         self.body_timeout_s = body_timeout_s
         self.tracing = tracing
@@ -145,7 +145,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         started_s = time.perf_counter()
-        wave = self.presence.enter()
+        epoch = self.epochs.enter()
         here = scope["wane.context"] = RequestContext.of(scope)
         traced = None if self.tracing is None else begin_trace(self.tracing, scope, here, started_s)
         if traced is not None:
@@ -178,7 +178,7 @@ class RequestMiddleware:
                 error = Unavailable("the server is stopping")
             await self.envelope(scope, error)(scope, receive, send_out)
         finally:
-            wave.leave()
+            epoch.leave()
             ended_s = time.perf_counter()
             self.record(scope, here, status or HUNG_UP, sent_bytes, ended_s - started_s, traced)
             if traced is not None and token is not None:
@@ -205,13 +205,13 @@ class RequestMiddleware:
 
     def admit(self, guard: Authenticator, scope: Scope, here: RequestContext) -> None:
         """Notes who asks. Raises Unauthorized, Forbidden, RateLimited."""
-        holder = scope[ADMITTED] if ADMITTED in scope else guard.identify(scope, here.headers)
-        if holder is not None:
-            here.holder = holder
-            here.owner = holder.owner
-            here.fields["key"] = holder.key.name
+        principal = scope[ADMITTED] if ADMITTED in scope else guard.identify(scope, here.headers)
+        if principal is not None:
+            here.principal = principal
+            here.owner = principal.owner
+            here.fields["key"] = principal.key.name
             if ADMITTED not in scope:
-                guard.admit(scope, holder)
+                guard.admit(scope, principal)
 
     async def turn_away(self, scope: Scope, receive: Receive, send: Send, error: WaneError) -> None:
         """Tells a WebSocket why it is refused."""
@@ -236,7 +236,8 @@ class RequestMiddleware:
             return self.request_timeout_ms / 1000
         if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
-                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {shown(asked)}", TIMEOUT_HEADER
+                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {truncate_repr(asked)}",
+                TIMEOUT_HEADER,
             )
         return min(int(asked), self.request_timeout_ms) / 1000
 

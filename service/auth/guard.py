@@ -40,18 +40,18 @@ class Authenticator:
         if routed(scope) in OPEN:
             return None
         key = presented(scope, headers)
-        holder = None if key is None else self._keyring.find(key)
-        if holder is None:
+        principal = None if key is None else self._keyring.find(key)
+        if principal is None:
             why = f"there is no key; {HOW}" if key is None else "the key is not good"
             raise Unauthorized(why, basic=b"text/html" in headers.get(b"accept", b"") and may_read(scope))
-        return holder
+        return principal
 
-    def admit(self, scope: Scope, holder: Principal) -> None:
+    def admit(self, scope: Scope, principal: Principal) -> None:
         """Lets in who was identified, and counts a request. Raises Forbidden, RateLimited."""
         needed = permission(routed(scope))
-        if not holder.key.may(needed):
-            raise Forbidden(f"key {holder.key.name} has not the scope {needed}")
-        holder.charge(1.0)
+        if not principal.key.may(needed):
+            raise Forbidden(f"key {principal.key.name} has not the scope {needed}")
+        principal.charge(1.0)
 
 
 def routed(scope: Scope) -> str:

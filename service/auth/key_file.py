@@ -105,7 +105,7 @@ class KeySource:
         """Whether there is a file to read."""
         return self._file is not None
 
-    def watch(self) -> asyncio.Task[None] | None:
+    def poller(self) -> asyncio.Task[None] | None:
         """The task that looks at the file now and then, if there is one; to be cancelled."""
         if self._file is None or self.keyring is None:
             return None

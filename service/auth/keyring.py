@@ -107,24 +107,24 @@ class Keyring:
     def find(self, key: bytes) -> Principal | None:
         """Who has this key; None for one that is not good."""
         told = digest(key)
-        holder = self._holders.get(told[:SELECTOR_BYTES])
-        if holder is None or not compare_digest(holder.key.digest, told):
+        principal = self._holders.get(told[:SELECTOR_BYTES])
+        if principal is None or not compare_digest(principal.key.digest, told):
             return None
-        return holder
+        return principal
 
     def replace(self, keys: Sequence[Key]) -> None:
         """These are the keys from now on, between one request and the next."""
         before = self._holders
         self._holders = {}
         for key in keys:
-            holder = before.pop(key.digest[:SELECTOR_BYTES], None)
-            if holder is None:
-                holder = Principal(key, self._clock)
-            elif holder.key.name != key.name or not key.may_all(holder.key):
-                holder.gone = True
-                holder = Principal(key, self._clock, holder)
-            elif holder.key != key:
-                holder.give(key)
-            self._holders[key.digest[:SELECTOR_BYTES]] = holder
+            principal = before.pop(key.digest[:SELECTOR_BYTES], None)
+            if principal is None:
+                principal = Principal(key, self._clock)
+            elif principal.key.name != key.name or not key.may_all(principal.key):
+                principal.gone = True
+                principal = Principal(key, self._clock, principal)
+            elif principal.key != key:
+                principal.give(key)
+            self._holders[key.digest[:SELECTOR_BYTES]] = principal
         for gone in before.values():
             gone.gone = True

@@ -190,35 +190,35 @@ def fits(role: Role, longest: int, total: int, items: int) -> bool:
 
 
 def run(
-    works: Sequence[Work], slab: StatePool, runner: Runner, room: Mapping[str, Array] | None = None
+    works: Sequence[Work], pool: StatePool, runner: Runner, room: Mapping[str, Array] | None = None
 ) -> list[Row | Exception]:
     """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
 
     `room`: of the slab, for states to be gathered in; nobody else's while this runs.
     """
     try:
-        return _run(works, slab, runner, room)
+        return _run(works, pool, runner, room)
     except Exception as error:  # whatever a runner raises belongs to the items, not to the server
         if len(works) == 1:
             return [error]
-        return [row for work in works for row in run([work], slab, runner, room)]
+        return [row for work in works for row in run([work], pool, runner, room)]
 
 
 def _run(
-    works: Sequence[Work], slab: StatePool, runner: Runner, room: Mapping[str, Array] | None
+    works: Sequence[Work], pool: StatePool, runner: Runner, room: Mapping[str, Array] | None
 ) -> list[Row | Exception]:
     role = works[0].role
     reads = [work.read for work in works]
     feeds: dict[str, Array]
     if role == "head":
-        feeds = {HIDDEN: slab.gather_hidden(reads)}
+        feeds = {HIDDEN: pool.gather_hidden(reads)}
     else:
         feeds = _tokens(works)
         if role != "window":
-            feeds |= slab.gather(reads, room)
+            feeds |= pool.gather(reads, room)
     outputs = runner.run(role, feeds)
     if role != "head":
-        slab.scatter([work.write for work in works], outputs)
+        pool.scatter([work.write for work in works], outputs)
     answers = {name: outputs[name] for name in ANSWERS if name in outputs}
     shared = Outputs(answers)
     radii = _radii(outputs, len(works))

@@ -69,26 +69,26 @@ class Batcher:
     def __init__(
         self,
         runner: Runner,
-        slab: StatePool,
+        pool: StatePool,
         metrics: Metrics,
         model: str,
         *,
         max_batch: int,
         max_queue: int,
-        costs: CostModel | None = None,
+        cost_model: CostModel | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`max_queue`: items that may wait in each of the queue's lines. `costs`: told of every run. `inline_s`: what
-        a batch of one token each is expected to take at most to be run on the event loop's thread: the way to the other
-        one and back costs the loop more than such a run."""
+        """`max_queue`: items that may wait in each of the queue's lines. `cost_model`: learns of every run. `inline_s`:
+        seconds; a batch of one token each that is expected to take no more runs on the event loop's thread, because the
+        way to the other thread and back costs the loop more."""
         self._runner = runner
-        self._slab = slab
+        self._pool = pool
         self._max_batch = max_batch
         self._max_queue = max_queue
-        self._costs = costs
+        self._cost_model = cost_model
         self._inline_s = inline_s
         self._times = RunTimeModel()
-        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch, costs)
+        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch, cost_model)
         self._sequence_s = 0.0  # of a run, an item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # batches with the runner: one that runs, and one that waits for it
@@ -99,7 +99,7 @@ class Batcher:
         self.on_handed_out: Callable[[], None] | None = None
         """Told when every item of a batch was given its row. Raises nothing."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
-        self._room = slab.room(max_batch)
+        self._room = pool.room(max_batch)
         self._observers = {
             role: _Observers(
                 metrics.batch_items.labels(model, role).observe,
@@ -150,9 +150,9 @@ class Batcher:
                 self._check_turn(waiting, ticket.deadline)
             ticket.admitted = True
         item.queued_s = time.perf_counter()
-        self._slab.retain(work.read)
+        self._pool.retain(work.read)
         if work.write is not None:
-            self._slab.retain(work.write)
+            self._pool.retain(work.write)
         self._queue.put(item)
         if self._ahead is not None and work.role in ONE_TOKEN:
             self._take_back(*self._ahead)
@@ -245,7 +245,7 @@ class Batcher:
         started_s = time.perf_counter()
         wanted = [item for item in items if not item.left()]
         enter(wanted)
-        rows = batch.run([item.work for item in wanted], self._slab, self._runner, self._room) if wanted else []
+        rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
         left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
         return _Ran(items[0].work.role, wanted, rows, left, started_s, time.perf_counter() - started_s)
 
@@ -296,11 +296,11 @@ class Batcher:
         self._observe(role, items, started_s, compute_s)
         if role not in ONE_TOKEN:
             self._sequence_s += NEWEST * (compute_s / len(items) - self._sequence_s)
-        if self._costs is not None:
+        if self._cost_model is not None:
             tokens = len(items) if role in ONE_TOKEN else sum(item.work.length for item in items)
-            self._costs.observe(role, len(items), tokens, compute_s)
-        self._slab.release_all([item.work.read for item in items])
-        self._slab.release_all([item.work.write for item in items if item.work.write is not None])
+            self._cost_model.observe(role, len(items), tokens, compute_s)
+        self._pool.release_all([item.work.read for item in items])
+        self._pool.release_all([item.work.write for item in items if item.work.write is not None])
         for item, row in zip(items, rows, strict=True):
             ticket = item.ticket
             ticket.queue_s += started_s - item.queued_s
@@ -333,8 +333,8 @@ class Batcher:
 
     def _drop(self, item: WorkItem, error: WaneError | None) -> None:
         """Lets go of what is not run, and tells whoever still waits for it."""
-        self._slab.release(item.work.read)
+        self._pool.release(item.work.read)
         if item.work.write is not None:
-            self._slab.release(item.work.write)
+            self._pool.release(item.work.write)
         if error is not None:
             item.fail(error)

@@ -75,7 +75,7 @@ class CostModel:
     def __init__(self, piece_tokens: int) -> None:
         """`piece_tokens`: the longest piece in which a sequence is run in order."""
         self._piece = piece_tokens
-        self.side_by_side: Callable[[int], float | None] = _never
+        self.parallel_cost: Callable[[int], float | None] = _never
         """Seconds that a sequence takes whose chunks are run side by side; None where it is not."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
@@ -113,7 +113,7 @@ class CostModel:
         """Seconds of compute that a whole sequence takes: in one run or, if it is long, in chunks or in pieces."""
         if tokens <= self._piece:
             return self.window(tokens)
-        chunks = self.side_by_side(tokens)
+        chunks = self.parallel_cost(tokens)
         if chunks is not None:
             return chunks + self.run("head", 1)
         pieces, rest = divmod(tokens, self._piece)
@@ -123,7 +123,7 @@ class CostModel:
     def measure(
         self,
         runner: Runner,
-        slab: StatePool,
+        pool: StatePool,
         eos_id: int,
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
@@ -139,7 +139,7 @@ class CostModel:
             taken: list[float] = []
             for _ in range(REPEATS):
                 started_s = clock()
-                (row,) = batch.run([work], slab, runner)
+                (row,) = batch.run([work], pool, runner)
                 taken.append(clock() - started_s)
                 if isinstance(row, Exception):
                     raise row

@@ -91,10 +91,10 @@ class Scheduler(Protocol[I]):
 class FairScheduler(Scheduler[I]):
     """See the module's text. Within a line the oldest item is first, and others of its role are with it."""
 
-    def __init__(self, max_batch: int, costs: CostModel | None = None) -> None:
-        """`costs` tells what sequences are expected to take; without it no batch is cut."""
+    def __init__(self, max_batch: int, cost_model: CostModel | None = None) -> None:
+        """`cost_model` tells what sequences are expected to take; without it no batch is cut."""
         self._max_batch = max_batch
-        self._costs = costs
+        self._cost_model = cost_model
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
         self._latest_most = max_batch  # of the latest batch of sequences
@@ -195,6 +195,6 @@ class FairScheduler(Scheduler[I]):
 
     def _most(self, role: Role, longest: int) -> int:
         """How many sequences a batch may hold whose longest is of so many tokens; at least one."""
-        each_s = self._costs.run(role, longest) if self._costs is not None and role in SLICED else 0.0
+        each_s = self._cost_model.run(role, longest) if self._cost_model is not None and role in SLICED else 0.0
         slice_s = SLICE_S if self._stepped else ALONE_S
         return self._max_batch if self._max_batch * each_s <= slice_s else max(1, int(slice_s / each_s))

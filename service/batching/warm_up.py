@@ -12,7 +12,7 @@ from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 
-def warm_up(runner: Runner, slab: StatePool, eos_id: int, *, window: int, max_batch: int) -> None:
+def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_batch: int) -> None:
     """Computes the state that sequences start from, and runs every graph, alone and in the largest batch.
 
     First runs allocate and plan: no request should pay for that. Blocks, so it belongs off the event loop.
@@ -20,7 +20,7 @@ def warm_up(runner: Runner, slab: StatePool, eos_id: int, *, window: int, max_ba
     """
     eos = np.array([eos_id], np.int64)
     some = np.repeat(eos, window)
-    _run([Work("advance", eos, read=ZERO, write=START)], slab, runner)
+    _run([Work("advance", eos, read=ZERO, write=START)], pool, runner)
     for work in (
         Work("step", eos, read=START),
         Work("window", some),
@@ -30,10 +30,10 @@ def warm_up(runner: Runner, slab: StatePool, eos_id: int, *, window: int, max_ba
     ):
         sizes = [size for size in (1, max_batch) if batch.fits(work.role, work.length, work.length * size, size)]
         for size in sizes:
-            _run([work] * size, slab, runner)
+            _run([work] * size, pool, runner)
 
 
-def _run(works: Sequence[Work], slab: StatePool, runner: Runner) -> None:
-    for row in batch.run(works, slab, runner):
+def _run(works: Sequence[Work], pool: StatePool, runner: Runner) -> None:
+    for row in batch.run(works, pool, runner):
         if isinstance(row, Exception):
             raise row

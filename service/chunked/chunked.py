@@ -132,10 +132,10 @@ def _apart(one: Array, other: Array) -> Array:
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
 """Tokens of one run of a sequence that is run in order."""
 
-OFTEN = 0.25
+REPEATED_CHUNKS = 0.25
 """Cells run again for each chunk of a segment, from which on the next are warmed up over twice as many tokens."""
 
-HOPELESS = 0.5
+REPEATED_CELLS = 0.5
 """Share of a segment's cells run again from which on the rest of the sequence is run in order."""
 
 
@@ -207,10 +207,10 @@ EXACT = Demand(0.0)
 class ChunkedRunner:
     """Runs long sequences of one model."""
 
-    def __init__(self, manifest: Manifest, batcher: Batcher, slab: StatePool, pacing: ThroughputProfile) -> None:
+    def __init__(self, manifest: Manifest, batcher: Batcher, pool: StatePool, throughput: ThroughputProfile) -> None:
         self._batcher = batcher
-        self._slab = slab
-        self._pacing = pacing
+        self._pool = pool
+        self._throughput = throughput
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
@@ -218,13 +218,13 @@ class ChunkedRunner:
 
         least: tokens that chunks are to be warmed up over at least, unless fewer are enough.
         """
-        seen = self._pacing.warm_up(demand.limit)
+        seen = self._throughput.warm_up(demand.limit)
         known = [] if seen is None else [max(seen, least)]
         known += [] if demand.enough is None else [demand.enough]
         if not known:
             return None
         warm_up = max(min(known), self._reach, 1)
-        return lay_out(tokens, warm_up, role, self._pacing.pace(role), self._pacing.pace("advance"))
+        return lay_out(tokens, warm_up, role, self._throughput.pace(role), self._throughput.pace("advance"))
 
     def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
         """What `advance`, or `scan`, is expected to take over so many tokens. None: it runs them in order."""
@@ -235,7 +235,7 @@ class ChunkedRunner:
         if not segments:
             return first.seconds
         last = self.layout(role, rest, demand) if rest else None
-        in_order = rest * self._pacing.pace(role)[1]
+        in_order = rest * self._throughput.pace(role)[1]
         return segments * first.seconds + (in_order if last is None else last.seconds)
 
     async def advance(
@@ -274,10 +274,10 @@ class ChunkedRunner:
                 row = await self._batcher.submit(work, ticket)
                 yield Piece(stop, course, _logprobs(row, stop - start))
             else:
-                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._slab.gather([ZERO]))
+                segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.gather([ZERO]))
                 with ExitStack() as held:
-                    slots = [held.enter_context(self._slab.lease()) for _ in range(layout.chunks)]
-                    again = held.enter_context(self._slab.lease())
+                    slots = [held.enter_context(self._pool.lease()) for _ in range(layout.chunks)]
+                    again = held.enter_context(self._pool.lease())
                     await self._warm_up(tokens, start, layout, slots, ticket)
                     done = start
                     for column in range(layout.cells):
@@ -293,9 +293,9 @@ class ChunkedRunner:
                         after = course.then(segment, start, repeated)
                     course = after
                     self._copy(slots[-1], write)
-                if repeated > HOPELESS * segment.cells:
+                if repeated > REPEATED_CELLS * segment.cells:
                     demand = None
-                elif repeated > OFTEN * layout.chunks:
+                elif repeated > REPEATED_CHUNKS * layout.chunks:
                     least = 2 * layout.warm_up
                 yield Piece(stop, course, segment.logprobs if role == "scan" else None)
             start = stop
@@ -323,13 +323,13 @@ class ChunkedRunner:
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
-        segment.started(cells, self._slab.gather(reads))
+        segment.started(cells, self._pool.gather(reads))
         works = [
             segment.work(cell, read, write, binding=binding and index == 0)
             for index, (cell, read, write) in enumerate(zip(cells, reads, writes, strict=True))
         ]
         rows = await self._together(works, ticket)
-        segment.ended(cells, self._slab.gather(writes), rows)
+        segment.ended(cells, self._pool.gather(writes), rows)
         return sum(map(segment.length, cells))
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
@@ -352,7 +352,7 @@ class ChunkedRunner:
             row = await self._batcher.submit(segment.work(cell, again, end, binding=False), ticket)
             here = range(cell, cell + 1)
             segment.started(here, before)
-            segment.ended(here, self._slab.gather([end]), [row])
+            segment.ended(here, self._pool.gather([end]), [row])
             repeated, resumed = repeated + 1, cell + 1
         return repeated
 
@@ -372,12 +372,12 @@ class ChunkedRunner:
 
     def _put(self, states: States, slot: int) -> None:
         """Writes one state, whose hidden nobody will ask for."""
-        hidden = np.zeros_like(self._slab.gather_hidden([slot]))
-        self._slab.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
+        hidden = np.zeros_like(self._pool.gather_hidden([slot]))
+        self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
 
     def _copy(self, slot: int, to: int) -> None:
-        states = {NEXT + name: value for name, value in self._slab.gather([slot]).items()}
-        self._slab.scatter([to], {HIDDEN: self._slab.gather_hidden([slot]), **states})
+        states = {NEXT + name: value for name, value in self._pool.gather([slot]).items()}
+        self._pool.scatter([to], {HIDDEN: self._pool.gather_hidden([slot]), **states})
 
 
 def _logprobs(row: Row, tokens: int) -> NDArray[np.float64] | None:

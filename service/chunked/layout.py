@@ -51,10 +51,10 @@ class DecayProfile:
         return found
 
 
-def measure_forgetting(runner: Runner, slab: StatePool, vocabulary_size: int) -> DecayProfile:
+def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> DecayProfile:
     """Runs random tokens from where random tokens led to, and from the zero state. Blocks."""
     random = np.random.default_rng(4)
-    zeros = slab.gather([ZERO] * ROWS)
+    zeros = pool.gather([ZERO] * ROWS)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
     both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}
     residuals: list[tuple[int, float]] = []
@@ -92,7 +92,7 @@ Pace = Mapping[int, float]
 def measure_pace(
     role: Role,
     runner: Runner,
-    slab: StatePool,
+    pool: StatePool,
     eos_id: int,
     max_batch: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -107,7 +107,7 @@ def measure_pace(
             tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
             work = Work(role, tokens, tokens if role == "scan" else None, read=START)
             started_s = clock()
-            for row in batch.run([work] * width, slab, runner):
+            for row in batch.run([work] * width, pool, runner):
                 if isinstance(row, Exception):
                     raise row
             taken = (clock() - started_s) / (width * len(tokens))
@@ -120,7 +120,7 @@ class ThroughputProfile:
 
     def __init__(self) -> None:
         self._paces: dict[Role, Pace] = {}
-        self._forgetting = DecayProfile(())
+        self._decay = DecayProfile(())
 
     def pace(self, role: Role) -> Pace:
         """Of `advance` or `scan`."""
@@ -128,13 +128,13 @@ class ThroughputProfile:
 
     def warm_up(self, residual: float) -> int | None:
         """The fewest tokens after which no more than this was left of where a run came from."""
-        return self._forgetting.warm_up(residual)
+        return self._decay.warm_up(residual)
 
-    def measure(self, runner: Runner, slab: StatePool, manifest: Manifest, max_batch: int) -> None:
+    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch: int) -> None:
         """Blocks, and raises what the runner raises. To be called once every graph has run."""
         for role in ("advance", "scan"):
-            self._paces[role] = measure_pace(role, runner, slab, manifest.vocabulary.eos_id, max_batch)
-        self._forgetting = measure_forgetting(runner, slab, manifest.vocabulary.size)
+            self._paces[role] = measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch)
+        self._decay = measure_forgetting(runner, pool, manifest.vocabulary.size)
 
 
 SEGMENT_TOKENS = 65_536

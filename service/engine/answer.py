@@ -86,8 +86,8 @@ class Sampler(Protocol):
         """Whether the next answer is one of them; to be asked once of each."""
         ...
 
-    def offer(self, course: AnswerPlan, fed: NDArray[np.int64], live: ModeResult) -> None:
-        """One that was chosen: given by one mode, from `fed`, which ends at the course's position."""
+    def offer(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
+        """One that was chosen: given by one mode, from `input_ids`, which ends at the course's position."""
         ...
 
 
@@ -119,9 +119,9 @@ class AnswerBuilder:
         return ModeResult(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
 
     async def window(
-        self, course: AnswerPlan, fed: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
+        self, course: AnswerPlan, input_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
     ) -> ModeResult | None:
-        """The window's part of a course, if it has one. `fed` ends at the course's position and holds k tokens.
+        """The window's part of a course, if it has one. `input_ids` ends at the course's position and holds k tokens.
 
         To be run after the recurrent part, not beside it: then neither waits for the other, and each latency is
         what its mode alone would have taken.
@@ -129,14 +129,14 @@ class AnswerBuilder:
         if course.window is None:
             return None
         mark = ticket.mark()
-        seen = last(fed, course.position, course.window)
-        outcome = await self._forward.window(seen, ticket, binding=binding)
+        context_ids = last(input_ids, course.position, course.window)
+        outcome = await self._forward.window(context_ids, ticket, binding=binding)
         return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
 
     async def answer(
         self,
         course: AnswerPlan,
-        fed: NDArray[np.int64],
+        input_ids: NDArray[np.int64],
         recurrent: ModeResult | None,
         window: ModeResult | None,
         top_k: int,
@@ -147,11 +147,11 @@ class AnswerBuilder:
     ) -> Answer:
         """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers.
 
-        `fed` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
+        `input_ids` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
         """
-        answering = recurrent or window
-        assert answering is not None, "a course without a run: this is a bug"
-        found = self._predictions(answering.outcome, top_k)
+        answer_builder = recurrent or window
+        assert answer_builder is not None, "a course without a run: this is a bug"
+        found = self._predictions(answer_builder.outcome, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
@@ -164,9 +164,9 @@ class AnswerBuilder:
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
         elif self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, fed, answering)
-        proved = await self._proved(answering, answering.bound)
-        bound, latency = answering.bound, ticket.latency()
+            self.sampler.offer(course, input_ids, answer_builder)
+        proved = await self._proved(answer_builder, answer_builder.bound)
+        bound, latency = answer_builder.bound, ticket.latency()
         self._report.took(course.mode, latency)
         self._report.claimed(course.mode, bound, proved)
         return Answer(
@@ -186,12 +186,12 @@ class AnswerBuilder:
         )
 
     def of_window(
-        self, course: AnswerPlan, fed: Callable[[], NDArray[np.int64]], window: ModeResult, row: Row, top_k: int
+        self, course: AnswerPlan, input_ids: Callable[[], NDArray[np.int64]], window: ModeResult, row: Row, top_k: int
     ) -> Answer:
-        """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `fed` gives
-        what `answer` is given; the window ended in `row` just now."""
+        """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `input_ids`
+        returns what `answer` is given; the window ended in `row` just now."""
         if self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, fed(), window)
+            self.sampler.offer(course, input_ids(), window)
         bound, latency = window.bound, window.latency
         proved = bound is not None and bound.runs is not None and self._margin.proves_of_row(row, bound.runs)
         self._report.took(Mode.WINDOW, latency)

@@ -19,16 +19,16 @@ from wane.service.types import ComparedMode, CompareRequest, Comparison, Latency
 PREDICTIONS = 5
 
 
-def seconds(costs: CostModel, request: CompareRequest) -> float:
+def seconds(cost_model: CostModel, request: CompareRequest) -> float:
     """What the runs of a comparison are expected to take."""
-    each_s = costs.run("step", 1) + sum(costs.window(k) for k in request.windows)
-    return costs.full(len(request.tokens)) + request.repeat * each_s
+    each_s = cost_model.run("step", 1) + sum(cost_model.window(k) for k in request.windows)
+    return cost_model.full(len(request.tokens)) + request.repeat * each_s
 
 
 async def compare(
     forward: Forward,
-    slab: StatePool,
-    answering: AnswerBuilder,
+    pool: StatePool,
+    answer_builder: AnswerBuilder,
     vocabulary: Vocabulary,
     request: CompareRequest,
     ticket: Ticket,
@@ -36,16 +36,16 @@ async def compare(
 ) -> Comparison:
     """Runs everything `repeat` times, in turns, so that a busy moment of the machine falls on all alike. The `share` of
     the backlog is told how far it is."""
-    fed = sequence(vocabulary.eos_id, request.tokens)
+    input_ids = sequence(vocabulary.eos_id, request.tokens)
     position = len(request.tokens)
-    with slab.lease() as before, slab.lease() as after:
-        await forward.full(fed[:-1], ticket, write=before)
+    with pool.lease() as before, pool.lease() as after:
+        await forward.full(input_ids[:-1], ticket, write=before)
 
         def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
-            return lambda: forward.window(last(fed, position, k), ticket)
+            return lambda: forward.window(last(input_ids, position, k), ticket)
 
         runs = [
-            lambda: forward.append(fed[-1:], ticket, read=before, write=after),
+            lambda: forward.append(input_ids[-1:], ticket, read=before, write=after),
             *map(of_window, request.windows),
         ]
         latencies: list[list[Latency]] = [[] for _ in runs]
@@ -60,7 +60,7 @@ async def compare(
             share.progress((repeat + 1) / request.repeat)
 
     def part(index: int, course: AnswerPlan) -> ModeResult:
-        return answering.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
+        return answer_builder.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
 
     async def line(index: int, window: int | None) -> ComparedMode:
         outcome = outcomes[index]
@@ -75,7 +75,7 @@ async def compare(
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
             total=_percentiles([latency.total_ms for latency in latencies[index]]),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if window is None else await answering.agreement(course, part(0, course), own),
+            agreement=None if window is None else await answer_builder.agreement(course, part(0, course), own),
         )
 
     return Comparison(

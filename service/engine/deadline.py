@@ -18,7 +18,7 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
     What `asyncio.timeout_at` does, on a coarser clock that costs a request less.
     """
 
-    __slots__ = ("_alarm", "_cancelled_before", "_deadline", "_rang", "_task", "_why")
+    __slots__ = ("_cancelled_before", "_deadline", "_rang", "_task", "_timer", "_why")
 
     def __init__(self, deadline: float | None, why: str = TOO_LATE) -> None:
         self._deadline = deadline
@@ -30,7 +30,7 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
         assert task is not None, "this is a bug: a deadline is always some task's"
         self._task = task
         self._cancelled_before = task.cancelling()
-        self._alarm: Timer | None = None if self._deadline is None else timers().at(self._deadline, self._ring)
+        self._timer: Timer | None = None if self._deadline is None else timers().at(self._deadline, self._ring)
 
     def _ring(self) -> None:
         self._rang = True
@@ -39,7 +39,7 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._rang and self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
             raise DeadlineExceeded(self._why) from error

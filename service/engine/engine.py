@@ -106,12 +106,12 @@ class Engine:
         settings: Settings,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
-        costs: CostModel | None = None,
-        pacing: ThroughputProfile | None = None,
+        cost_model: CostModel | None = None,
+        throughput: ThroughputProfile | None = None,
         shadow_runner: ShadowProcess | None = None,
         bits: bytes = b"",
     ) -> None:
-        """`clock` gives seconds, as the store's does; `costs` of runs and their `pacing` are measured if not
+        """`clock` gives seconds, as the store's does; `cost_model` of runs and their `throughput` are measured if not
         given. `shadow_runner`: of the same model, for shadows; without one there are none. `bits`: a digest of what
         the graphs compute on this machine; states that a store keeps are gone on from where it is the same.
 
@@ -127,30 +127,30 @@ class Engine:
         self._runner = runner
         self._max_batch = settings.max_batch
         self._limits = Limits(manifest, settings)
-        self._slab = slab = StateCache(
+        self._pool = pool = StateCache(
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
             metrics.evicted.labels(name).inc,
         )
-        self._costs = costs or CostModel(PIECE_TOKENS)
+        self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self._batcher = Batcher(
             runner,
-            slab,
+            pool,
             metrics,
             name,
             max_batch=settings.max_batch,
             max_queue=settings.max_queue,
-            costs=self._costs,
+            cost_model=self._cost_model,
             inline_s=settings.inline_us / 1e6,
         )
-        self._pacing = pacing or ThroughputProfile()
-        parallel = ChunkedRunner(manifest, self._batcher, slab, self._pacing)
-        self._costs.side_by_side = parallel.seconds
-        self._forward = Forward(self._batcher, slab, parallel)
+        self._throughput = throughput or ThroughputProfile()
+        parallel = ChunkedRunner(manifest, self._batcher, pool, self._throughput)
+        self._cost_model.parallel_cost = parallel.seconds
+        self._forward = Forward(self._batcher, pool, parallel)
         self._sessions = Sessions(
             store,
-            slab,
+            pool,
             metrics,
             model=name,
             version=self.version,
@@ -164,8 +164,8 @@ class Engine:
         self._report = Stats(metrics, name)
         self._margin = margin
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
-        self._scorer = Scorer(manifest, parallel, slab, self._costs, self._prover)
-        self._answering = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._report, self._prover)
+        self._scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
+        self._answer_builder = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._report, self._prover)
         self._shadow: Shadow | None = None
         if shadow_runner is not None:
             self._shadow = Shadow(
@@ -173,40 +173,40 @@ class Engine:
                 shadow_runner,
                 manifest.state,
                 self._batcher,
-                self._answering,
+                self._answer_builder,
                 self._report,
                 window=self._limits.window,
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
-            self._answering.sampler = self._shadow
+            self._answer_builder.sampler = self._shadow
         beside = RADIUS in runner.outputs("window")
-        self._prompts = Predictor(
+        self._predictor = Predictor(
             manifest,
             vocabulary,
             self._limits,
-            slab,
+            pool,
             self._forward,
-            self._answering,
-            self._costs,
+            self._answer_builder,
+            self._cost_model,
             beside=beside,
         )
         self._steps = SessionSteps(
             manifest,
             self._limits,
-            self._slab,
+            self._pool,
             self._forward,
             self._sessions,
-            self._answering,
-            self._costs,
+            self._answer_builder,
+            self._cost_model,
             metrics,
             beside=beside,
         )
         self._quick = InlineRun(
-            slab,
+            pool,
             self._batcher,
             self._sessions,
-            StepAnswers(manifest, vocabulary, margin, self._answering, self._report),
-            on_found=partial(self._steps.used, True),
+            StepAnswers(manifest, vocabulary, margin, self._answer_builder, self._report),
+            on_state_hit=partial(self._steps.used, True),
             on_begin=self._admission.enter,
             on_end=self._admission.leave,
         )
@@ -214,15 +214,15 @@ class Engine:
             vocabulary.eos_id,
             self._limits,
             self._batcher,
-            self._answering,
+            self._answer_builder,
             on_begin=self._admission.enter,
             on_end=self._admission.leave,
         )
         self._backlog = Backlog(metrics.refused.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
-        self._keeper = Housekeeper(
-            slab, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle
+        self._housekeeper = Housekeeper(
+            pool, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle
         )
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
@@ -238,9 +238,9 @@ class Engine:
         return self._admission.asked
 
     @property
-    def costs(self) -> dict[Role, list[Cost]]:
+    def cost_model(self) -> dict[Role, list[Cost]]:
         """What an item takes of a run, by role: for lengths seen, shortest first."""
-        return self._costs.document()
+        return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:
         """Makes the engine ready for its first request. Blocks, so it belongs off the event loop.
@@ -250,18 +250,18 @@ class Engine:
         self._scorer.propagation = propagation
         warm_up(
             self._runner,
-            self._slab,
+            self._pool,
             self.vocabulary.eos_id,
             window=self.manifest.window,
             max_batch=self._max_batch,
         )
         lengths = (1, self._limits.window, self._limits.max_window)
-        self._costs.measure(self._runner, self._slab, self.vocabulary.eos_id, lengths)
-        self._pacing.measure(self._runner, self._slab, self.manifest, self._max_batch)
-        if (pace_s := self._pacing.pace("scan").get(1)) is not None:
-            self._costs.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
+        self._cost_model.measure(self._runner, self._pool, self.vocabulary.eos_id, lengths)
+        self._throughput.measure(self._runner, self._pool, self.manifest, self._max_batch)
+        if (pace_s := self._throughput.pace("scan").get(1)) is not None:
+            self._cost_model.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
         if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
-            direction = self._answering.direction = DirectionProof(self.manifest, self._margin, self._runner)
+            direction = self._answer_builder.direction = DirectionProof(self.manifest, self._margin, self._runner)
             self._prover.submit(direction.rehearse).result()
 
     # Questions
@@ -293,7 +293,7 @@ class Engine:
         Raises InvalidRequest, TooLarge, UnknownSession.
         """
         self._check_prediction(request)
-        expected_s = self._prompts.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
+        expected_s = self._predictor.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
         return await self._predict(request, expected_s)
 
     async def _predict(self, request: PredictRequest, expected_s: float) -> Answer:
@@ -309,7 +309,7 @@ class Engine:
                 until(request.deadline),
             ):
                 if request.session is None:
-                    answer = await self._prompts.predict(request, ticket)
+                    answer = await self._predictor.predict(request, ticket)
                 else:
                     answer = await self._steps.predict(request, request.session, ticket)
                 share.progress(1)
@@ -342,7 +342,7 @@ class Engine:
         for index, request in enumerate(requests):
             try:
                 self._check_prediction(request)
-                expected[index] = self._prompts.seconds(request)
+                expected[index] = self._predictor.seconds(request)
             except Exception as error:  # one that nobody expected is no reason to fail the others either
                 outcomes[index] = error
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
@@ -402,14 +402,14 @@ class Engine:
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
-        expected_s = compare.seconds(self._costs, request)
+        expected_s = compare.seconds(self._cost_model, request)
         with (
             self._admission.admitted(),
             self._backlog.share(expected_s, request.deadline) as share,
             until(request.deadline),
         ):
             compared = await compare.compare(
-                self._forward, self._slab, self._answering, self.vocabulary, request, ticket, share
+                self._forward, self._pool, self._answer_builder, self.vocabulary, request, ticket, share
             )
         self._report.answered("compare", Mode.BOTH)
         return compared
@@ -429,10 +429,10 @@ class Engine:
         ticket = Ticket(request.deadline)
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
-            expected_s = self._prompts.generation_seconds(request)
+            expected_s = self._predictor.generation_seconds(request)
             share = stack.enter_context(self._backlog.share(expected_s, request.deadline))
             with until(request.deadline):
-                generation = await self._prompts.generate(request, ticket, share, stack)
+                generation = await self._predictor.generate(request, ticket, share, stack)
         self._report.answered("generate", generation.mode)
         return generation
 
@@ -567,21 +567,21 @@ class Engine:
             "device": self.device,
             **self._report.document(),
             "sessions": await self._sessions.counts(),
-            "integrity": self._keeper.document(),
-            "costs": self.costs,
+            "integrity": self._housekeeper.document(),
+            "costs": self.cost_model,
         }
 
     def publish(self) -> None:
         """It is served from now on: what is measured of its model is measured of it."""
-        metrics, slab = self._metrics, self._slab
+        metrics, pool = self._metrics, self._pool
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
-        metrics.sessions_resident.labels(self.name).set_function(lambda: len(slab))
-        metrics.state_bytes.labels(self.name).set_function(lambda: slab.used_bytes)
+        metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
+        metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
         metrics.queue_items.labels(self.name).set_function(lambda: self._batcher.waiting)
 
     def keep(self) -> None:
         """From now on, looks after what is kept, now and then."""
-        self._keeping = asyncio.create_task(self._keeper.run())
+        self._keeping = asyncio.create_task(self._housekeeper.run())
 
     def retire(self) -> None:
         """Another one has taken its place, or none: whoever holds on to it is to ask for that."""
@@ -610,7 +610,7 @@ class Engine:
     def discard(self) -> None:
         """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""
         self._runner.close()
-        self._slab.close()
+        self._pool.close()
 
 
 def deadline_error(step: InlineStep | InlineWindow | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:

@@ -34,9 +34,9 @@ class RunResult:
 class Forward:
     """One model's batcher and slab, used together. Sequences are int64 arrays; slots are the slab's."""
 
-    def __init__(self, batcher: Batcher, slab: StatePool, parallel: ChunkedRunner) -> None:
+    def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner) -> None:
         self._batcher = batcher
-        self._slab = slab
+        self._pool = pool
         self._parallel = parallel
 
     @property
@@ -59,7 +59,7 @@ class Forward:
             return await self.window(tokens, ticket, write=write, binding=binding)
         if write is not None:
             return await self.append(tokens, ticket, read=ZERO, write=write, binding=binding)
-        with self._slab.lease() as slot:
+        with self._pool.lease() as slot:
             return await self.append(tokens, ticket, read=ZERO, write=slot, binding=binding)
 
     async def append(
@@ -76,7 +76,7 @@ class Forward:
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """The answer of the state in `slot` once more, with no token consumed."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
-        return RunResult(_there(row.logits), self._slab.gather_hidden([slot])[0], top=row.top)
+        return RunResult(_there(row.logits), self._pool.gather_hidden([slot])[0], top=row.top)
 
 
 def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
@@ -85,9 +85,9 @@ def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> 
     return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
 
 
-def last(fed: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
-    """The last `k` of the tokens in `fed`, which ends at `position`; where these are all, its `<eos>` too."""
-    return fed if k >= position else fed[-k:]
+def last(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
+    """The last `k` of the tokens in `input_ids`, which ends at `position`; where these are all, its `<eos>` too."""
+    return input_ids if k >= position else input_ids[-k:]
 
 
 def outcome(row: Row) -> RunResult:

@@ -105,9 +105,9 @@ class RecurrentSource:
 
     window = None
 
-    def __init__(self, forward: Forward, fed: NDArray[np.int64], slot: int, ticket: Ticket) -> None:
+    def __init__(self, forward: Forward, input_ids: NDArray[np.int64], slot: int, ticket: Ticket) -> None:
         self._forward = forward
-        self._fed = fed
+        self._fed = input_ids
         self._slot = slot
         self._ticket = ticket
 
@@ -120,14 +120,14 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """A run of the last k tokens for each token. `position`: where the sequence is after `fed`; of a truncated one it
-    counts one token more than there are."""
+    """A run of the last k tokens for each token. `position`: where the sequence is after `input_ids`; of a truncated one
+    it counts one token more than there are."""
 
-    def __init__(self, forward: Forward, fed: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
+    def __init__(self, forward: Forward, input_ids: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
         self.window = k
         self._forward = forward
         self._position = position
-        self._seen = last(fed, position, k)
+        self._seen = last(input_ids, position, k)
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:

@@ -25,10 +25,10 @@ class Housekeeper:
     """
 
     def __init__(
-        self, residents: StateCache, sessions: Sessions, metrics: Metrics, model: str, is_idle: Callable[[], bool]
+        self, state_cache: StateCache, sessions: Sessions, metrics: Metrics, model: str, is_idle: Callable[[], bool]
     ) -> None:
         """`is_idle` says whether no request is in progress."""
-        self._residents = residents
+        self._state_cache = state_cache
         self._sessions = sessions
         self._is_idle = is_idle
         self._model = model
@@ -50,20 +50,20 @@ class Housekeeper:
     async def look(self) -> None:
         """Forgets what is over, and checks the bookkeeping and the next few states."""
         known = await self._sessions.expire()
-        self._parked.set(max(known - len(self._residents), 0))
+        self._parked.set(max(known - len(self._state_cache), 0))
         idle = self._is_idle()
-        slots = range(self._next, min(self._next + SLOTS_AT_ONCE, self._residents.untouched))
+        slots = range(self._next, min(self._next + SLOTS_AT_ONCE, self._state_cache.untouched))
         self._next = slots.stop
-        if slots.stop == self._residents.untouched:
+        if slots.stop == self._state_cache.untouched:
             self._next = RESERVED
             self._rounds += 1
-        faults = self._residents.faults(slots, idle=idle)
+        faults = self._state_cache.faults(slots, idle=idle)
         if faults:
             self._faults += len(faults)
             self._faults_metric.inc(len(faults))
             for fault in faults:
                 logger.error("the states of model %s are not to be believed: %s", self._model, fault.text)
-            self._residents.mend(faults, idle=idle)
+            self._state_cache.mend(faults, idle=idle)
 
     def document(self) -> dict[str, object]:
         """`integrity` of the report: how often all states have been checked, and what was found."""

@@ -27,22 +27,22 @@ class InlineRun:
 
     def __init__(
         self,
-        slab: StatePool,
+        pool: StatePool,
         batcher: Batcher,
         sessions: Sessions,
         answers: StepAnswers,
         *,
-        on_found: Callable[[], object],
+        on_state_hit: Callable[[], object],
         on_begin: Callable[[], object],
         on_end: Callable[[], object],
     ) -> None:
-        """`on_found` is told of every state that was needed and resident, `on_begin` of every step that is queued,
+        """`on_state_hit` is told of every state that was needed and resident, `on_begin` of every step that is queued,
         and `on_end` when it is over."""
-        self._slab = slab
+        self._pool = pool
         self._batcher = batcher
         self._sessions = sessions
         self._answers = answers
-        self._on_found = on_found
+        self._on_found = on_state_hit
         self._on_begin = on_begin
         self._on_end = on_end
         self._given: list[tuple[InlineStep, Row]] = []
@@ -76,12 +76,12 @@ class InlineRun:
         resident = sessions.resident(record)
         if resident is None:
             return None
-        slot = self._slab.acquire()
-        step = InlineStep(self, request, ticket, record, resident.slot, slot, resident.cut)
+        slot = self._pool.acquire()
+        step = InlineStep(self, request, ticket, record, resident.slot, slot, resident.dropped_tokens)
         try:
             self._batcher.enqueue(step)
         except BaseException:
-            self._slab.release(slot)
+            self._pool.release(slot)
             raise
         self._on_begin()
         if record.position:
@@ -103,7 +103,7 @@ class InlineRun:
                 if committed is None:
                     step.tell(None)
                 else:
-                    step.tell(answers.of_step(step.request, committed, step.cut, row, step.ticket))
+                    step.tell(answers.of_step(step.request, committed, step.dropped_tokens, row, step.ticket))
             except Exception as error:
                 step.tell(error)
         answers.count()
@@ -111,13 +111,13 @@ class InlineRun:
     def _commit(self, step: InlineStep) -> SessionRecord | None:
         """None where the comparison was lost. The session is left in any case."""
         try:
-            return self._sessions.commit_at_once(step.record, step.request, step.slot, step.cut)
+            return self._sessions.commit_at_once(step.record, step.request, step.slot, step.dropped_tokens)
         finally:
             self.leave(step)
 
     def leave(self, step: InlineStep) -> None:
         """The step is over, however it went."""
-        self._slab.release(step.slot)
+        self._pool.release(step.slot)
         self._sessions.leave_turn(step.record.session)
         self._on_end()
 
@@ -128,7 +128,19 @@ class InlineStep:
     The answer is None where the comparison was lost to another writer, and nothing was appended.
     """
 
-    __slots__ = ("_over", "_quick", "answer", "cut", "given", "queued_s", "record", "request", "slot", "ticket", "work")
+    __slots__ = (
+        "_over",
+        "_quick",
+        "answer",
+        "dropped_tokens",
+        "given",
+        "queued_s",
+        "record",
+        "request",
+        "slot",
+        "ticket",
+        "work",
+    )
 
     def __init__(
         self,
@@ -138,16 +150,16 @@ class InlineStep:
         record: SessionRecord,
         read: int,
         slot: int,
-        cut: int,
+        dropped_tokens: int,
     ) -> None:
-        """`slot` is where the next state goes, made from that in `read`; both know all but `cut` tokens."""
+        """`slot` is where the next state goes, made from that in `read`; both know all but `dropped_tokens` tokens."""
         self._quick = quick
         self._over = False
         self.request = request
         self.ticket = ticket
         self.record = record
         self.slot = slot
-        self.cut = cut
+        self.dropped_tokens = dropped_tokens
         self.queued_s = 0.0
         self.work = Work("step", request.tokens, None, read, slot, True)
         self.answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()

@@ -3,7 +3,7 @@
 Such a request needs one run of tokens that it brings along, and no state. It stands in the batcher's queue, and is
 answered when its row is there, on the event loop's thread, with no switch between tasks on the way. Only where a proof
 of its first token is sought, which takes a thread of its own, a task waits for that. What an answer means is the same
-as in `prompts.py`, which takes all other requests that bring everything along.
+as in `predictor.py`, which takes all other requests that bring everything along.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class InlineWindows:
         eos_id: int,
         limits: Limits,
         batcher: Batcher,
-        answering: AnswerBuilder,
+        answer_builder: AnswerBuilder,
         *,
         on_begin: Callable[[], object],
         on_end: Callable[[], object],
     ) -> None:
         """`on_begin` is told of every window that is queued, and `on_end` when it is over."""
         self.eos_id = eos_id
-        self.answering = answering
+        self.answer_builder = answer_builder
         self.on_end = on_end
         self._limits = limits
         self._batcher = batcher
@@ -54,9 +54,9 @@ class InlineWindows:
             return None
         k, tokens = request.window or self._limits.window, request.tokens
         whole = k >= len(tokens) and not request.truncated
-        seen = np.array((self.eos_id, *tokens) if whole else tokens[-k:], np.int64)
+        context_ids = np.array((self.eos_id, *tokens) if whole else tokens[-k:], np.int64)
         course = AnswerPlan.of_prompt(Mode.WINDOW, len(tokens), k, truncated=request.truncated)
-        window = InlineWindow(self, request, ticket, course, Work("window", seen))
+        window = InlineWindow(self, request, ticket, course, Work("window", context_ids))
         self._batcher.enqueue(window)
         self._on_begin()
         return window
@@ -97,14 +97,14 @@ class InlineWindow:
         """Its run is over: it is answered, at once or when a proof was sought."""
         if self._over:
             return
-        answering, course = self._windows.answering, self._course
+        answer_builder, course = self._windows.answer_builder, self._course
         try:
-            part = answering.part(course, outcome(row), self.ticket.latency(), recurrent=False)
-            if answering.seeks(part, part.bound):
+            part = answer_builder.part(course, outcome(row), self.ticket.latency(), recurrent=False)
+            if answer_builder.seeks(part, part.bound):
                 self._proof = asyncio.create_task(self._prove(part))
                 self._proof.add_done_callback(self._proved)
             else:
-                self._succeed(answering.of_window(course, self._fed, part, row, self.request.top_k))
+                self._succeed(answer_builder.of_window(course, self._fed, part, row, self.request.top_k))
         except Exception as error:  # is this window's own, and no reason for others of its batch to fail
             self.fail(error)
 
@@ -117,7 +117,7 @@ class InlineWindow:
             self.answer.set_exception(error)
 
     async def _prove(self, part: ModeResult) -> Answer:
-        return await self._windows.answering.answer(
+        return await self._windows.answer_builder.answer(
             self._course, self._fed(), None, part, self.request.top_k, self.ticket
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wane.models.manifest import Manifest
-from wane.service.errors import InvalidRequest, TooLarge
+from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
 
 
@@ -31,7 +31,7 @@ class Limits:
             return
         index, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < size)
         raise InvalidRequest(
-            f"{field}[{index}] is {shown(token)}, but the vocabulary has {size} tokens (0..{size - 1})", field
+            f"{field}[{index}] is {truncate_repr(token)}, but the vocabulary has {size} tokens (0..{size - 1})", field
         )
 
     def longest(self, *, document: bool = False) -> int:

@@ -28,7 +28,7 @@ class _Run:
     """A course, what it was fed, and the parts that it had."""
 
     course: AnswerPlan
-    fed: NDArray[np.int64]
+    input_ids: NDArray[np.int64]
     recurrent: ModeResult | None
     window: ModeResult | None
 
@@ -47,10 +47,10 @@ class Predictor:
         manifest: Manifest,
         vocabulary: Vocabulary,
         limits: Limits,
-        slab: StatePool,
+        pool: StatePool,
         forward: Forward,
-        answering: AnswerBuilder,
-        costs: CostModel,
+        answer_builder: AnswerBuilder,
+        cost_model: CostModel,
         *,
         beside: bool,
     ) -> None:
@@ -58,36 +58,36 @@ class Predictor:
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
-        self._slab = slab
+        self._pool = pool
         self._forward = forward
-        self._answering = answering
-        self._costs = costs
+        self._answer_builder = answer_builder
+        self._cost_model = cost_model
         self._beside = beside
 
     def seconds(self, request: PredictRequest) -> float:
         """What the runs of a prediction are expected to take."""
         if request.mode is Mode.WINDOW:
-            return self._costs.window(request.window or self._limits.window)
+            return self._cost_model.window(request.window or self._limits.window)
         if request.mode is Mode.AUTO:
             ways = self._ways(request)
             if None not in ways:
-                return sum(self._costs.window(k) for k in ways if k is not None)
-        return self._costs.full(1 + len(request.tokens))
+                return sum(self._cost_model.window(k) for k in ways if k is not None)
+        return self._cost_model.full(1 + len(request.tokens))
 
     def generation_seconds(self, request: GenerateRequest) -> float:
         """What the runs of a generation are expected to take, if nothing stops it early."""
         if request.mode is Mode.WINDOW:
-            return request.max_tokens * self._costs.window(request.window or self._limits.window)
-        return self._costs.full(1 + len(request.tokens)) + request.max_tokens * self._costs.run("step", 1)
+            return request.max_tokens * self._cost_model.window(request.window or self._limits.window)
+        return self._cost_model.full(1 + len(request.tokens)) + request.max_tokens * self._cost_model.run("step", 1)
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """What follows the tokens."""
-        fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
+        input_ids = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
         if request.mode is not Mode.AUTO:
             k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
-            return await self._answer(await self._run(request, request.mode, k, fed, ticket), request, ticket)
+            return await self._answer(await self._run(request, request.mode, k, input_ids, ticket), request, ticket)
         for k in self._ways(request):
-            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, fed, ticket)
+            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, input_ids, ticket)
             if request.tolerance is not None and meets(run.bound, request.tolerance):
                 break
         return await self._answer(run, request, ticket)
@@ -103,22 +103,24 @@ class Predictor:
             largest=self._limits.max_window,
             tolerance=request.tolerance,
             beside=self._beside,
-            cost=lambda k: self._costs.full(1 + position) if k is None else self._costs.window(k),
+            cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
         )
 
     async def _run(
-        self, request: PredictRequest, mode: Mode, k: int | None, fed: NDArray[np.int64], ticket: Ticket
+        self, request: PredictRequest, mode: Mode, k: int | None, input_ids: NDArray[np.int64], ticket: Ticket
     ) -> _Run:
         """One way of answering."""
         course = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
-            outcome = await self._forward.full(fed, ticket)
-            recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
-        return _Run(course, fed, recurrent, await self._answering.window(course, fed, ticket))
+            outcome = await self._forward.full(input_ids, ticket)
+            recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
+        return _Run(course, input_ids, recurrent, await self._answer_builder.window(course, input_ids, ticket))
 
     async def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
-        return await self._answering.answer(run.course, run.fed, run.recurrent, run.window, request.top_k, ticket)
+        return await self._answer_builder.answer(
+            run.course, run.input_ids, run.recurrent, run.window, request.top_k, ticket
+        )
 
     async def generate(self, request: GenerateRequest, ticket: Ticket, share: Share, held: ExitStack) -> Generation:
         """Runs the prompt. What the generation needs while it lasts is taken over from `held`; its `share` of the
@@ -127,14 +129,14 @@ class Predictor:
         `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
         for a token.
         """
-        fed = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
+        input_ids = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
         source: Source
         if request.mode is Mode.WINDOW:
             position = len(request.tokens) + request.truncated
-            source = WindowSource(self._forward, fed, position, request.window or self._limits.window, ticket)
+            source = WindowSource(self._forward, input_ids, position, request.window or self._limits.window, ticket)
         else:
-            slot = held.enter_context(self._slab.lease())
-            source = RecurrentSource(self._forward, fed, slot, ticket)
+            slot = held.enter_context(self._pool.lease())
+            source = RecurrentSource(self._forward, input_ids, slot, ticket)
         prompted = await source.prompt()
         end = held.pop_all().close
         return Generation(request, self._manifest, self._vocabulary, ticket, source, prompted, share, end)

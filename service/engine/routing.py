@@ -10,7 +10,7 @@ from wane.service.types import Mode
 
 AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # a class's member takes longer to find
 
-NEAR = 1.1
+COST_TOLERANCE = 1.1
 """Costs are measured, and two that are this near are the same: the way with the smaller bound is taken."""
 
 UNASKED = 1e-3
@@ -45,7 +45,7 @@ def ways(
         return (None,)
     tried = own if window is None else window
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
-    if sure is not None and cost(None) <= NEAR * cost(sure):
+    if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
     # A try that fails is for nothing: it should cost at most half of what it can save.
     if beside and tolerance is not None and tried != sure and tried < position and 2 * cost(tried) <= cost(sure):
@@ -75,7 +75,7 @@ def rebuilt_from(
     k = None
     if certificate.certified and certificate.rounding is not None:
         k = _enough(certificate, position, window=None, own=own, largest=largest, tolerance=tolerance)
-    if k is None or k >= held or cost(None) <= max(1 + used, NEAR) * cost(k):
+    if k is None or k >= held or cost(None) <= max(1 + used, COST_TOLERANCE) * cost(k):
         return None
     return k
 

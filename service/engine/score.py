@@ -58,8 +58,8 @@ class Scorer:
         self,
         manifest: Manifest,
         parallel: ChunkedRunner,
-        slab: StatePool,
-        costs: CostModel,
+        pool: StatePool,
+        cost_model: CostModel,
         executor: Executor,
     ) -> None:
         """`executor`: for arithmetic that would hold up the event loop."""
@@ -68,8 +68,8 @@ class Scorer:
         self._state = manifest.state
         self._least: float | None = None  # what joints of nothing but rounding can come to
         self._parallel = parallel
-        self._slab = slab
-        self._costs = costs
+        self._pool = pool
+        self._cost_model = cost_model
         self._eos_id = manifest.vocabulary.eos_id
         self._executor = executor
 
@@ -86,16 +86,16 @@ class Scorer:
         tokens = len(request.tokens)
         if request.method is ScoreMethod.PARALLEL:
             demand = Demand(RESIDUAL) if request.tolerance is None else EXACT
-            side_by_side = self._parallel.seconds(tokens, "scan", demand)
-            if side_by_side is not None:
-                return side_by_side
-        return tokens / IN_ORDER["scan"] * self._costs.run("scan", IN_ORDER["scan"])
+            parallel_cost = self._parallel.seconds(tokens, "scan", demand)
+            if parallel_cost is not None:
+                return parallel_cost
+        return tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
 
     async def score(self, request: ScoreRequest, ticket: Ticket, share: Share) -> AsyncGenerator[Item, None]:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
         await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
-        fed = await self._fed(request)
+        input_ids = await self._fed(request)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
@@ -103,8 +103,8 @@ class Scorer:
         unpredicted = (None,) if request.truncated else ()  # without a start token nothing predicts the first token
         settled, total, course = 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
-        with self._slab.lease() as slot:
-            pieces = self._parallel.run("scan", fed[:-1], fed[1:], ticket, demand, read=ZERO, write=slot)
+        with self._pool.lease() as slot:
+            pieces = self._parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
             try:
                 while (piece := await self._next(pieces, request.deadline)) is not None:
                     course = piece.course

@@ -89,7 +89,7 @@ class Shadow:
         runner: ShadowProcess,
         state: Sequence[StateTensor],
         batcher: Batcher,
-        answering: AnswerBuilder,
+        answer_builder: AnswerBuilder,
         report: Stats,
         *,
         window: int,
@@ -100,7 +100,7 @@ class Shadow:
         self._runner = runner
         self._state = state
         self._batcher = batcher
-        self._answering = answering
+        self._answer_builder = answer_builder
         self._report = report
         self._window = window
         self._random = random
@@ -117,9 +117,9 @@ class Shadow:
         """Whether the next answer is sampled."""
         return not self._closed and self._random.random() < self._rate
 
-    def offer(self, course: AnswerPlan, fed: NDArray[np.int64], live: ModeResult) -> None:
+    def offer(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
         """One of the sampled answers: copied, and dropped where too many wait."""
-        case = self._case(course, fed, live)
+        case = self._case(course, input_ids, live)
         if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
             self._report.shadowed("dropped")
             return
@@ -145,16 +145,16 @@ class Shadow:
         self._thread.submit(self._runner.wait)
         self._thread.shutdown(wait=False)
 
-    def _case(self, course: AnswerPlan, fed: NDArray[np.int64], live: ModeResult) -> Case:
+    def _case(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
         """What is kept of an answer: copies, for a row is a view of its whole batch."""
         outcome = RunResult(live.outcome.logits.copy(), live.outcome.hidden.copy(), live.outcome.radius)
         recurrent = course.mode is Mode.RECURRENT
         if recurrent:
-            k = self._window if len(fed) > course.position else min(self._window, len(fed))
-            tokens, course = last(fed, course.position, k).copy(), course._replace(mode=Mode.BOTH, window=k)
+            k = self._window if len(input_ids) > course.position else min(self._window, len(input_ids))
+            tokens, course = last(input_ids, course.position, k).copy(), course._replace(mode=Mode.BOTH, window=k)
         else:
-            tokens = fed
-            known = course.position if len(fed) > course.position else len(fed)
+            tokens = input_ids
+            known = course.position if len(input_ids) > course.position else len(input_ids)
             course = course._replace(mode=Mode.BOTH, known=known)
         return Case(course, tokens, ModeResult(outcome, live.bound, live.latency), recurrent)
 
@@ -215,9 +215,9 @@ class Shadow:
             raise FloatingPointError("the model's output is not finite")
         found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
         outcome = RunResult(logits[0], outputs[HIDDEN][0], found)
-        other = self._answering.part(case.course, outcome, NO_TIME, recurrent=not case.recurrent)
+        other = self._answer_builder.part(case.course, outcome, NO_TIME, recurrent=not case.recurrent)
         pair = (case.live, other) if case.recurrent else (other, case.live)
-        yield self._answering.apart(case.course, *pair)
+        yield self._answer_builder.apart(case.course, *pair)
 
     def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
         """The next piece, and the processor time in seconds that it took; on the shadow's thread."""

@@ -27,8 +27,8 @@ from wane.service.types import Answer, Mode, PredictRequest, SessionView, StateS
 
 RETRIES = 3  # of a step without a position, after comparisons lost to another writer
 NO_TOKENS = np.empty(0, np.int64)
-NEWEST = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
-MOST_USED = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
+REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
+MOST_USES = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
 
 
 class SessionSteps:
@@ -38,11 +38,11 @@ class SessionSteps:
         self,
         manifest: Manifest,
         limits: Limits,
-        slab: StatePool,
+        pool: StatePool,
         forward: Forward,
         sessions: Sessions,
-        answering: AnswerBuilder,
-        costs: CostModel,
+        answer_builder: AnswerBuilder,
+        cost_model: CostModel,
         metrics: Metrics,
         *,
         beside: bool,
@@ -50,11 +50,11 @@ class SessionSteps:
         """`beside`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._limits = limits
-        self._slab = slab
+        self._pool = pool
         self._forward = forward
         self._sessions = sessions
-        self._answering = answering
-        self._costs = costs
+        self._answer_builder = answer_builder
+        self._cost_model = cost_model
         self._beside = beside
         self._found = 1.0
         self._replayed = metrics.replayed.labels(manifest.name)
@@ -92,17 +92,17 @@ class SessionSteps:
     def seconds(self, request: StepRequest) -> float:
         """What the runs of a step are expected to take; 0 of one that is short."""
         tokens = len(request.tokens)
-        return self._costs.full(tokens) if tokens > PIECE_TOKENS else 0.0
+        return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
     def view(self, record: SessionRecord) -> SessionView:
         """A session as its owner may see it."""
         resident = self._sessions.resident(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
-        cut = record.cut if kept is None else kept.cut
+        dropped_tokens = record.dropped_tokens if kept is None else kept.dropped_tokens
         if kept is None and routing.is_free(None, record.mode):
-            _, cut = self._rebuilding(record.position, record.tail.ids(), cut)
-        course = self._course(mode, record.position, None, len(record.tail), resident is None, cut)
+            _, dropped_tokens = self._rebuilding(record.position, record.tail.ids(), dropped_tokens)
+        course = self._course(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
         found = course.bound(self._manifest.certificate)
         return SessionView(
             session=record.session,
@@ -123,43 +123,43 @@ class SessionSteps:
         held = len(record.tail) + len(tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
-        cut = record.cut if base is None else base.cut
+        dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         # One run from a state that is there needs no more than the new tokens, unless a shadow may follow.
-        needs_all = base is None or mode is not Mode.RECURRENT or self._answering.sampler is not None
-        fed = seen = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
+        needs_all = base is None or mode is not Mode.RECURRENT or self._answer_builder.sampler is not None
+        input_ids = context_ids = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
         if base is None and routing.is_free(request.mode, record.mode):
-            seen, cut = self._rebuilding(position, fed, cut)
-        course = self._course(mode, position, None, held, rebuilt, cut)
+            context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
+        course = self._course(mode, position, None, held, rebuilt, dropped_tokens)
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
         keeps = base is not None and own is not Mode.WINDOW
         recurrent: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
-        self._slab.retain(read)
+        self._pool.retain(read)
         try:
             if mode is not Mode.WINDOW or keeps:
-                write = self._slab.acquire()
+                write = self._pool.acquire()
                 self._used(record, found=not rebuilt)
                 if base is not None:
                     missed = self._missed(record, base)
                     new = np.concatenate([missed, tokens]) if len(missed) else tokens
                     outcome = await self._forward.append(new, ticket, read=read, write=write, binding=True)
                 else:
-                    outcome = await self._forward.full(seen, ticket, write=write, binding=True)
+                    outcome = await self._forward.full(context_ids, ticket, write=write, binding=True)
                 if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
-                    recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
-            window = await self._answering.window(course, fed, ticket, binding=True)
-            committed = await self._sessions.commit(record, request, write, cut)
+                    recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
+            window = await self._answer_builder.window(course, input_ids, ticket, binding=True)
+            committed = await self._sessions.commit(record, request, write, dropped_tokens)
         finally:
-            self._slab.release(read)
+            self._pool.release(read)
             if write is not None:
-                self._slab.release(write)
+                self._pool.release(write)
         if committed is None:
             return None
-        answer = await self._answering.answer(
-            course, fed, recurrent, window, request.top_k, ticket, session=record.session, replayed=False
+        answer = await self._answer_builder.answer(
+            course, input_ids, recurrent, window, request.top_k, ticket, session=record.session, replayed=False
         )
         return _vouched(answer, committed)
 
@@ -181,60 +181,60 @@ class SessionSteps:
         Raises InvalidRequest where the answer's bound does not meet the tolerance: before anything is run, if that
         can be known.
         """
-        fed = seen = record.tail.ids()
+        input_ids = context_ids = record.tail.ids()
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
-        if base is not None and free and tolerance is not None and record.cut < base.cut:
-            known = record.position - base.cut
+        if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
+            known = record.position - base.dropped_tokens
             if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
                 base, rebuilt = None, True  # the tail tells more than the state, and may be enough
-        cut = record.cut if base is None else base.cut
+        dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
-            seen, cut = self._rebuilding(record.position, fed, cut, tolerance)
-        course = self._course(mode, record.position, window, len(fed), rebuilt, cut)
+            context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
+        course = self._course(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens)
         if not self._beside or course.state is StateSource.RESIDENT:  # else the run itself may bring a better one
             _check(course.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
             self._used(record, found=not rebuilt)
             if base is not None and base.position == record.position:
-                with self._slab.hold(base.slot):
+                with self._pool.hold(base.slot):
                     outcome = await self._forward.again(base.slot, ticket)
             else:
-                with self._slab.hold(ZERO if base is None else base.slot), self._slab.lease() as slot:
+                with self._pool.hold(ZERO if base is None else base.slot), self._pool.lease() as slot:
                     if base is None:
-                        outcome = await self._forward.full(seen, ticket, write=slot)
+                        outcome = await self._forward.full(context_ids, ticket, write=slot)
                     else:
                         missed = self._missed(record, base)
                         outcome = await self._forward.append(missed, ticket, read=base.slot, write=slot)
-                    self._sessions.keep(record, slot, cut)
+                    self._sessions.keep(record, slot, dropped_tokens)
             if rebuilt:
                 self._sessions.count_rebuilt()
-            recurrent = self._answering.part(course, outcome, ticket.latency(), recurrent=True)
-        part = await self._answering.window(course, fed, ticket)
-        answering = recurrent or part
-        assert answering is not None, "a course without a run: this is a bug"
-        _check(answering.bound, tolerance)
-        answer = await self._answering.answer(
-            course, fed, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
+            recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
+        part = await self._answer_builder.window(course, input_ids, ticket)
+        answer_builder = recurrent or part
+        assert answer_builder is not None, "a course without a run: this is a bug"
+        _check(answer_builder.bound, tolerance)
+        answer = await self._answer_builder.answer(
+            course, input_ids, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
         )
         return _vouched(answer, record)
 
     def _rebuilding(
-        self, position: int, fed: NDArray[np.int64], cut: int, tolerance: float | None = None
+        self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """What to run for the state after `fed`, which ends at `position` and lacks the first `cut` tokens; and how
-        many the state will then lack."""
+        """What to run for the state after `input_ids`, which ends at `position` and lacks the first `dropped_tokens`
+        tokens; and how many the state will then lack."""
         k = routing.rebuilt_from(
             self._manifest.certificate,
             position,
-            len(fed),
+            len(input_ids),
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=tolerance,
-            used=min(self._found / max(1 - self._found, 1 / MOST_USED), MOST_USED),
-            cost=lambda k: self._costs.full(len(fed)) if k is None else self._costs.window(k),
+            used=min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES),
+            cost=lambda k: self._cost_model.full(len(input_ids)) if k is None else self._cost_model.window(k),
         )
-        return (fed, cut) if k is None else (last(fed, position, k), position - k)
+        return (input_ids, dropped_tokens) if k is None else (last(input_ids, position, k), position - k)
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
@@ -259,10 +259,12 @@ class SessionSteps:
 
     def used(self, found: bool) -> None:
         """A state was needed; whether it was found resident."""
-        self._found += NEWEST * (found - self._found)
+        self._found += REBUILD_EMA_ALPHA * (found - self._found)
 
-    def _course(self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, cut: int) -> AnswerPlan:
-        """How a session is answered that has `held` tokens in hand, and whose state knows all but `cut`.
+    def _course(
+        self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, dropped_tokens: int
+    ) -> AnswerPlan:
+        """How a session is answered that has `held` tokens in hand, and whose state knows all but `dropped_tokens`.
 
         Raises InvalidRequest for a window longer than what is held of it.
         """
@@ -276,7 +278,7 @@ class SessionSteps:
                     )
                 k = held
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
-        return AnswerPlan(mode, position, k, origin, known=position - cut)
+        return AnswerPlan(mode, position, k, origin, known=position - dropped_tokens)
 
 
 def _vouched(answer: Answer, record: SessionRecord) -> Answer:

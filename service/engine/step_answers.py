@@ -22,12 +22,17 @@ class StepAnswers:
     """Makes answers of rows, as `AnswerBuilder` does of parts; beside it, under `Quick`."""
 
     def __init__(
-        self, manifest: Manifest, vocabulary: Vocabulary, margin: MarginProof, answering: AnswerBuilder, report: Stats
+        self,
+        manifest: Manifest,
+        vocabulary: Vocabulary,
+        margin: MarginProof,
+        answer_builder: AnswerBuilder,
+        report: Stats,
     ) -> None:
         self.certificate = manifest.certificate
         self.vocabulary = vocabulary
         self.margin = margin
-        self.answering = answering
+        self.answer_builder = answer_builder
         self.report = report
         self.exact = bound(manifest.certificate, 0, 0)
 
@@ -44,18 +49,20 @@ class StepBatch:
         self._ended_s = time.perf_counter()
         self._answers: list[Answer] = []
 
-    def of_step(self, request: StepRequest, record: SessionRecord, cut: int, row: Row, ticket: Ticket) -> Answer:
-        """The answer to a step that was committed, to the session in `record`, from a state that knows all but `cut`
-        tokens."""
+    def of_step(
+        self, request: StepRequest, record: SessionRecord, dropped_tokens: int, row: Row, ticket: Ticket
+    ) -> Answer:
+        """The answer to a step that was committed, to the session in `record`, from a state that knows all but
+        `dropped_tokens` tokens."""
         of = self._of
         position = record.position
-        claimed = of.exact if not cut else bound(of.certificate, position - cut, position)
+        claimed = of.exact if not dropped_tokens else bound(of.certificate, position - dropped_tokens, position)
         latency = Latency(
             1e3 * ticket.queue_s, 1e3 * ticket.compute_s, 1e3 * (self._ended_s - ticket.started_s), ticket.batch_items
         )
-        sampler = of.answering.sampler
+        sampler = of.answer_builder.sampler
         if sampler is not None and sampler.chosen():
-            course = AnswerPlan(Mode.RECURRENT, position, None, StateSource.RESIDENT, position - cut)
+            course = AnswerPlan(Mode.RECURRENT, position, None, StateSource.RESIDENT, position - dropped_tokens)
             sampler.offer(course, record.tail.ids(), ModeResult(outcome(row), claimed, latency))
         answer = Answer(
             Mode.RECURRENT,

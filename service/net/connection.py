@@ -46,20 +46,20 @@ class ReceiveBudget:
 class ReceiveShare:
     """What one connection has under way."""
 
-    __slots__ = ("counted", "intake")
+    __slots__ = ("counted", "receive_budget")
 
-    def __init__(self, intake: ReceiveBudget) -> None:
-        self.intake = intake
+    def __init__(self, receive_budget: ReceiveBudget) -> None:
+        self.receive_budget = receive_budget
         self.counted = 0
 
     def is_now(self, count: int) -> bool:
         """Notes that the connection has `count` bytes under way; or, where there is no room for more, notes nothing
         and says False. What is less than it was always fits."""
         more = (count if count > SMALL_BYTES else 0) - self.counted
-        if more > 0 and not self.intake.has_room(more):
+        if more > 0 and not self.receive_budget.has_room(more):
             return False
         self.counted += more
-        self.intake.taken += more
+        self.receive_budget.taken += more
         return True
 
 
@@ -130,20 +130,20 @@ class TimeoutProtocol(asyncio.Protocol):
     def __init__(
         self,
         *given: Any,
-        patience: ConnectionLimits,
-        refusals: RejectedConnections,
-        intake: ReceiveBudget,
+        connection_limits: ConnectionLimits,
+        rejected: RejectedConnections,
+        receive_budget: ReceiveBudget,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self.patience = patience
-        self.refusals = refusals
-        self.share = ReceiveShare(intake)
+        self.connection_limits = connection_limits
+        self.rejected = rejected
+        self.share = ReceiveShare(receive_budget)
         self.timer: asyncio.TimerHandle | None = None  # runs while something comes in that is not whole
 
     def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
         """Why the connection is ended, and what its client is told."""
-        self.refusals.tell(reason, self.client, status)
+        self.rejected.tell(reason, self.client, status)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.at_ease()

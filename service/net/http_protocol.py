@@ -134,11 +134,11 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.completed = False  # a request, by what has come in last
         self.head_bytes = 0  # of a head that is not whole; without its beginning, if that came behind another request
         self.head_end = b""  # the last of them
-        self.bare_bytes = 0  # that came since the last byte of the body itself, which is not whole
-        self.withheld: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
-        self.graced = False  # the timer has run out once
+        self.framing_bytes = 0  # that came since the last byte of the body itself, which is not whole
+        self.keepalive_hold: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
+        self.grace_used = False  # the timer has run out once
         self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
-        self.deaf = False  # no request is taken any more
+        self.discarding = False  # no request is taken any more
         self.lingers = False  # the last answer is given, and the connection is closed a little later
         self.at_last: Callable[[], None] | None = None  # what is done once the requests that were taken are answered
         self.upgrades = False  # a WebSocket's handshake waits for them
@@ -147,14 +147,14 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        is_full = len(self.connections) >= self.patience.connections
+        is_full = len(self.connections) >= self.connection_limits.connections
         super().connection_made(transport)
         cast(BufferedTransport, self.transport).delays_closing = self.delays_closing
         if is_full:
             self.refuse(RejectReason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
-            abort_unread(transport, self.patience.send_s)
-            self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+            abort_unread(transport, self.connection_limits.send_s)
+            self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         cast(BufferedTransport, self.transport).let_go()
@@ -164,10 +164,10 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.deaf:
+        if self.discarding:
             self.came_late()
             return
-        most = self.patience.header_bytes
+        most = self.connection_limits.header_bytes
         if self.scope is not self.last_whole and self.in_body():
             self.go_on(data)
         elif len(data) > most - self.head_bytes and self.is_long_head(data):
@@ -186,7 +186,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
                 self.begin_timer()  # an empty line may stand before a request, and begins none
             return
-        if self.deaf:
+        if self.discarding:
             return
         is_behind, self.completed = self.completed, False
         if self.timer is None:
@@ -199,11 +199,11 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.head_bytes, self.head_end = 0, b""
         if self.measured is not self.scope and not self.has_room():
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
-        elif self.bare_bytes > most:
+        elif self.framing_bytes > most:
             self.refuse(RejectReason.LONG_TRAILERS, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self.cycle.keep_alive and any(name == b"transfer-encoding" for name, _ in self.scope["headers"]):
             self.cycle.keep_alive = False
-            self.withheld = self.cycle
+            self.keepalive_hold = self.cycle
 
     def feed(self, data: bytes) -> None:
         """Parses what came in. In place of uvicorn's `data_received`, which answers a malformed request at once, and
@@ -263,7 +263,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         because its client must wait too (RFC 6455, 4.1)."""
         self.is_unread = True
         if self.upgrades:
-            self.deaf = self.upgrades = False
+            self.discarding = self.upgrades = False
             self.refuse(
                 RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered"
             )
@@ -272,12 +272,12 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         """Whether the head that `data` begins, or goes on with, is longer than it may be."""
         before = self.head_end  # what ends it may come in two
         found = (before + data).find(HEAD_END)
-        return found < 0 or found - len(before) > self.patience.header_bytes - self.head_bytes
+        return found < 0 or found - len(before) > self.connection_limits.header_bytes - self.head_bytes
 
     def begin_timer(self) -> None:
         """From now on a head is waited for, and no longer than it may take."""
-        self.graced = False
-        self.timer = self.loop.call_later(self.patience.header_s, self.too_slow)
+        self.grace_used = False
+        self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
 
     def go_on(self, data: bytes) -> None:
         """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
@@ -287,7 +287,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             return
         self.feed(data)
         is_bare = self.cycle is cycle and self.in_body() and len(cycle.body) == before
-        self.bare_bytes = self.bare_bytes + len(data) if is_bare else 0
+        self.framing_bytes = self.framing_bytes + len(data) if is_bare else 0
 
     def takes(self, count: int) -> bool:
         """Whether there is room for so many bytes more, which are then taken."""
@@ -300,12 +300,12 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         """Whether there is room for a body of the length that its head says; where it says none, that is seen when it
         comes. What is too long at any time is refused elsewhere."""
         self.measured = self.scope
-        most, taken = self.share.intake.most, self.share.intake.taken
+        most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
         if 2 * taken <= most:  # a body is at most half of it
             return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0
-        return length <= SMALL_BYTES or length > most or self.share.intake.has_room(length - self.share.counted)
+        return length <= SMALL_BYTES or length > most or self.share.receive_budget.has_room(length - self.share.counted)
 
     def on_response_complete(self) -> None:
         if self.unanswered_bytes:
@@ -336,13 +336,13 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
     def on_message_complete(self) -> None:
         self.last_whole = self.scope
         self.completed = True
-        if self.withheld is not None:
-            self.withheld.keep_alive = not self.withheld.response_started
-            self.withheld = None
+        if self.keepalive_hold is not None:
+            self.keepalive_hold.keep_alive = not self.keepalive_hold.response_started
+            self.keepalive_hold = None
         super().on_message_complete()
 
     def shutdown(self) -> None:
-        self.withheld = None
+        self.keepalive_hold = None
         super().shutdown()
 
     def in_body(self) -> bool:
@@ -352,9 +352,9 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
     def too_slow(self) -> None:
         """The time is up for what comes in: for a body once the door has had the time to say so itself."""
         self.timer = None
-        if self.in_body() and not self.graced:
-            self.graced = True
-            self.timer = self.loop.call_later(self.patience.body_s, self.too_slow)
+        if self.in_body() and not self.grace_used:
+            self.grace_used = True
+            self.timer = self.loop.call_later(self.connection_limits.body_s, self.too_slow)
         elif self.scope is None:  # not a byte has come
             self.transport.close()
         else:
@@ -364,10 +364,10 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
         """Ends the connection, once: with an answer, behind the answers to the requests before. There is none where the
         request that is refused is being answered already, or where the request before is the last by its own wish."""
-        if self.deaf or self.transport.is_closing():
+        if self.discarding or self.transport.is_closing():
             return
         self.at_ease()
-        self.deaf = True
+        self.discarding = True
         running, waits = self.running, not self.is_answered()
         if self.in_body() and self.cycle is running:
             is_silent, waits = running.response_started, False
@@ -396,7 +396,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
     def handle_websocket_upgrade(self) -> None:
         """Gives the connection to a WebSocket; once the requests before it are answered, as answers go in order."""
         if not self.is_answered():
-            self.deaf = self.upgrades = True
+            self.discarding = self.upgrades = True
             self.at_last = self.handle_websocket_upgrade
             return
         self._unset_keepalive_if_required()
@@ -410,7 +410,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         unread in it is not closed but reset, and whoever sent too much would not be told so."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
-        self.deaf = self.lingers = True
+        self.discarding = self.lingers = True
         self.at_ease()
         self.drop_requests()
         self.flow.resume_reading()

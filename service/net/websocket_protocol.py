@@ -67,7 +67,7 @@ class ReceiveQueue:
         self._loop = loop
         self._messages: deque[Message] = deque()
         self._came: asyncio.Future[None] | None = None
-        self._alarm: Timer | None = None
+        self._timer: Timer | None = None
         self._task: asyncio.Task[object] | None = None
         self._cancelled_before = 0
         self._has_left = False
@@ -133,8 +133,8 @@ class ReceiveQueue:
             self._give_up_soon()
 
     def _give_up_soon(self) -> None:
-        if self._alarm is None:
-            self._alarm = timers().at(self._loop.time() + PATIENCE_S, self._give_up)
+        if self._timer is None:
+            self._timer = timers().at(self._loop.time() + PATIENCE_S, self._give_up)
 
     def _give_up(self) -> None:
         if self._task is not None:
@@ -144,9 +144,9 @@ class ReceiveQueue:
             self.beginner.give_up()
 
     def _at_ease(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -175,13 +175,13 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.close_timeout = DEAF_S
-        self.inbox = ReceiveQueue(self.loop)
-        self.queue = self.inbox  # type: ignore[assignment]  # it has what uvicorn uses
+        self.receive_queue = ReceiveQueue(self.loop)
+        self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
         self.at_rest = False  # nothing came that is not a message, whole
         self.rest = b""  # of what came in, which is not taken apart before the messages in front of it are taken
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
-        self.deaf = False  # it is about to be closed, and what still comes is not taken
+        self.discarding = False  # it is about to be closed, and what still comes is not taken
         self.in_message = False  # something came of a message, or of a frame, that is not whole
         self.fragment_bytes = 0  # of the frames of that message which are whole
         self.unanswered: deque[int] = deque()  # messages, by their bytes, in their order
@@ -195,7 +195,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.share.is_now(0)
 
     def data_received(self, data: bytes) -> None:
-        if self.deaf:
+        if self.discarding:
             return
         if self.at_rest and (text := short_text(data)) is not None:
             self.take_in(text, is_text=True)
@@ -213,12 +213,12 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def look(self) -> None:
         """At what came and is no message yet: whether there is room for it, and that it does not take too long."""
-        if self.deaf or not self.has_room():
+        if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:
             self.at_ease()
         elif self.timer is None:
-            self.timer = self.loop.call_later(self.patience.body_s, self.too_slow)
+            self.timer = self.loop.call_later(self.connection_limits.body_s, self.too_slow)
 
     def has_room(self) -> bool:
         """Whether there is room for what came; else the WebSocket is closed."""
@@ -234,12 +234,14 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
     def too_slow(self) -> None:
         """The time is up for the rest of a message."""
         self.timer = None
-        self.break_off(RejectReason.SLOW_BODY, POLICY, f"a message was not whole after {self.patience.body_s:g} s")
+        self.break_off(
+            RejectReason.SLOW_BODY, POLICY, f"a message was not whole after {self.connection_limits.body_s:g} s"
+        )
 
     def take_apart(self) -> None:
         """Goes on with what came in, piece by piece, until there is a message to take: a piece is frames enough to keep
         everybody else waiting."""
-        while self.rest and not self.read_paused and not self.deaf:
+        while self.rest and not self.read_paused and not self.discarding:
             piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
             super().data_received(piece)
         self.at_rest = not self.rest and is_between_messages(self.conn)
@@ -254,7 +256,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         none, and uvicorn would wait for more."""
         answer = b"".join(self.conn.data_to_send()) or bare_answer(HTTPStatus.BAD_REQUEST)
         self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
-        self.deaf = True
+        self.discarding = True
         self.rest = b""
         self.transport.write(answer)
         self.transport.close()
@@ -266,7 +268,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def handle_parser_exception(self) -> None:
         """What came is no frame, or a frame too long."""
-        self.deaf = True
+        self.discarding = True
         self.rest = b""
         if self.conn.close_sent is not None and self.conn.close_sent.code == PROTOCOL:
             self.tell(RejectReason.MALFORMED)
@@ -282,8 +284,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     async def receive(self) -> ASGIReceiveEvent:
         """As uvicorn's, and a line's."""
-        message = await self.inbox.get()
-        if self.read_paused and self.inbox.empty():
+        message = await self.receive_queue.get()
+        if self.read_paused and self.receive_queue.empty():
             self.read_paused = False
             self.transport.resume_reading()
         if self.rest:
@@ -332,7 +334,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def until_hangup(self) -> ReceiveQueue:
         """As a line's."""
-        return self.inbox
+        return self.receive_queue
 
     def is_answered(self) -> None:
         """One message is answered by one."""
@@ -360,13 +362,13 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
                 self.break_off(RejectReason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
                 return
             # Behind a long one nothing is read before somebody takes it.
-            if len(data) > SMALL_BYTES or not self.inbox.begins(text):
-                self.inbox.put_nowait({"type": "websocket.receive", "text": text})
+            if len(data) > SMALL_BYTES or not self.receive_queue.begins(text):
+                self.receive_queue.put_nowait({"type": "websocket.receive", "text": text})
         else:
-            self.inbox.put_nowait({"type": "websocket.receive", "bytes": data})
+            self.receive_queue.put_nowait({"type": "websocket.receive", "bytes": data})
         self.unanswered.append(len(data))
         self.unanswered_bytes += len(data)
-        if not self.read_paused and (len(self.inbox) >= MOST_EARLY or self.unanswered_bytes > SMALL_BYTES):
+        if not self.read_paused and (len(self.receive_queue) >= MOST_EARLY or self.unanswered_bytes > SMALL_BYTES):
             self.read_paused = True
             self.transport.pause_reading()
 
@@ -393,7 +395,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def counts_frame(self) -> bool:
         """Whether one more frame that ends no message is taken; else the WebSocket is closed."""
-        if self.deaf:
+        if self.discarding:
             return False
         self.frames_left -= 1
         if self.frames_left > 0:
@@ -407,9 +409,9 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
         """Leaves what still comes where it is, and closes the WebSocket as soon as its client can have read why."""
-        if self.deaf or self.transport.is_closing():
+        if self.discarding or self.transport.is_closing():
             return
-        self.deaf = True
+        self.discarding = True
         self.at_ease()
         self.rest, self.frames, self.fragment_bytes = b"", [], 0
         self.transport.pause_reading()

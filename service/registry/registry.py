@@ -20,11 +20,12 @@ from wane.service.errors import (
     Unavailable,
     UnknownModel,
     UnknownSession,
+    truncate_repr,
 )
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.registry.repository import FoundBundle, Repository, RepositoryError, RepositoryPoller, look
-from wane.service.registry.swap import Drain, Epochs, ModelLifecycle
+from wane.service.registry.swap import Epochs, ModelLifecycle, RetiredEngines
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Ready, Store, StoreHealth
 from wane.service.settings import Settings
@@ -45,7 +46,7 @@ class IndexEntry:
 
 def index(
     served: Iterable[Engine],
-    retirement: Drain,
+    retired_engines: RetiredEngines,
     loading: FoundBundle | None,
     bundles: Iterable[FoundBundle],
     failures: Mapping[str, LoadFailed],
@@ -55,11 +56,11 @@ def index(
     entries = [IndexEntry(engine.name, engine.version, "READY") for engine in served]
     entries += [
         IndexEntry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
-        for one in retirement.lingering
+        for one in retired_engines.lingering
     ]
     entries += [
         IndexEntry(one.name, one.version, "UNLOADING", "until its last requests are answered")
-        for one in retirement.leaving
+        for one in retired_engines.leaving
     ]
     if loading is not None:
         entries.append(IndexEntry(loading.name, loading.version, "LOADING"))
@@ -93,16 +94,16 @@ class ModelRegistry:
         self._leaving = False
         self._store: Store | None = None
         self._ready: Ready | None = None  # the store, if it answers at once
-        self.presence = Epochs()
+        self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
-        self._retirement = Drain(self.presence, settings.session_ttl_s)
+        self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
         self._changes = ModelLifecycle(
             self._engines,
             self._digests,
             self.get,
             self.check_ready,
             self._repository,
-            self._retirement,
+            self._retired_engines,
             settings,
             metrics,
         )
@@ -138,7 +139,7 @@ class ModelRegistry:
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
-        watch = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
+        poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
         found, bundles = await asyncio.to_thread(self._read_all)
         names = [bundle.manifest.name for bundle in bundles]
         self._default = self._choose_default(names)
@@ -169,7 +170,7 @@ class ModelRegistry:
             self._status = "ready"
             self._metrics.ready.set(1)
             if self._settings.watch_s is not None:
-                self._watching = asyncio.create_task(watch.run(self._settings.watch_s))
+                self._watching = asyncio.create_task(poller.run(self._settings.watch_s))
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable unless ready."""
@@ -177,7 +178,9 @@ class ModelRegistry:
         engine = self._engines.get(self._default if name is None else name)
         if engine is None:
             there = ", ".join(sorted(self._engines)) or "none"
-            raise UnknownModel(f"there is no model {shown(self._default if name is None else name)}; there are {there}")
+            raise UnknownModel(
+                f"there is no model {truncate_repr(self._default if name is None else name)}; there are {there}"
+            )
         return engine
 
     async def engine_for(self, session: str, model: str | None = None) -> Engine:
@@ -188,7 +191,7 @@ class ModelRegistry:
         """
         self.check_ready()
         assert self._store is not None, "ready without a store: this is a bug"
-        record = self._store.recall(session) or await self._store.get(session)
+        record = self._store.get_cached(session) or await self._store.get(session)
         kind = None if record is None else (record.model, record.vocabulary)
         return self._engine_of(session, kind, model)
 
@@ -204,9 +207,11 @@ class ModelRegistry:
         if kind is None or engine is None:
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if model is not None and model != own:
-            raise InvalidRequest(f"session {id_of(session)!r} is of model {own!r}, not of {shown(model)}", "model")
+            raise InvalidRequest(
+                f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}", "model"
+            )
         if vocabulary != engine.tokenizer:
-            older = self._retirement.of(own, vocabulary)
+            older = self._retired_engines.of(own, vocabulary)
             if older is None:
                 raise TokenizerChanged(id_of(session), engine.name, engine.version)
             return older
@@ -220,7 +225,7 @@ class ModelRegistry:
     async def report(self) -> dict[str, object]:
         """The body of /v1/report: `{"device", "models": [engine reports]}`, of versions that only have sessions left
         too. Raises Unavailable unless ready."""
-        engines = [*self.list(), *self._retirement.lingering]
+        engines = [*self.list(), *self._retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
     # Changes
@@ -245,11 +250,11 @@ class ModelRegistry:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        return index(self.list(), self._retirement, self._changes.loading, bundles, self._changes.failures)
+        return index(self.list(), self._retired_engines, self._changes.loading, bundles, self._changes.failures)
 
     async def settled(self) -> None:
         """Waits until what was replaced or unloaded is gone."""
-        await self._retirement.settled()
+        await self._retired_engines.settled()
 
     # The end
 
@@ -264,7 +269,7 @@ class ModelRegistry:
         self._metrics.ready.set(0)
         if self._watching is not None:
             self._watching.cancel()
-        engines = [*self._engines.values(), *self._retirement.stop()]
+        engines = [*self._engines.values(), *self._retired_engines.stop()]
         try:
             async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):
                 await asyncio.gather(*(engine.drain() for engine in engines))

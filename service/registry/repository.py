@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wane.models.bundle_checks import MANIFEST, BundleError, read_manifest
-from wane.service.errors import LoadFailed, UnknownModel, WaneError
+from wane.service.errors import LoadFailed, UnknownModel, WaneError, truncate_repr
 
 Signature = frozenset[tuple[str, int, int, int]]
 """Of a bundle, every file: its name, its inode, its size in bytes, and when it was written, in nanoseconds."""
@@ -80,7 +80,7 @@ class Repository:
             if unreadable is not None:
                 raise LoadFailed(name, unreadable)
             names = ", ".join(sorted({one.name for one in found if one.reason is None})) or "none"
-            raise UnknownModel(f"there is no bundle of model {shown(name)}; the bundles hold {names}")
+            raise UnknownModel(f"there is no bundle of model {truncate_repr(name)}; the bundles hold {names}")
         last = of_model[-1]
         if len({one.digest for one in of_model if one.version == last.version}) > 1:
             raise LoadFailed(name, f"two bundles that differ hold version {last.version} of it")

@@ -83,18 +83,18 @@ class Epochs:
         here = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
         self._latest = Epoch()
-        for wave in here:
-            await wave.gone()
-            if wave in self._earlier:
-                self._earlier.remove(wave)
+        for epoch in here:
+            await epoch.gone()
+            if epoch in self._earlier:
+                self._earlier.remove(epoch)
 
 
-class Drain:
+class RetiredEngines:
     """Engines on their way out. All methods belong to the event loop's thread."""
 
-    def __init__(self, presence: Epochs, session_ttl_s: float) -> None:
-        """`presence`: of all who may hold an engine. `session_ttl_s`: how long a session lives unused."""
-        self._presence = presence
+    def __init__(self, epochs: Epochs, session_ttl_s: float) -> None:
+        """`epochs`: of all who may hold an engine. `session_ttl_s`: how long a session lives unused."""
+        self._epochs = epochs
         self._session_ttl_s = session_ttl_s
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
         self._lingering: dict[Engine, asyncio.Task[None]] = {}
@@ -125,10 +125,10 @@ class Drain:
 
     def linger(self, engine: Engine) -> None:
         """Keeps an engine for the sessions that it has."""
-        self._lingering[engine] = asyncio.create_task(self._watch(engine))
+        self._lingering[engine] = asyncio.create_task(self._poller(engine))
 
     async def _end(self, engine: Engine) -> None:
-        await self._presence.depart()
+        await self._epochs.depart()
         await engine.drain()
         await engine.close()
         engine.discard()
@@ -139,7 +139,7 @@ class Drain:
         self._tidying.add(task)
         task.add_done_callback(self._tidying.discard)
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _poller(self, engine: Engine) -> None:
         """Retires an engine that no session can have any more: the last would have ended by itself."""
         asked = -1
         while asked != engine.asked:
@@ -196,7 +196,7 @@ class ModelLifecycle:
         get: Callable[[str], Engine],
         check_ready: Callable[[], None],
         repository: Repository,
-        retirement: Drain,
+        retired_engines: RetiredEngines,
         settings: Settings,
         metrics: Metrics,
     ) -> None:
@@ -207,7 +207,7 @@ class ModelLifecycle:
         self._get = get
         self._check_ready = check_ready
         self._repository = repository
-        self._retirement = retirement
+        self._retired_engines = retired_engines
         self._settings = settings
         self._metrics = metrics
         self._one = asyncio.Lock()
@@ -232,24 +232,24 @@ class ModelLifecycle:
             engine = self._get(name)
             del self._engines[name], self._digests[name]
             self._metrics.model_info.remove(name, engine.version, engine.device)
-            for one in (engine, *(other for other in self._retirement.lingering if other.name == name)):
-                self._retirement.retire(one)
+            for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
+                self._retired_engines.retire(one)
             logger.info("unloaded %s", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
         """The engine takes its place, between two turns of the event loop."""
-        before, older = self._engines.get(engine.name), self._retirement.of(engine.name, engine.tokenizer)
+        before, older = self._engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self._engines[engine.name] = engine
         self._digests[engine.name] = digest
         if older is not None:  # of this tokenizer: its sessions go on here
-            self._retirement.retire(older)
+            self._retired_engines.retire(older)
         if before is not None:
             self._metrics.model_info.remove(before.name, before.version, before.device)
             if before.tokenizer == engine.tokenizer:
-                self._retirement.retire(before)
+                self._retired_engines.retire(before)
             else:
                 logger.info("version %s of %s is kept for the sessions that it has", before.version, before.name)
-                self._retirement.linger(before)
+                self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
 

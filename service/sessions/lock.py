@@ -43,18 +43,18 @@ class SessionLocks:
 class SessionLock:
     """A session's turn, as an asynchronous context manager: first come, first served."""
 
-    __slots__ = ("_session", "_turns", "_waiting")
+    __slots__ = ("_locks", "_session", "_waiting")
 
     def __init__(
-        self, turns: SessionLocks, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str
+        self, locks: SessionLocks, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str
     ) -> None:
-        self._turns = turns
+        self._locks = locks
         self._waiting = waiting
         self._session = session
 
     async def __aenter__(self) -> None:
         session = self._session
-        if self._turns.take(session):
+        if self._locks.take(session):
             return
         queue = self._waiting[session]
         if queue is None:
@@ -70,8 +70,8 @@ class SessionLock:
                 with suppress(ValueError):
                     queue.remove(mine)
             else:  # it was given the turn, and leaves in the same moment
-                self._turns.leave(session)
+                self._locks.leave(session)
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._turns.leave(self._session)
+        self._locks.leave(self._session)

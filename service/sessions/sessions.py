@@ -104,7 +104,7 @@ class Sessions:
     def __init__(
         self,
         store: Store,
-        residents: StateCache,
+        state_cache: StateCache,
         metrics: Metrics,
         *,
         model: str,
@@ -112,25 +112,25 @@ class Sessions:
         vocabulary: str,
         state_ttl_s: float,
         empty: TokenHistory,
-        maker: bytes = b"",
+        model_fingerprint: bytes = b"",
         snapshot_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`vocabulary` tells whose token ids these are. `state_ttl_s`: idle time after which a state is no longer kept.
         `empty`: the tail of a sequence without tokens. `snapshot_tokens`: the store is given the state once in so many
-        tokens; `maker` tells the weights and graphs that it is of. `clock` in seconds, as the store's."""
+        tokens; `model_fingerprint` tells the weights and graphs that it is of. `clock` in seconds, as the store's."""
         self._store = store
         self._ready = store if isinstance(store, Ready) else None
-        self._residents = residents
+        self._state_cache = state_cache
         self._model = model
         self._version = version
         self._vocabulary = vocabulary
         self._state_ttl_s = state_ttl_s
         self._empty = empty
-        self._maker = maker
+        self._model_fingerprint = model_fingerprint
         self._snapshot_tokens = snapshot_tokens
         self._clock = clock
-        self._turns = SessionLocks()
+        self._locks = SessionLocks()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.rebuilt.labels(model)
         self._caught_up = metrics.caught_up.labels(model)
@@ -160,12 +160,12 @@ class Sessions:
                 raise SessionExists(f"session {given!r} exists already with other options or after a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
-        self._residents.drop(session)  # of an earlier session of that id, which may have been at the same revision
-        return (self._store.recall(session) or record)._replace(idle_s=0.0), True
+        self._state_cache.drop(session)  # of an earlier session of that id, which may have been at the same revision
+        return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
 
     def turn(self, session: str) -> SessionLock:
         """The session's turn, as an asynchronous context manager. Raises Overloaded."""
-        return self._turns.turn(session)
+        return self._locks.turn(session)
 
     async def read(self, session: str) -> SessionRecord:
         """The session as the store has it. Raises UnknownSession."""
@@ -173,7 +173,7 @@ class Sessions:
 
     def _known(self, session: str, record: SessionRecord | None) -> SessionRecord:
         if record is None or record.model != self._model:
-            self._residents.drop(session)
+            self._state_cache.drop(session)
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if record.vocabulary != self._vocabulary:
             raise TokenizerChanged(id_of(session), self._model, self._version)
@@ -188,22 +188,24 @@ class Sessions:
 
     def take_turn(self, session: str) -> bool:
         """Takes the session's turn, if it is nobody's; then it must be left."""
-        return self._turns.take(session)
+        return self._locks.take(session)
 
     def leave_turn(self, session: str) -> None:
         """Leaves a turn that was taken."""
-        self._turns.leave(session)
+        self._locks.leave(session)
 
     def read_at_once(self, session: str) -> SessionRecord:
         """As `read`."""
         assert self._ready is not None, "a store that has to be waited for: this is a bug"
         return self._known(session, self._ready.look(session))
 
-    def commit_at_once(self, record: SessionRecord, request: StepRequest, slot: int, cut: int) -> SessionRecord | None:
+    def commit_at_once(
+        self, record: SessionRecord, request: StepRequest, slot: int, dropped_tokens: int
+    ) -> SessionRecord | None:
         """As `commit`."""
         assert self._ready is not None, "a store that has to be waited for: this is a bug"
         committed = self._ready.extend(record, request.tokens, last_step(record, request))
-        return self._committed(record, committed, slot, cut)
+        return self._committed(record, committed, slot, dropped_tokens)
 
     # Of any store
 
@@ -217,7 +219,7 @@ class Sessions:
         The store is not asked where the step comes next in what was last seen of the session, and the state is here:
         then the comparison will tell. For all else it is.
         """
-        record = self._store.recall(request.session, to_step=True)
+        record = self._store.get_cached(request.session, to_step=True)
         if record is None or record.model != self._model or not self._comes_next(record, request):
             record = await self.read(request.session)
         return record, place(record, request)
@@ -241,20 +243,24 @@ class Sessions:
         if record.position == 0:
             return CachedState(START, record.revision, 0, 0)
         session = record.session
-        resident = self._residents.find(session, self._clock()) if use else self._residents.peek(session)
+        resident = self._state_cache.find(session, self._clock()) if use else self._state_cache.peek(session)
         if resident is None or (resident.revision == record.revision and resident.position == record.position):
             return resident
         if not (follows(record.revision, resident.revision) and _reaches(record, resident.position)):
-            self._residents.drop(session)
+            self._state_cache.drop(session)
             return None
         return resident if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
         """The state that the store keeps beside the tail, if it is this model's and the tail goes on from it."""
         snapshot = record.snapshot
-        if snapshot is None or snapshot.maker != self._maker or not _reaches(record, snapshot.position):
+        if (
+            snapshot is None
+            or snapshot.model_fingerprint != self._model_fingerprint
+            or not _reaches(record, snapshot.position)
+        ):
             return None
-        return snapshot if len(snapshot.state) == self._residents.slot_bytes else None
+        return snapshot if len(snapshot.state) == self._state_cache.slot_bytes else None
 
     def restore(self, record: SessionRecord) -> CachedState | None:
         """Makes the state that the store keeps of a session the resident one, if there is one that is of use.
@@ -264,15 +270,17 @@ class Sessions:
         snapshot = self.kept(record)
         if snapshot is None:
             return None
-        with self._residents.lease() as slot:
-            self._residents.unpack(slot, snapshot.state)
-            resident = CachedState(slot, record.revision, snapshot.cut, snapshot.position)
-            self._residents.put(record.session, resident, self._clock())
+        with self._state_cache.lease() as slot:
+            self._state_cache.unpack(slot, snapshot.state)
+            resident = CachedState(slot, record.revision, snapshot.dropped_tokens, snapshot.position)
+            self._state_cache.put(record.session, resident, self._clock())
         return resident
 
-    def keep(self, record: SessionRecord, slot: int, cut: int) -> None:
-        """Makes a state resident that knows nothing of the first `cut` tokens of the session in `record`."""
-        self._residents.put(record.session, CachedState(slot, record.revision, cut, record.position), self._clock())
+    def keep(self, record: SessionRecord, slot: int, dropped_tokens: int) -> None:
+        """Makes a state resident that knows nothing of the first `dropped_tokens` tokens of the session in `record`."""
+        self._state_cache.put(
+            record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
+        )
 
     def count_caught_up(self) -> None:
         """A state was brought up to tokens that were appended elsewhere."""
@@ -284,7 +292,7 @@ class Sessions:
         self._rebuilt_metric.inc()
 
     async def commit(
-        self, record: SessionRecord, request: StepRequest, slot: int | None, cut: int
+        self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int
     ) -> SessionRecord | None:
         """Compare-and-append; the state in `slot` becomes the resident one.
 
@@ -292,30 +300,30 @@ class Sessions:
         where nobody knows whether it was appended: what the store has next will tell what the state is good for.
         """
         step = last_step(record, request)
-        snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, cut)
+        snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
         if snapshot is None:
             committed = await self._store.append(record.session, record.revision, request.tokens, step)
         else:
             committed = await self._store.append(record.session, record.revision, request.tokens, step, snapshot)
-        return self._committed(record, committed, slot, cut)
+        return self._committed(record, committed, slot, dropped_tokens)
 
     def _committed(
-        self, record: SessionRecord, committed: SessionRecord | None, slot: int | None, cut: int
+        self, record: SessionRecord, committed: SessionRecord | None, slot: int | None, dropped_tokens: int
     ) -> SessionRecord | None:
         if committed is None:
             self._conflicts.inc()
         elif slot is None:
-            self._residents.drop(record.session)
+            self._state_cache.drop(record.session)
         else:
-            self.keep(committed, slot, cut)
+            self.keep(committed, slot, dropped_tokens)
         return committed
 
-    def _snapshot(self, before: int, appended: int, slot: int, cut: int) -> Snapshot | None:
+    def _snapshot(self, before: int, appended: int, slot: int, dropped_tokens: int) -> Snapshot | None:
         """The state in `slot`, if it is one that the store is to keep."""
         position = before + appended
         if self._snapshot_tokens is None or not due(before, position, self._snapshot_tokens):
             return None
-        return Snapshot(position, cut, self._maker, self._residents.pack(slot))
+        return Snapshot(position, dropped_tokens, self._model_fingerprint, self._state_cache.pack(slot))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
         """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.
@@ -333,25 +341,25 @@ class Sessions:
                 return record._replace(idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
             if rewound is not None:
-                self._residents.drop(session)
+                self._state_cache.drop(session)
                 return rewound
 
     async def delete(self, session: str) -> None:
         """Ends a session. Raises UnknownSession."""
         await self.read(session)
-        self._residents.drop(session)
+        self._state_cache.drop(session)
         if not await self._store.delete(session):
             raise UnknownSession(f"there is no session {id_of(session)!r}")
 
     async def expire(self) -> int:
         """Forgets states that were idle for too long, and sessions that are over; the number of those that are left."""
-        self._residents.drop_idle(self._clock() - self._state_ttl_s)
+        self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
         return await self._store.count(self._model)
 
     async def counts(self) -> dict[str, int]:
         """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
         count = await self.expire()
-        resident = len(self._residents)
+        resident = len(self._state_cache)
         return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
 
 

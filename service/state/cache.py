@@ -23,11 +23,11 @@ NEXT_TO_GO = 64  # residents at the front of the order whose order is checked at
 
 class CachedState(NamedTuple):
     """A session's state in the slab: it belongs to `revision`, is that at `position`, and knows nothing of the first
-    `cut` tokens."""
+    `dropped_tokens` tokens."""
 
     slot: int
     revision: int
-    cut: int
+    dropped_tokens: int
     position: int
 
 
@@ -93,13 +93,13 @@ class StateCache(StatePool):
 
     def put(self, session: str, resident: CachedState, now_s: float) -> None:
         """Makes a state the session's resident one, in place of any before it; retains its slot."""
-        slot, revision, cut, position = resident
+        slot, revision, dropped_tokens, position = resident
         self.retain(slot)
         self.drop(session)
         self._order[session] = slot
         self._sessions[slot] = session
         self._revisions[slot] = revision
-        self._cuts[slot] = cut
+        self._cuts[slot] = dropped_tokens
         self._positions[slot] = position
         self._touched_s[slot] = now_s
         self._written[slot] = self._writes.item(slot)

@@ -289,10 +289,10 @@ def test_the_hpa_scales_the_replicas_by_a_metric_that_the_adapter_makes_of_one_o
     assert rule["metricsQuery"] == "sum by (<<.GroupBy>>) (rate(<<.Series>>{<<.LabelMatchers>>}[1m]))"
 
 
-def queued_s(bench: EngineHarness) -> float:
+def queued_s(harness: EngineHarness) -> float:
     """What the adapter's rule sums up over one replica."""
-    found = [one for metric in bench.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
-    assert {one.labels["model"] for one in found} == {bench.engine.name}, "it is there before anything has waited"
+    found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
+    assert {one.labels["model"] for one in found} == {harness.engine.name}, "it is there before anything has waited"
     return sum(one.value for one in found)
 
 
@@ -302,12 +302,12 @@ async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
-    bench = EngineHarness()
-    engine = bench.engine
-    assert queued_s(bench) == 0
-    bench.runner.gate.clear()
+    harness = EngineHarness()
+    engine = harness.engine
+    assert queued_s(harness) == 0
+    harness.runner.gate.clear()
     busy = asyncio.create_task(engine.predict(PredictRequest((1,))))
-    await bench.runner.until_busy()
+    await harness.runner.until_busy()
 
     async def ask(number: int) -> None:
         if asked == "score":
@@ -324,13 +324,13 @@ async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_
     asking = [asyncio.create_task(ask(number)) for number in range(3)]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert bench.sample("wane_queue_items") == 3
+    assert harness.sample("wane_queue_items") == 3
     clock.now_s += 10
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await asyncio.gather(busy, *asking)
     await engine.drain()
     await engine.close()
-    assert queued_s(bench) == 3 * 10
+    assert queued_s(harness) == 3 * 10
 
 
 def test_what_scales_it_down_and_what_empties_nodes_takes_one_replica_at_a_time() -> None:

@@ -31,15 +31,15 @@ def never(error: Exception) -> None:
 
 
 @pytest.fixture
-def catalog(app: FastAPI) -> FakeRegistry:
+def registry(app: FastAPI) -> FakeRegistry:
     """The application's own, new for every test."""
-    app.state.catalog = catalog = FakeRegistry()
-    return catalog
+    app.state.registry = registry = FakeRegistry()
+    return registry
 
 
 @pytest.fixture
-def engine(catalog: FakeRegistry) -> FakeEngine:
-    return catalog.engine
+def engine(registry: FakeRegistry) -> FakeEngine:
+    return registry.engine
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def app() -> FastAPI:
 
 
 @pytest.fixture
-async def client(app: FastAPI, catalog: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
+async def client(app: FastAPI, registry: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application in this process; what escapes the application fails the test."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
@@ -68,9 +68,9 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
 class SocketServer(Server):
     """The server over the fake engine, in the test's own event loop."""
 
-    def __init__(self, app: FastAPI, catalog: FakeRegistry) -> None:
+    def __init__(self, app: FastAPI, registry: FakeRegistry) -> None:
         config = uvicorn.Config(app, port=0, **WEBSOCKETS, ws_max_size=LIMIT, log_config=None)
-        super().__init__(config, cast(ModelRegistry, catalog))
+        super().__init__(config, cast(ModelRegistry, registry))
         self.app = app
         self.listening = asyncio.Event()
         self.read_bytes = 0  # over all connections, where `counting` has made the protocol
@@ -106,9 +106,9 @@ class SocketServer(Server):
 
 
 @pytest.fixture
-async def server(app: FastAPI, catalog: FakeRegistry) -> AsyncIterator[SocketServer]:
+async def server(app: FastAPI, registry: FakeRegistry) -> AsyncIterator[SocketServer]:
     """Real uvicorn on a real socket, with the fake engine behind it."""
-    server = SocketServer(app, catalog)
+    server = SocketServer(app, registry)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
     yield server
@@ -131,21 +131,21 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-async def make_bench() -> AsyncIterator[Callable[..., EngineHarness]]:
+async def make_harness() -> AsyncIterator[Callable[..., EngineHarness]]:
     """Makes benches, and ends them: by then no slot may be in use but by a resident state."""
-    benches: list[EngineHarness] = []
+    harnesses: list[EngineHarness] = []
 
     def make(**options: Any) -> EngineHarness:
-        benches.append(EngineHarness(**options))
-        return benches[-1]
+        harnesses.append(EngineHarness(**options))
+        return harnesses[-1]
 
     yield make
-    for bench in benches:
-        bench.runner.gate.set()
-        bench.shadow_runner.gate.set()
-        await bench.engine.drain()
-        await bench.engine.close()
-        bench.engine._slab.check_integrity(idle=True)
+    for harness in harnesses:
+        harness.runner.gate.set()
+        harness.shadow_runner.gate.set()
+        await harness.engine.drain()
+        await harness.engine.close()
+        harness.engine._pool.check_integrity(idle=True)
 
 
 @pytest.fixture
@@ -162,6 +162,6 @@ async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture
-def bench(make_bench: Callable[..., EngineHarness]) -> EngineHarness:
+def harness(make_harness: Callable[..., EngineHarness]) -> EngineHarness:
     """A bench with the usual settings."""
-    return make_bench()
+    return make_harness()

@@ -231,7 +231,7 @@ class LinearCosts(CostModel):
 class InOrder(ThroughputProfile):
     """Nothing is known, so every sequence is run in order."""
 
-    def measure(self, runner: Runner, slab: StatePool, manifest: Manifest, max_batch: int) -> None:
+    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch: int) -> None:
         pass
 
 
@@ -254,14 +254,14 @@ class EngineHarness:
         store: Store | None = None,
         certified: bool = False,
         radius: float | None = None,
-        costs: CostModel | None = None,
-        pacing: ThroughputProfile | None = None,
+        cost_model: CostModel | None = None,
+        throughput: ThroughputProfile | None = None,
         **changes: Any,
     ) -> None:
         """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
         `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
-        function has. `radius`: what the runner's windows say theirs is. `costs`: what runs are said to cost;
-        `pacing`: how long sequences are said to be cut best."""
+        function has. `radius`: what the runner's windows say theirs is. `cost_model`: what runs are said to cost;
+        `throughput`: how long sequences are said to be cut best."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = Clock()
         self.metrics = Metrics()
@@ -288,8 +288,8 @@ class EngineHarness:
             self.settings,
             self.metrics,
             self.clock,
-            costs or LinearCosts(),
-            pacing or InOrder(),
+            cost_model or LinearCosts(),
+            throughput or InOrder(),
             shadow_runner=self.shadow_runner if self.settings.shadow_rate else None,
         )
         self.engine.publish()

@@ -106,7 +106,7 @@ class FakeEngine:
     manifest = MANIFEST
 
     def __init__(self) -> None:
-        self.costs = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
+        self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
         self.failure: Exception | None = None
         self.failure_after_first_token: Exception | None = None
         self.wait_after_first_token: asyncio.Event | None = None
@@ -266,7 +266,7 @@ class FakeRegistry:
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.presence = Epochs()
+        self.epochs = Epochs()
         self.failure: Exception | None = None
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()

@@ -119,7 +119,7 @@ class Small:
             MemoryStore(keep, 3600, 2**20),
             self.settings,
             Metrics(),
-            pacing=InOrder(),
+            throughput=InOrder(),
         )
         self.engine.warm_up()
 
@@ -130,10 +130,10 @@ class Small:
 
     def uninterrupted(self, tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The distribution (V) and hidden (H) of the never-interrupted model after `tokens`, in float64."""
-        fed = [self.vocabulary.eos_id, *tokens]
-        while self._past and [token for token, _, _ in self._past] != fed[: len(self._past)]:
+        input_ids = [self.vocabulary.eos_id, *tokens]
+        while self._past and [token for token, _, _ in self._past] != input_ids[: len(self._past)]:
             self._past.pop()
-        for token in fed[len(self._past) :]:
+        for token in input_ids[len(self._past) :]:
             state = self._past[-1][2] if self._past else self.reference.zero_state(1)
             self._past.append((token, *self.reference.advance(np.array([token]), state)))
         hidden = self._past[-1][1]

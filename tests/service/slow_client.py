@@ -46,11 +46,11 @@ WAIT_S = 120.0
 class SlowClient(SocketServer):
     """The server over a fake engine, with settings of the test's own."""
 
-    def __init__(self, app: FastAPI, catalog: FakeRegistry, settings: Settings, metrics: Metrics) -> None:
-        super().__init__(app, catalog)
+    def __init__(self, app: FastAPI, registry: FakeRegistry, settings: Settings, metrics: Metrics) -> None:
+        super().__init__(app, registry)
         self.metrics = metrics
         named = WEBSOCKETS | protocols(settings, metrics)
-        self.intake: ReceiveBudget = named["http"].keywords["intake"]
+        self.receive_budget: ReceiveBudget = named["http"].keywords["intake"]
         named["http"] = self.counting(named["http"])
         self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
 
@@ -60,9 +60,9 @@ async def serving(**changes: float) -> AsyncIterator[SlowClient]:
     """A server that has time for everything but for what `changes` say."""
     late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
     settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
-    catalog, metrics = FakeRegistry(), Metrics()
-    app = create_app(settings, cast(ModelRegistry, catalog), metrics, on_load_failure=never)
-    server = SlowClient(app, catalog, settings, metrics)
+    registry, metrics = FakeRegistry(), Metrics()
+    app = create_app(settings, cast(ModelRegistry, registry), metrics, on_load_failure=never)
+    server = SlowClient(app, registry, settings, metrics)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
     server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full
@@ -111,7 +111,7 @@ async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> b
     return await hear(reader, writer, first, drip)
 
 
-def deaf(server: SlowClient) -> socket.socket:
+def discarding(server: SlowClient) -> socket.socket:
     """A connection whose client takes next to nothing."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

@@ -30,14 +30,14 @@ def bundle(tmp_path: Path, http: httpx.Client) -> Path:
 
 
 async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
-    server: SocketServer, engine: FakeEngine, catalog: FakeRegistry
+    server: SocketServer, engine: FakeEngine, registry: FakeRegistry
 ) -> None:
     engine.wait = asyncio.Event()
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         accepted = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
         await engine.waiting.wait()
         server.handle_exit(signal.SIGTERM, None)
-        await catalog.draining.wait()
+        await registry.draining.wait()
 
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
@@ -52,15 +52,15 @@ async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
 
 
 async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_requests(
-    server: SocketServer, catalog: FakeRegistry
+    server: SocketServer, registry: FakeRegistry
 ) -> None:
     server.notice_s = 3600
     server.handle_exit(signal.SIGTERM, None)
-    await catalog.leaving.wait()
+    await registry.leaving.wait()
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.post("/v1/predict", json={"tokens": [1]})).status_code == 200
-    assert not catalog.draining.is_set()
+    assert not registry.draining.is_set()
     server.handle_exit(signal.SIGINT, None)
     assert server.should_exit and server.force_exit
     assert server.draining is not None
@@ -68,11 +68,11 @@ async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_reque
 
 
 async def test_a_second_interrupt_does_not_wait(
-    server: SocketServer, engine: FakeEngine, catalog: FakeRegistry
+    server: SocketServer, engine: FakeEngine, registry: FakeRegistry
 ) -> None:
     engine.wait = asyncio.Event()
     server.handle_exit(signal.SIGINT, None)
-    await catalog.draining.wait()
+    await registry.draining.wait()
     assert not server.should_exit
     server.handle_exit(signal.SIGINT, None)
     assert server.should_exit and server.force_exit

@@ -82,9 +82,9 @@ class ReferenceRun:
         state = self._reference.zero_state(len(order))
         for position in range(len(sessions[order[0]][0]) + 1):
             left = [number for number in order if len(sessions[number][0]) >= position]
-            fed = [sessions[number][0][position - 1] if position else self._eos for number in left]
+            input_ids = [sessions[number][0][position - 1] if position else self._eos for number in left]
             state = {name: tensor[: len(left)] for name, tensor in state.items()}
-            hidden, state = self._reference.advance(np.array(fed), state)
+            hidden, state = self._reference.advance(np.array(input_ids), state)
             rows = [row for row, number in enumerate(left) if position in sessions[number][1]]
             if rows:
                 logits = self._reference.logits(hidden[rows])

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from wane.service.api import encode
-from wane.service.api.deps import catalog
+from wane.service.api.deps import registry
 from wane.service.api.schemas.ops import LivenessDocument, ReadinessDocument
 from wane.service.observability.metrics import Metrics
 
@@ -79,7 +79,7 @@ async def healthz() -> Response:
 async def readyz(request: Request) -> Response:
     """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains, nor while
     the sessions' store is away and no step can be answered without it."""
-    models = catalog(request)
+    models = registry(request)
     store = models.store
     ready = models.ready and store is not None and store.ready
     device = None if models.status == "loading" or models.device == "auto" else models.device

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import catalog, charge, deadline, note_answer, note_model, session_key
+from wane.service.api.deps import charge, deadline, note_answer, note_model, registry, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import CompareBody, PredictBody
@@ -29,10 +29,10 @@ async def predict(request: Request) -> Response:
     body = await decode(request, PredictBody)
     session: str | None = None
     if body.session is None:
-        engine = catalog(request).get(body.model)
+        engine = registry(request).get(body.model)
     else:
         session = session_key(request, body.session)
-        engine = await catalog(request).engine_for(session, body.model)
+        engine = await registry(request).engine_for(session, body.model)
     note_model(request, engine)
     with until_hangup(request):
         if body.inputs is not None:
@@ -89,7 +89,7 @@ async def compare(request: Request) -> Response:
     """Measures latency and agreement of windows of several sizes against the recurrent answer."""
     body = await decode(request, CompareBody)
     names: Sequence[str | None] = body.models or [body.model]
-    engines = [catalog(request).get(name) for name in names]
+    engines = [registry(request).get(name) for name in names]
     compared: list[ComparedModelDocument] = []
     with until_hangup(request):
         for engine in engines:
@@ -97,4 +97,4 @@ async def compare(request: Request) -> Response:
             tokens = await tokens_of(engine, body.sequence, deadline(request))
             wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
             compared.append(encode.comparison(engine, len(tokens), await engine.compare(wanted)))
-    return encode.reply({"device": catalog(request).device, "models": compared})
+    return encode.reply({"device": registry(request).device, "models": compared})

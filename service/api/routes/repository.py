@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body
-from wane.service.api.deps import catalog, deadline, note_model
+from wane.service.api.deps import deadline, note_model, registry
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.schemas.common import IndexBody, LoadBody, UnloadBody
 from wane.service.api.schemas.models import (
@@ -40,7 +40,7 @@ router = APIRouter(prefix="/v2/repository", tags=["repository"], responses=FAILU
 async def index(request: Request) -> Response:
     """Every version of every model that is served, is on its way in or out, or lies in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
-    entries = await catalog(request).index()
+    entries = await registry(request).index()
     found = [document(one) for one in entries if one.condition == "READY" or not body.ready]
     return Response(to_json(found), media_type="application/json")
 
@@ -55,7 +55,7 @@ def document(entry: IndexEntry) -> RepositoryEntryDocument:
 async def unload(request: Request, name: str) -> Response:
     """Serves a model no more. Its sessions are there again if it is loaded again before they expire."""
     await decode(request, UnloadBody, empty=b"{}")
-    await catalog(request).unload_model(name)
+    await registry(request).unload_model(name)
     unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
     return encode.reply(unloaded)
 
@@ -66,7 +66,7 @@ async def load(request: Request, name: str) -> Response:
     one's place. Answered when that is done. If it fails, what was served before still is, and `error` says why."""
     await decode(request, LoadBody, empty=b"{}")
     with until_hangup(request):
-        engine = await catalog(request).load_model(name, deadline(request))
+        engine = await registry(request).load_model(name, deadline(request))
     note_model(request, engine)
     loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}
     return encode.reply(loaded)

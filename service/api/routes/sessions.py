@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, headers, json_body, tokens_of
-from wane.service.api.deps import catalog, charge, deadline, header, note_answer, note_model, owner, session_key
+from wane.service.api.deps import charge, deadline, header, note_answer, note_model, owner, registry, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import (
@@ -31,7 +31,7 @@ from wane.service.api.schemas.common import (
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
 from wane.service.api.schemas.sessions import SessionDocument
 from wane.service.engine.engine import Engine
-from wane.service.errors import EarlierStepFailed, InvalidRequest
+from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
 from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within
 
 # What is no id is refused by the engine, not by the framework, whose answer would be another.
@@ -71,7 +71,7 @@ async def create(request: Request) -> Response:
     Sent again before the first step, the same request is answered 200 with the session.
     """
     body = await decode(request, SessionBody)
-    engine = catalog(request).get(body.model)
+    engine = registry(request).get(body.model)
     note_model(request, engine)
     with until_hangup(request):
         history = await _history(engine, body, deadline(request))
@@ -94,7 +94,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""
     name = session_key(request, session)
-    engine = await catalog(request).engine_for(name)
+    engine = await registry(request).engine_for(name)
     note_model(request, engine)
     return encode.reply(encode.session(engine, await engine.get_session(name)))
 
@@ -103,7 +103,7 @@ async def read(request: Request, session: SessionId) -> Response:
 async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     name = session_key(request, session)
-    engine = await catalog(request).engine_for(name)
+    engine = await registry(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):
         await engine.delete_session(name, deadline(request))
@@ -116,7 +116,7 @@ async def append(request: Request, session: SessionId) -> Response:
     body = await decode(request, StepBody)
     given = position(request, body)
     name = session_key(request, session)
-    engine = await catalog(request).engine_for(name)
+    engine = await registry(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request))
@@ -146,7 +146,7 @@ def position(request: Request, body: StepBody) -> int | None:
     if given is None:
         return body.expected_position
     if not re.fullmatch(DIGITS, given):
-        raise InvalidRequest(f"{POSITION} must be a whole number, not {shown(given)}", POSITION)
+        raise InvalidRequest(f"{POSITION} must be a whole number, not {truncate_repr(given)}", POSITION)
     if body.expected_position not in (None, int(given)):
         raise InvalidRequest(
             f"expected_position is {body.expected_position}, but the header {POSITION} says {given}",
@@ -160,7 +160,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
     body = await decode(request, RewindBody)
     name = session_key(request, session)
-    engine = await catalog(request).engine_for(name)
+    engine = await registry(request).engine_for(name)
     note_model(request, engine)
     with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
@@ -192,7 +192,7 @@ async def append_many(request: Request) -> Response:
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
     """Every step at its session's engine, which is one for all of the session's, whatever is loaded meanwhile: so that
     they come in their order. Raises Unavailable where nothing is served."""
-    models = catalog(request)
+    models = registry(request)
     models.check_ready()
     outcomes: list[Outcome | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}

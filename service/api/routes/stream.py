@@ -34,7 +34,7 @@ from starlette.websockets import WebSocket
 from wane.service.api import encode
 from wane.service.api.body import LARGE_BYTES, Decoder, parse, tokens_of
 from wane.service.api.channel import AsgiChannel, Channel, NativeChannel, wire_of
-from wane.service.api.deps import catalog, session_key, settings
+from wane.service.api.deps import registry, session_key, settings
 from wane.service.api.encode import json_bytes
 from wane.service.api.middleware import begin_trace, context, end_trace
 from wane.service.api.problem import described
@@ -85,7 +85,7 @@ async def stream(socket: WebSocket, session: str) -> None:
     with metrics.websockets.track_inprogress():
         try:
             name = session_key(socket, session)
-            engine = await catalog(socket).engine_for(name)
+            engine = await registry(socket).engine_for(name)
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
@@ -99,7 +99,7 @@ class Stream:
     def __init__(self, socket: WebSocket, engine: Engine, session: str, metrics: Metrics) -> None:
         """`session` is its name within."""
         self.scope = socket.scope
-        self.catalog = catalog(socket)
+        self.registry = registry(socket)
         self.engine = engine
         self.session = session
         self.metrics = metrics
@@ -125,7 +125,7 @@ class Stream:
                 begun, self.begun = self.begun, None
                 started_s = time.perf_counter() if begun is None else begun.started_s
                 self.begin_trace(started_s)
-                wave = self.catalog.presence.enter() if begun is None else begun.wave
+                epoch = self.registry.epochs.enter() if begun is None else begun.epoch
                 try:
                     await self.line.say(json_bytes(await self.answer(message, begun)))
                 except Abandoned:
@@ -139,7 +139,7 @@ class Stream:
                 else:
                     self.count(HTTPStatus.OK, started_s)
                 finally:
-                    wave.leave()
+                    epoch.leave()
         except ClientDisconnected:  # while its answer was sent
             self.log["code"] = GONE
         finally:
@@ -185,7 +185,7 @@ class Stream:
         deadline = self.loop.time() + self.here.timeout_s
         body = await self.decoder.decode(message, StreamBody, deadline)
         if self.engine.retired:
-            self.engine = await self.catalog.engine_for(self.session)
+            self.engine = await self.registry.engine_for(self.session)
         session, engine = self.session, self.engine
         with self.line.until_hangup():
             if body.rewind is not None:
@@ -208,8 +208,8 @@ class Stream:
 
     def charge(self) -> None:
         """Counts a message as a request. Raises RateLimited, Unauthorized."""
-        if self.here.holder is not None:
-            self.here.holder.charge(1)
+        if self.here.principal is not None:
+            self.here.principal.charge(1)
 
     async def fail(self, error: Exception, started_s: float) -> bool:
         """Tells a failure, and whether it was the end."""
@@ -260,11 +260,11 @@ def _close_code(error: Exception) -> int | None:
 
 class PendingMessage(NamedTuple):
     """What was done for a message before the stream's task took it: it was charged for, and then nothing (None), or
-    failed, or made a step that is over. `wave` is the one that it entered, `started_s` by `time.perf_counter`."""
+    failed, or made a step that is over. `epoch` is the one that it entered, `started_s` by `time.perf_counter`."""
 
     outcome: InlineStep | Exception | None
     started_s: float
-    wave: Epoch
+    epoch: Epoch
 
 
 class InlineSteps:
@@ -273,13 +273,13 @@ class InlineSteps:
     def __init__(self, stream: Stream, wire: NativeChannel) -> None:
         self._stream = stream
         self._wire = wire
-        self._inbox = wire.inbox
+        self._receive_queue = wire.receive_queue
         self._message = ""
         self._started_s = 0.0
-        self._wave = Epoch()
-        self._alarm: Timer | None = None
+        self._epoch = Epoch()
+        self._timer: Timer | None = None
         self._quick: InlineStep | None = None
-        self._inbox.beginner = self
+        self._receive_queue.beginner = self
 
     def begin(self, message: str) -> bool:
         """Whether the message is taken; else it is the task's."""
@@ -300,18 +300,18 @@ class InlineSteps:
                 step = stream.step(body, tuple(body.tokens), deadline)
         except Exception:  # the task will say so
             return False
-        wave = stream.catalog.presence.enter()
+        epoch = stream.registry.epochs.enter()
         try:
             stream.charge()
             quick = stream.engine.begin(step)
         except Exception as error:
-            stream.begun = PendingMessage(error, started_s, wave)
+            stream.begun = PendingMessage(error, started_s, epoch)
             return False
         if quick is None:
-            stream.begun = PendingMessage(None, started_s, wave)
+            stream.begun = PendingMessage(None, started_s, epoch)
             return False
-        self._message, self._started_s, self._wave, self._quick = message, started_s, wave, quick
-        self._alarm = timers().at(deadline, self._ring)
+        self._message, self._started_s, self._epoch, self._quick = message, started_s, epoch, quick
+        self._timer = timers().at(deadline, self._ring)
         quick.answer.add_done_callback(self._answered)
         return True
 
@@ -321,7 +321,7 @@ class InlineSteps:
         if quick is not None and not quick.ticket.entered:
             self._stream.log["error"] = Abandoned.code
             self.leave()
-            self._inbox.go_on()
+            self._receive_queue.go_on()
 
     @property
     def is_busy(self) -> bool:
@@ -330,7 +330,7 @@ class InlineSteps:
 
     def close(self) -> None:
         """There is no task any more."""
-        self._inbox.beginner = None
+        self._receive_queue.beginner = None
         self.leave()
 
     def leave(self) -> None:
@@ -339,7 +339,7 @@ class InlineSteps:
         if quick is not None:
             self._at_ease()
             quick.leave()
-            self._wave.leave()
+            self._epoch.leave()
 
     def _answered(self, answer: asyncio.Future[Answer | None]) -> None:
         error = answer.exception()
@@ -360,11 +360,11 @@ class InlineSteps:
         if self._wire.say_now(text):
             stream.count(200, self._started_s)
         stream.heard_s = stream.loop.time()
-        self._wave.leave()
-        self._inbox.go_on()
+        self._epoch.leave()
+        self._receive_queue.go_on()
 
     def _ring(self) -> None:
-        self._alarm = None
+        self._timer = None
         if self._quick is not None:
             self._hand_over(deadline_error(self._quick, self._quick.ticket))
 
@@ -372,15 +372,15 @@ class InlineSteps:
         """The task has the message, and what became of it."""
         self._quick = None
         self._at_ease()
-        self._stream.begun = PendingMessage(outcome, self._started_s, self._wave)
-        self._inbox.put_back({"type": "websocket.receive", "text": self._message})
-        self._inbox.go_on()
+        self._stream.begun = PendingMessage(outcome, self._started_s, self._epoch)
+        self._receive_queue.put_back({"type": "websocket.receive", "text": self._message})
+        self._receive_queue.go_on()
 
     def _at_ease(self) -> None:
         """No deadline is waited for."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def only_token(message: str) -> int | None:

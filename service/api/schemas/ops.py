@@ -150,7 +150,7 @@ class ModelReportDocument(ModelDocument):
     shadow: ShadowReportDocument
     sessions: SessionsReportDocument
     integrity: IntegrityDocument
-    costs: Costs
+    cost_model: Costs
 
 
 class ReportDocument(TypedDict):

@@ -33,7 +33,7 @@ _SNAPSHOT_HEAD = struct.Struct(">QQH")
 
 def write_snapshot(snapshot: Snapshot) -> bytes:
     """A snapshot, in bytes."""
-    head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.cut, len(snapshot.model_fingerprint))
+    head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.dropped_tokens, len(snapshot.model_fingerprint))
     return head + snapshot.model_fingerprint + snapshot.state
 
 
@@ -41,9 +41,9 @@ def read_snapshot(data: bytes) -> Snapshot | None:
     """The snapshot that was written; None for what is none: then the tail will do."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
-    position, cut, length = _SNAPSHOT_HEAD.unpack_from(data)
+    position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
     state = data[_SNAPSHOT_HEAD.size :]
-    return Snapshot(position, cut, state[:length], state[length:])
+    return Snapshot(position, dropped_tokens, state[:length], state[length:])
 
 
 def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:

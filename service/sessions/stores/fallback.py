@@ -89,7 +89,7 @@ class FallbackStore:
         try:
             created = await self._shared.make(fresh, counts=most is not None)
         except Unavailable:
-            if not self._shared.trips.was_reached or self._shared.recall(session) is not None:
+            if not self._shared.trips.was_reached or self._shared.get_cached(session) is not None:
                 raise
             if session in self._loose:
                 return False
@@ -108,23 +108,23 @@ class FallbackStore:
             async with loose.lock:
                 if self._loose.get(session) is loose:
                     record = await self._settle(loose)
-                    return record or self._shared.recall(session)
+                    return record or self._shared.get_cached(session)
         try:
             return await self._shared.get(session)
         except Unavailable:
-            record = self._shared.recall(session)
+            record = self._shared.get_cached(session)
             if record is None:
                 raise
             return record
 
-    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
+    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """See `Store`."""
         if to_step and session in self._overruled:
             raise self._told(session)
         loose = self._loose.get(session)
         if loose is not None:
             return loose.record
-        return self._shared.recall(session, to_step=to_step and self._shared.trips.reachable)
+        return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
 
     async def touch(self, session: str) -> None:
         """See `Store`."""
@@ -166,7 +166,7 @@ class FallbackStore:
             except Unanswered as lost:
                 before, marks = lost.before, lost.marks
             except Unavailable:
-                known = self._shared.recall(session)
+                known = self._shared.get_cached(session)
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
@@ -259,7 +259,7 @@ class FallbackStore:
             self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
         if kept is None:
             self._overruled_metric.inc()
-            now = self._shared.recall(session)
+            now = self._shared.get_cached(session)
             self._overruled[session] = 0 if now is None else now.position, self._clock()
             logger.warning("a session has lost its last tokens, which were not durable")
         return kept

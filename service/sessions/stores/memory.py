@@ -256,7 +256,7 @@ class MemoryStore:
         packed = self._find(session)
         return None if packed is None else self._packing.kind(packed)
 
-    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
+    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
         """See `Store`."""
         return self.look(session)
 

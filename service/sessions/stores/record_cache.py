@@ -12,7 +12,7 @@ from wane.service.sessions.stores.store import SessionRecord, Snapshot
 SNAPSHOTS = 256  # of records that were read and not used yet
 # A session that had moved on is looked at twice by its step, and the second time it has not: where half of all steps
 # find theirs moved on, so do a quarter to a third of the looks.
-LIKELY = 0.25
+MOVED_OFTEN = 0.25
 NEWEST = 1 / 16  # weight of the latest look in the share of those at which a session had moved on
 
 
@@ -34,7 +34,7 @@ class RecordCache:
     @property
     def mostly_moved(self) -> bool:
         """Whether sessions are mostly found elsewhere than they are remembered: others step them too."""
-        return self._moved > LIKELY
+        return self._moved > MOVED_OFTEN
 
     def saw(self, *, moved: bool) -> None:
         """A session that was remembered was looked at; whether it had moved on."""

@@ -137,7 +137,7 @@ class RedisStore:
         self._remembered.put(record)
         return record
 
-    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
+    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """See `Store`."""
         if to_step and (self._remembered.mostly_moved or not self.trips.reachable):
             return None

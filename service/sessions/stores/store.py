@@ -61,12 +61,14 @@ class LastStep(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A state that is kept beside a tail: that at `position`, which knows all but the first `cut` tokens. `maker` tells
-    which weights and graphs made it, and no others may go on from it."""
+    """A state that is kept beside a tail: that at `position`, which knows all but the first `dropped_tokens` tokens.
+
+    `model_fingerprint` tells which weights and graphs made it: no others may go on from it.
+    """
 
     position: int
-    cut: int
-    maker: bytes
+    dropped_tokens: int
+    model_fingerprint: bytes
     state: bytes
 
 
@@ -95,7 +97,7 @@ class SessionRecord(NamedTuple):
     snapshot: Snapshot | None = None
 
     @property
-    def cut(self) -> int:
+    def dropped_tokens(self) -> int:
         """How many tokens are not in the tail: cut off, or never known. 0 means all of the sequence is there: `<eos>`
         goes with the first token."""
         return max(self.position - len(self.tail), 0)
@@ -130,7 +132,7 @@ class Store(Protocol):
         """The session as it is now, its idle time left alone."""
         ...
 
-    def recall(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
+    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """The session as it was last seen here, without asking: the next comparison tells whether it is still so.
 
         `to_step`: None too where that is likely to be lost. Raises PositionConflict, once, where tokens that were

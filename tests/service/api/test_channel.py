@@ -172,31 +172,31 @@ async def test_texts_of_every_length_are_heard_as_they_were_said() -> None:
 
 
 async def test_work_for_a_client_that_leaves_is_given_up() -> None:
-    inbox = ReceiveQueue(asyncio.get_running_loop())
-    with pytest.raises(Abandoned), inbox:
-        inbox.put_nowait({"type": "websocket.disconnect", "code": 1000})
+    receive_queue = ReceiveQueue(asyncio.get_running_loop())
+    with pytest.raises(Abandoned), receive_queue:
+        receive_queue.put_nowait({"type": "websocket.disconnect", "code": 1000})
         await asyncio.Event().wait()
     task = asyncio.current_task()
     assert task is not None and not task.cancelling()
 
 
 async def test_work_for_a_client_that_has_left_already_has_its_time_and_is_given_up_then() -> None:
-    inbox = ReceiveQueue(asyncio.get_running_loop())
-    inbox.put_nowait({"type": "websocket.receive", "text": "{}"})
-    inbox.put_nowait({"type": "websocket.disconnect", "code": 1000})
-    assert (await inbox.get())["type"] == "websocket.receive"
-    with inbox:
+    receive_queue = ReceiveQueue(asyncio.get_running_loop())
+    receive_queue.put_nowait({"type": "websocket.receive", "text": "{}"})
+    receive_queue.put_nowait({"type": "websocket.disconnect", "code": 1000})
+    assert (await receive_queue.get())["type"] == "websocket.receive"
+    with receive_queue:
         await asyncio.sleep(0)
-    with pytest.raises(Abandoned), inbox:
+    with pytest.raises(Abandoned), receive_queue:
         await asyncio.Event().wait()
-    assert (await inbox.get())["type"] == "websocket.disconnect"
+    assert (await receive_queue.get())["type"] == "websocket.disconnect"
 
 
 async def test_a_cancellation_from_elsewhere_is_no_hang_up() -> None:
-    inbox = ReceiveQueue(asyncio.get_running_loop())
+    receive_queue = ReceiveQueue(asyncio.get_running_loop())
 
     async def waits() -> None:
-        with inbox:
+        with receive_queue:
             await asyncio.Event().wait()
 
     task = asyncio.create_task(waits())
@@ -207,10 +207,10 @@ async def test_a_cancellation_from_elsewhere_is_no_hang_up() -> None:
 
 
 async def test_what_comes_is_taken_in_its_order_by_one_who_waited_for_it() -> None:
-    inbox = ReceiveQueue(asyncio.get_running_loop())
-    waiting = asyncio.create_task(inbox.get())
+    receive_queue = ReceiveQueue(asyncio.get_running_loop())
+    waiting = asyncio.create_task(receive_queue.get())
     await asyncio.sleep(0)
     for code in (1, 2):
-        inbox.put_nowait({"type": "websocket.receive", "code": code})
+        receive_queue.put_nowait({"type": "websocket.receive", "code": code})
     assert (await waiting)["code"] == 1
-    assert len(inbox) == 1 and (await inbox.get())["code"] == 2 and inbox.empty()
+    assert len(receive_queue) == 1 and (await receive_queue.get())["code"] == 2 and receive_queue.empty()

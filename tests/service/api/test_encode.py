@@ -93,17 +93,17 @@ async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncCl
 async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_them(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = 0
+    locks = 0
     seen: list[int] = []
 
     async def others() -> None:
-        nonlocal turns
+        nonlocal locks
         while True:
-            turns += 1
+            locks += 1
             await asyncio.sleep(0)
 
     async def encode(text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
-        seen.append(turns)
+        seen.append(locks)
         return (1,)
 
     monkeypatch.setattr(engine, "encode", encode)
@@ -254,11 +254,11 @@ async def test_a_model_shows_its_certificate_and_the_list_leaves_out_the_curve(c
 
 
 async def test_readiness_lists_the_models_and_says_why_one_is_not_certified(
-    client: httpx.AsyncClient, catalog: FakeRegistry
+    client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     ready = (await client.get("/readyz")).json()
     assert ready["models"] == [{**WHO, "certified": False, "reason": "the bound is still 0.02"}]
-    catalog.status = "draining"
+    registry.status = "draining"
     assert (await client.get("/readyz")).json()["models"] == []
 
 
@@ -276,10 +276,10 @@ async def test_a_body_is_json_whatever_it_is_called(client: httpx.AsyncClient, k
     assert response.status_code == 200
 
 
-async def test_requests_are_answered_side_by_side(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
-    catalog.engine.wait = asyncio.Event()
+async def test_requests_are_answered_side_by_side(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+    registry.engine.wait = asyncio.Event()
     first = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
-    await catalog.engine.waiting.wait()
+    await registry.engine.waiting.wait()
     assert (await client.get("/healthz")).status_code == 200
-    catalog.engine.wait.set()
+    registry.engine.wait.set()
     assert (await first).status_code == 200

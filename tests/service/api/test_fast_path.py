@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.service.conftest import (
     SocketServer,
-    make_bench,  # noqa: F401  (a fixture)
+    make_harness,  # noqa: F401  (a fixture)
     never,
 )
 from tests.service.engine_harness import EngineHarness
@@ -62,11 +62,11 @@ class OneEngine(FakeRegistry):
 class ServerHarness(SocketServer):
     """The server over a bench's engine; `asked` has the paths of the requests that came to the application."""
 
-    def __init__(self, bench: EngineHarness, **changes: Any) -> None:
+    def __init__(self, harness: EngineHarness, **changes: Any) -> None:
         settings = Settings(**changes)
-        self.bench = bench
+        self.harness = harness
         self.metrics = Metrics()
-        self.catalog_ = OneEngine(bench.engine)
+        self.catalog_ = OneEngine(harness.engine)
         app = create_app(settings, cast(ModelRegistry, self.catalog_), self.metrics, on_load_failure=never)
         super().__init__(app, self.catalog_)
         self.asked: list[str] = []
@@ -91,16 +91,16 @@ Serve = Callable[..., Any]
 
 
 @pytest.fixture
-def serve(make_bench: MakeBench) -> Serve:  # noqa: F811
+def serve(make_harness: MakeBench) -> Serve:  # noqa: F811
     """Serves a bench's engine with sessions a, b and c, whose states are resident."""
 
     @asynccontextmanager
-    async def serving(bench: EngineHarness | None = None, **changes: Any) -> AsyncIterator[ServerHarness]:
-        bench = bench or make_bench()
+    async def serving(harness: EngineHarness | None = None, **changes: Any) -> AsyncIterator[ServerHarness]:
+        harness = harness or make_harness()
         for name in "abc":
-            await bench.engine.create_session(name)
-            await bench.engine.step(StepRequest(name, (5,)))
-        stage = ServerHarness(bench, **changes)
+            await harness.engine.create_session(name)
+            await harness.engine.step(StepRequest(name, (5,)))
+        stage = ServerHarness(harness, **changes)
         task = asyncio.create_task(stage.serve())
         await stage.listening.wait()
         try:
@@ -243,7 +243,7 @@ async def test_a_prediction_whose_deadline_passes_is_told(serve: Serve) -> None:
         late = step({"tokens": [6], "mode": "window"}, "x-request-timeout-ms: 30", path=PREDICT)
         status, document = await client.ask(late)
         assert (status, document["code"], stage.asked) == (504, "deadline_exceeded", [])
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         assert (await client.ask(step({"tokens": [6]}, path=PREDICT)))[0] == 200
 
 
@@ -252,17 +252,17 @@ async def test_a_client_that_hangs_up_takes_its_prediction_back(serve: Serve) ->
         first, second = await Client.of(stage), await Client.of(stage)
         hold(stage)
         await first.say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         await second.say(step({"tokens": [6], "mode": "window"}, path=PREDICT))
-        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        await until(lambda: stage.harness.engine._batcher.waiting == 1)
         second.writer.close()
         await until(lambda: stage.counted(499, PREDICT) == 1)
-        stage.bench.runner.calls.clear()
-        stage.bench.runner.gate.set()
+        stage.harness.runner.calls.clear()
+        stage.harness.runner.gate.set()
         assert (await first.hear())[0] == 200
         assert (await first.ask(step({"tokens": [7]})))[0] == 200
-        assert [role for role, _ in stage.bench.runner.calls] == ["step"]
-        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+        assert [role for role, _ in stage.harness.runner.calls] == ["step"]
+        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -402,8 +402,8 @@ async def test_a_websocket_begins_behind_the_answer_to_a_step(serve: Serve) -> N
         client = await Client.of(stage)
         hold(stage)
         await client.say(step({"tokens": [6]}) + HANDSHAKE.replace(b"/s/", b"/a/"))
-        await stage.bench.runner.until_busy()
-        stage.bench.runner.gate.set()
+        await stage.harness.runner.until_busy()
+        stage.harness.runner.gate.set()
         status, _, document = await client.hear()
         assert (status, document["position"], stage.asked) == (200, 2, [])
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
@@ -435,9 +435,9 @@ async def test_a_request_that_comes_while_one_is_answered_waits_for_it(serve: Se
         client = await Client.of(stage)
         hold(stage)
         await client.say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n")
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         assert (await client.hear())[2]["position"] == 2
         assert (await client.hear())[0] == 200
 
@@ -458,12 +458,12 @@ async def test_a_connection_that_is_to_be_closed_is(serve: Serve, request_: byte
 
 def hold(stage: ServerHarness) -> None:
     """From now on no run ends."""
-    stage.bench.runner.busy.clear()
-    stage.bench.runner.gate.clear()
+    stage.harness.runner.busy.clear()
+    stage.harness.runner.gate.clear()
 
 
 async def position(stage: ServerHarness, session: str) -> int:
-    return (await stage.bench.engine.get_session(session)).position
+    return (await stage.harness.engine.get_session(session)).position
 
 
 async def test_a_step_whose_deadline_passes_in_the_queue_leaves_no_trace(serve: Serve) -> None:
@@ -471,12 +471,12 @@ async def test_a_step_whose_deadline_passes_in_the_queue_leaves_no_trace(serve: 
         first, second = await Client.of(stage), await Client.of(stage)
         hold(stage)
         await first.say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         status, document = await second.ask(
             step({"tokens": [6]}, "x-request-timeout-ms: 30", path="/v1/sessions/b/tokens")
         )
         assert (status, document["code"], stage.counted(504)) == (504, "deadline_exceeded", 1)
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         assert (await first.hear())[0] == 200
         assert await position(stage, "b") == 1
 
@@ -487,7 +487,7 @@ async def test_a_step_whose_deadline_passes_while_it_runs_is_appended_and_told_s
         hold(stage)
         status, document = await client.ask(step({"tokens": [6]}, "x-request-timeout-ms: 1000"))
         assert (status, "it still commits" in document["detail"]) == (504, True)
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         status, document = await client.ask(step({"tokens": [6], "expected_position": 1}))
         assert (status, document["replayed"], document["position"]) == (200, True, 2)
 
@@ -497,15 +497,15 @@ async def test_a_client_that_hangs_up_takes_back_what_has_not_begun(serve: Serve
         first, second = await Client.of(stage), await Client.of(stage)
         hold(stage)
         await first.say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         await second.say(step({"tokens": [6]}, path="/v1/sessions/b/tokens"))
-        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        await until(lambda: stage.harness.engine._batcher.waiting == 1)
         second.writer.close()
         await until(lambda: stage.counted(499) == 1)
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         assert (await first.hear())[0] == 200
         assert await position(stage, "b") == 1
-        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_step_whose_client_hangs_up_while_it_runs_is_appended(serve: Serve) -> None:
@@ -513,17 +513,17 @@ async def test_a_step_whose_client_hangs_up_while_it_runs_is_appended(serve: Ser
         client = await Client.of(stage)
         hold(stage)
         await client.say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         client.writer.close()
         await until(lambda: stage.counted(499) == 1)
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         status, document = await (await Client.of(stage)).ask(step({"tokens": [7]}))
         assert (status, document["position"], stage.counted(200)) == (200, 3, 1)
 
 
 async def test_a_run_that_fails_is_told(serve: Serve) -> None:
     async with serve() as stage:
-        stage.bench.runner.poison = 6
+        stage.harness.runner.poison = 6
         client = await Client.of(stage)
         assert (await client.ask(step({"tokens": [6]})))[0] == 500
         assert (await client.ask(step({"tokens": [7]})))[1]["position"] == 2
@@ -533,7 +533,7 @@ async def test_a_step_that_another_writer_was_before_is_tried_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve() as stage:
-        lost = stage.bench.lose_next_comparison(monkeypatch)
+        lost = stage.harness.lose_next_comparison(monkeypatch)
         status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}))
         assert (status, document["position"], len(lost), stage.asked) == (200, 2, 1, [])
 
@@ -599,19 +599,19 @@ async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, cap
     assert clients == ["192.0.2.7", "127.0.0.1"]
 
 
-async def test_a_full_queue_refuses(serve: Serve, make_bench: MakeBench) -> None:  # noqa: F811
-    async with serve(make_bench(max_queue=1)) as stage:
+async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeBench) -> None:  # noqa: F811
+    async with serve(make_harness(max_queue=1)) as stage:
         clients = [await Client.of(stage) for _ in range(3)]
         hold(stage)
         await clients[0].say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         await clients[1].say(step({"tokens": [6]}, path="/v1/sessions/b/tokens"))
-        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        await until(lambda: stage.harness.engine._batcher.waiting == 1)
         await clients[2].say(step({"tokens": [6]}, path="/v1/sessions/c/tokens"))
         status, headers, _ = await clients[2].hear()
         assert (status, "retry-after" in headers, stage.asked) == (429, True, [])
-        assert stage.bench.sample("wane_refused_items_total") == 1
-        stage.bench.runner.gate.set()
+        assert stage.harness.sample("wane_refused_items_total") == 1
+        stage.harness.runner.gate.set()
         assert [(await client.hear())[0] for client in clients[:2]] == [200, 200]
 
 
@@ -620,10 +620,10 @@ async def test_a_server_that_ends_answers_what_it_has_begun_and_closes(serve: Se
         client = await Client.of(stage)
         hold(stage)
         await client.say(step({"tokens": [6]}))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         for connection in stage.server_state.connections:
             connection.shutdown()
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         status, headers, _ = await client.hear()
         assert (status, headers["connection"]) == (200, "close")
         assert await client.reader.read() == b""
@@ -660,7 +660,7 @@ async def test_what_nobody_expected_is_told_whenever_it_happens(
             2,
             int(path == PREDICT),
         )
-        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_prediction_that_the_server_cancels_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,13 +682,13 @@ async def test_a_malformed_request_is_answered_behind_the_step_that_runs(
         client = await Client.of(stage)
         hold(stage)
         await client.say(*([first] if whole else in_two(first)))
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\nPOST /v1/predict HT\r\n")
-        await until(lambda: all(connection.deaf for connection in stage.server_state.connections))
-        stage.bench.runner.gate.set()
+        await until(lambda: all(connection.discarding for connection in stage.server_state.connections))
+        stage.harness.runner.gate.set()
         said = await client.reader.read()
         assert statuses(said) == [200, 200, 400] and stage.counted(200) == 1
-        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
     assert "asyncio" not in {record.name for record in caplog.records}
 
 

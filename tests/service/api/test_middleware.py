@@ -145,9 +145,9 @@ async def test_a_body_that_does_not_come_in_time_is_a_passed_deadline(client: ht
     assert_problem(response, 504, "deadline_exceeded")
 
 
-async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
+async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     for status, code in (("loading", 503), ("ready", 200), ("draining", 503)):
-        catalog.status = status
+        registry.status = status
         response = await client.get("/readyz")
         assert response.status_code == code
         device = None if status == "loading" else "cpu"
@@ -158,9 +158,9 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, catalog:
         assert (await client.get("/healthz")).json() == {"live": True}
 
 
-async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
+async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     for status, code in (("loading", 503), ("ready", 200)):
-        catalog.status = status
+        registry.status = status
         assert (await client.head("/readyz")).status_code == code
         assert (await client.head("/healthz")).status_code == 200
 

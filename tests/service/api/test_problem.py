@@ -83,13 +83,13 @@ def named(case: tuple[str, str, object]) -> str:
 @pytest.mark.parametrize("route", ENGINE_ROUTES, ids=named)
 async def test_what_the_engine_raises_has_one_shape(
     client: httpx.AsyncClient,
-    catalog: FakeRegistry,
+    registry: FakeRegistry,
     route: tuple[str, str, object],
     failure: tuple[Exception, int, str],
 ) -> None:
     method, path, body = route
     error, status, code = failure
-    catalog.engine.failure = error
+    registry.engine.failure = error
     document = assert_problem(await client.request(method, path, json=body), status, code)
     assert "secret" not in str(document)
 
@@ -98,13 +98,13 @@ async def test_what_the_engine_raises_has_one_shape(
 @pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
 async def test_what_the_catalog_raises_has_one_shape(
     client: httpx.AsyncClient,
-    catalog: FakeRegistry,
+    registry: FakeRegistry,
     route: tuple[str, str, object],
     failure: tuple[Exception, int, str],
 ) -> None:
     method, path, body = route
     error, status, code = failure
-    catalog.failure = error
+    registry.failure = error
     document = assert_problem(await client.request(method, path, json=body), status, code)
     assert "secret" not in str(document)
 
@@ -191,14 +191,14 @@ def test_what_is_shown_of_what_a_client_sent_is_cut() -> None:
     assert truncate_repr(10**4000) == "1" + "0" * (SHOWN_CHARACTERS - 1) + "..."
 
 
-async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
-    catalog.engine.failure = PositionConflict("elsewhere", 12)
+async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+    registry.engine.failure = PositionConflict("elsewhere", 12)
     response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]})
     assert assert_problem(response, 409, "position_conflict")["position"] == 12
 
 
-async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
-    catalog.engine.failure = Overloaded("full", retry_after_s=2.1)
+async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+    registry.engine.failure = Overloaded("full", retry_after_s=2.1)
     response = await client.post("/v1/predict", json={"tokens": [1]})
     assert response.headers["retry-after"] == "3"
 
@@ -221,12 +221,12 @@ async def test_while_the_models_are_loaded_the_device_is_not_known(loading: http
 
 
 async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id(
-    client: httpx.AsyncClient, catalog: FakeRegistry, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient, registry: FakeRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    catalog.engine.failure = RuntimeError("a secret")
+    registry.engine.failure = RuntimeError("a secret")
     await client.post("/v1/predict", json={"tokens": [1]}, headers={"x-request-id": "abc"})
     (record,) = [record for record in caplog.records if record.getMessage() == "unexpected failure"]
-    assert record.exc_info is not None and record.exc_info[1] is catalog.engine.failure
+    assert record.exc_info is not None and record.exc_info[1] is registry.engine.failure
     assert vars(record)["fields"] == {"request_id": "abc"}
 
 
@@ -253,10 +253,10 @@ async def test_what_fails_within_a_batch_is_not_logged_as_the_request_s_failure(
 
 
 async def test_after_the_first_byte_a_failure_is_an_event(
-    client: httpx.AsyncClient, catalog: FakeRegistry, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient, registry: FakeRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    catalog.engine.failure_after_first_token = Unavailable("going away")
+    registry.engine.failure_after_first_token = Unavailable("going away")
     response = await client.post("/v1/generate", json={"tokens": [1], "stream": True})
     assert response.status_code == 200
     *_, last = response.text.strip().split("\n\n")

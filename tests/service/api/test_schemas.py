@@ -132,7 +132,7 @@ def failures(response: httpx.Response) -> list[dict[str, Any]]:
     return [one["error"] for one in results if "error" in one]
 
 
-def refusals(response: httpx.Response) -> list[dict[str, Any]]:
+def rejected(response: httpx.Response) -> list[dict[str, Any]]:
     """What was refused for its form."""
     return [
         one
@@ -190,7 +190,7 @@ def test_a_body_is_refused_for_its_form_if_and_only_if_the_description_does_not_
         response = http.post(address, content=json.dumps(body), headers=SOON)
         tried.add(allowed := validator.is_valid(body))
         if allowed:
-            assert not refusals(response), (body, response.text[:300])
+            assert not rejected(response), (body, response.text[:300])
         else:
             assert failures(response), (body, response.text[:300])
 
@@ -209,7 +209,7 @@ def test_a_session_s_id_is_refused_for_its_form_if_and_only_if_the_description_d
                 continue  # clients make another path of it, or there is nothing
             address = path.replace("{session}", quote(value, safe=""))
             response = http.request(method, address, json={"tokens": [5]} if method == "post" else None)
-            assert bool(refusals(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)
+            assert bool(rejected(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)
     http.post("/v1/sessions", json={"session": "s"})
 
 
@@ -231,7 +231,7 @@ def test_a_header_is_refused_for_its_form_if_and_only_if_the_description_does_no
     for value in HEADERS[name]:
         response = http.post(path.replace("{session}", "s"), json={"tokens": [5]}, headers={name: value})
         allowed = StrictValidator(schema).is_valid(value)
-        assert bool(refusals(response)) is not allowed, (value, response.text)
+        assert bool(rejected(response)) is not allowed, (value, response.text)
         judged.add(allowed)
     assert judged == {True, False}
 

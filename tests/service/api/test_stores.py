@@ -16,10 +16,10 @@ from wane.service.sessions.stores.store import StoreHealth
 MEMORY = {"kind": "memory", "reachable": True, "not_durable": 0}
 
 
-async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
+async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["store"]) == (200, MEMORY)
-    catalog.standing = StoreHealth("redis", reachable=False, ready=False)
+    registry.standing = StoreHealth("redis", reachable=False, ready=False)
     away = await client.get("/readyz")
     assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_away")
     assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
@@ -27,9 +27,9 @@ async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, c
 
 
 async def test_a_server_that_does_without_its_store_is_ready_and_says_for_how_many_sessions(
-    client: httpx.AsyncClient, catalog: FakeRegistry
+    client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
-    catalog.standing = StoreHealth("redis", reachable=False, not_durable=3)
+    registry.standing = StoreHealth("redis", reachable=False, not_durable=3)
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 3}

@@ -47,8 +47,8 @@ def guarded() -> FastAPI:
 
 @pytest.fixture
 def models(guarded: FastAPI) -> FakeRegistry:
-    guarded.state.catalog = catalog = FakeRegistry()
-    return catalog
+    guarded.state.registry = registry = FakeRegistry()
+    return registry
 
 
 @pytest.fixture

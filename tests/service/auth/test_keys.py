@@ -22,7 +22,7 @@ def line(name: str, key: str, options: str = "") -> str:
     return f"{name}:sha256:{digest(key.encode()).hex()} {options}\n"
 
 
-def holder(keyring: Keyring, key: str) -> Principal:
+def principal(keyring: Keyring, key: str) -> Principal:
     found = keyring.find(key.encode())
     assert found is not None
     return found
@@ -101,14 +101,14 @@ def test_a_made_key_is_found_by_its_line_and_no_two_are_the_same() -> None:
     made, kept = make_key("alice", ["scope=use+metrics", "rate=2.5", "burst=5", "sessions=3"])
     assert of_file(f"{kept.line()}\n") == [kept]
     assert made not in kept.line()
-    assert holder(Keyring([kept]), made).key == kept
+    assert principal(Keyring([kept]), made).key == kept
     assert len({make_key("alice")[0] for _ in range(100)}) == 100
     assert len(made) >= 43  # 256 bits
 
 
 def test_a_key_that_is_not_there_is_not_found() -> None:
     keyring = Keyring(of_text("alice:one,bob:two"))
-    assert holder(keyring, "two").owner.name == "bob"
+    assert principal(keyring, "two").owner.name == "bob"
     for wrong in (b"", b"on", b"onee", b"ONE", b"alice:one", digest(b"one"), digest(b"one").hex().encode()):
         assert keyring.find(wrong) is None
 
@@ -120,7 +120,7 @@ def test_the_half_of_a_digest_is_not_enough() -> None:
 
 def test_a_rate_is_kept_and_a_burst_comes_back_with_time() -> None:
     clock = Clock()
-    alice = holder(Keyring(of_file(line("alice", "a", "rate=2 burst=4")), clock), "a")
+    alice = principal(Keyring(of_file(line("alice", "a", "rate=2 burst=4")), clock), "a")
     for _ in range(4):
         alice.charge(1)
     with pytest.raises(RateLimited) as caught:
@@ -134,7 +134,7 @@ def test_a_rate_is_kept_and_a_burst_comes_back_with_time() -> None:
 
 def test_a_call_that_is_more_than_a_burst_is_taken_when_the_bucket_is_full_and_paid_for() -> None:
     clock = Clock()
-    alice = holder(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(50)
     with pytest.raises(RateLimited) as caught:
         alice.charge(1)
@@ -145,7 +145,7 @@ def test_a_call_that_is_more_than_a_burst_is_taken_when_the_bucket_is_full_and_p
 
 def test_what_is_charged_in_two_parts_is_taken_together_or_not_at_all() -> None:
     clock = Clock()
-    alice = holder(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
+    alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(1)
     alice.charge(49, before=1)
     clock.now_s += 4.5  # and half of the bucket is full
@@ -160,7 +160,7 @@ def test_what_is_charged_in_two_parts_is_taken_together_or_not_at_all() -> None:
 
 def test_a_rate_without_a_burst_holds_a_second_s_worth_and_one_at_least() -> None:
     clock = Clock()
-    slow = holder(Keyring(of_file(line("alice", "a", "rate=0.5")), clock), "a")
+    slow = principal(Keyring(of_file(line("alice", "a", "rate=0.5")), clock), "a")
     slow.charge(1)
     with pytest.raises(RateLimited):
         slow.charge(1)
@@ -169,12 +169,12 @@ def test_a_rate_without_a_burst_holds_a_second_s_worth_and_one_at_least() -> Non
 def test_new_keys_take_the_place_of_the_old_ones_and_those_that_stay_keep_what_they_have_spent() -> None:
     clock = Clock()
     keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5") + line("bob", "b")), clock)
-    alice, bob = holder(keyring, "a"), holder(keyring, "b")
+    alice, bob = principal(keyring, "a"), principal(keyring, "b")
     alice.charge(5)
     keyring.replace(of_file(line("alice", "a", "rate=1 burst=3 scope=admin") + line("alice", "c")))
     assert keyring.find(b"b") is None
-    assert holder(keyring, "a") is alice and alice.key.may(Permission.METRICS)
-    assert holder(keyring, "c").owner == alice.owner
+    assert principal(keyring, "a") is alice and alice.key.may(Permission.METRICS)
+    assert principal(keyring, "c").owner == alice.owner
     with pytest.raises(RateLimited):
         alice.charge(1)
     with pytest.raises(Unauthorized):  # of a WebSocket that is still open
@@ -184,26 +184,26 @@ def test_new_keys_take_the_place_of_the_old_ones_and_those_that_stay_keep_what_t
 @pytest.mark.parametrize("change", ["scope=metrics", "to zoe"])
 def test_a_key_that_is_for_less_or_for_somebody_else_has_another_holder_who_has_spent_as_much(change: str) -> None:
     keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5 scope=use+metrics")), Clock())
-    alice = holder(keyring, "a")
+    alice = principal(keyring, "a")
     alice.charge(5)
     name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")
     keyring.replace(of_file(line(name, "a", f"rate=1 burst=5 scope={scope}")))
     with pytest.raises(Unauthorized):  # of a WebSocket that is still open
         alice.charge(1)
-    assert holder(keyring, "a").owner.name == name
+    assert principal(keyring, "a").owner.name == name
     with pytest.raises(RateLimited):
-        holder(keyring, "a").charge(1)
+        principal(keyring, "a").charge(1)
 
 
 def test_a_key_that_is_for_more_has_the_same_holder() -> None:
     keyring = Keyring(of_file(line("alice", "a")))
-    alice = holder(keyring, "a")
+    alice = principal(keyring, "a")
     for options in ("scope=use+metrics", "scope=admin", "scope=admin sessions=3"):
         keyring.replace(of_file(line("alice", "a", options)))
-        assert holder(keyring, "a") is alice
+        assert principal(keyring, "a") is alice
         alice.charge(1)
     keyring.replace(of_file(line("alice", "a", "scope=use+metrics")))
-    assert holder(keyring, "a") is not alice
+    assert principal(keyring, "a") is not alice
 
 
 @pytest.fixture
@@ -251,11 +251,11 @@ def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
     path.write_text(whole)
     file = KeyFile(path)
     keyring = Keyring(file.read())
-    before = holder(keyring, "b").key
+    before = principal(keyring, "b").key
     for end in range(len(line("alice", "a")) + 1, len(whole)):
         path.write_text(whole[:end])
         file.reload(keyring) if at_once else [file.look(keyring) for _ in range(2)]
-        assert holder(keyring, "b").key == before
+        assert principal(keyring, "b").key == before
     assert "and may have been cut off" in caplog.text
 
 

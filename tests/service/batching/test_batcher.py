@@ -39,10 +39,10 @@ class ThreadedRunner(FakeRunner):
 class Rig:
     def __init__(self, max_batch: int = 8, max_queue: int = 16, inline_s: float = 0.0) -> None:
         self.runner = ThreadedRunner(VOCABULARY.size)
-        self.slab = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+        self.pool = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
         self.metrics = Metrics()
         self.batcher = Batcher(
-            self.runner, self.slab, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue, inline_s=inline_s
+            self.runner, self.pool, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue, inline_s=inline_s
         )
         self.tickets: list[Ticket] = []
 
@@ -84,8 +84,8 @@ async def rig() -> AsyncIterator[Rig]:
     yield rig
     rig.runner.gate.set()
     await rig.batcher.close()
-    assert rig.slab.miscounts() == []
-    assert rig.slab.used_bytes == 0
+    assert rig.pool.miscounts() == []
+    assert rig.pool.used_bytes == 0
 
 
 async def turn() -> None:
@@ -355,18 +355,18 @@ def test_a_batch_of_many_positions_is_full_before_max_batch() -> None:
 
 async def test_slots_are_kept_while_work_is_queued_though_its_owner_let_go(rig: Rig) -> None:
     first = await rig.hold()
-    slot = rig.slab.acquire()
+    slot = rig.pool.acquire()
     work = Work("window", np.array([2]), write=slot)
     waiting = asyncio.create_task(rig.batcher.submit(work, Ticket()))
     await turn()
-    rig.slab.release(slot)
+    rig.pool.release(slot)
     waiting.cancel()
     await turn()
-    assert rig.slab.used_bytes == rig.slab.slot_bytes
+    assert rig.pool.used_bytes == rig.pool.slot_bytes
     rig.runner.gate.set()
     await first
     await turn()
-    assert rig.slab.used_bytes == 0
+    assert rig.pool.used_bytes == 0
     assert slot >= RESERVED
 
 
@@ -440,7 +440,7 @@ async def test_steps_that_are_known_to_be_quick_are_run_by_the_event_loop() -> N
     finally:
         await rig.batcher.close()
     assert rig.runner.inline == [False, True, True, False, True, False, False, True, True]
-    assert rig.slab.used_bytes == 0
+    assert rig.pool.used_bytes == 0
 
 
 async def test_steps_that_take_longer_than_that_are_not() -> None:

@@ -15,46 +15,46 @@ PIECE = 512
 
 
 def test_between_what_was_measured_cost_is_linear_and_beyond_it_proportional() -> None:
-    costs = CostModel(PIECE)
-    costs.observe("window", 1, 16, 2.0)
-    costs.observe("window", 1, 64, 5.0)
-    assert [costs.window(k) for k in (1, 16, 40, 64, 128)] == [2.0, 2.0, 3.5, 5.0, 10.0]
+    cost_model = CostModel(PIECE)
+    cost_model.observe("window", 1, 16, 2.0)
+    cost_model.observe("window", 1, 64, 5.0)
+    assert [cost_model.window(k) for k in (1, 16, 40, 64, 128)] == [2.0, 2.0, 3.5, 5.0, 10.0]
 
 
 def test_an_item_of_a_batch_costs_its_share() -> None:
-    costs = CostModel(PIECE)
-    costs.observe("window", 4, 64, 2.0)
-    assert costs.window(16) == 0.5
+    cost_model = CostModel(PIECE)
+    cost_model.observe("window", 4, 64, 2.0)
+    assert cost_model.window(16) == 0.5
 
 
 def test_costs_follow_a_change_of_load() -> None:
-    costs = CostModel(PIECE)
-    costs.observe("step", 1, 1, 1.0)
-    costs.observe("step", 1, 1, 17.0)
-    assert costs.run("step", 1) == 2.0
+    cost_model = CostModel(PIECE)
+    cost_model.observe("step", 1, 1, 1.0)
+    cost_model.observe("step", 1, 1, 17.0)
+    assert cost_model.run("step", 1) == 2.0
     for _ in range(200):
-        costs.observe("step", 1, 1, 17.0)
-    assert costs.run("step", 1) == pytest.approx(17.0, rel=1e-4)
+        cost_model.observe("step", 1, 1, 17.0)
+    assert cost_model.run("step", 1) == pytest.approx(17.0, rel=1e-4)
 
 
 def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
-    costs = CostModel(PIECE)
-    costs.observe("window", 1, PIECE, 7.0)
-    costs.observe("advance", 1, PIECE, 5.0)
-    costs.observe("advance", 1, 100, 1.0)
-    costs.observe("head", 1, 1, 0.25)
-    assert costs.full(PIECE) == 7.0
-    assert costs.full(2 * PIECE) == 10.25
-    assert costs.full(2 * PIECE + 100) == 11.25
+    cost_model = CostModel(PIECE)
+    cost_model.observe("window", 1, PIECE, 7.0)
+    cost_model.observe("advance", 1, PIECE, 5.0)
+    cost_model.observe("advance", 1, 100, 1.0)
+    cost_model.observe("head", 1, 1, 0.25)
+    assert cost_model.full(PIECE) == 7.0
+    assert cost_model.full(2 * PIECE) == 10.25
+    assert cost_model.full(2 * PIECE + 100) == 11.25
 
 
 def test_a_sequence_whose_chunks_run_side_by_side_costs_what_they_are_expected_to() -> None:
-    costs = CostModel(PIECE)
-    costs.observe("advance", 1, PIECE, 5.0)
-    costs.observe("head", 1, 1, 0.25)
-    costs.side_by_side = {2 * PIECE: None, 4 * PIECE: 3.0}.__getitem__
-    assert costs.full(2 * PIECE) == 10.25
-    assert costs.full(4 * PIECE) == 3.25
+    cost_model = CostModel(PIECE)
+    cost_model.observe("advance", 1, PIECE, 5.0)
+    cost_model.observe("head", 1, 1, 0.25)
+    cost_model.parallel_cost = {2 * PIECE: None, 4 * PIECE: 3.0}.__getitem__
+    assert cost_model.full(2 * PIECE) == 10.25
+    assert cost_model.full(4 * PIECE) == 3.25
 
 
 def test_what_was_never_run_costs_nothing_yet() -> None:
@@ -63,34 +63,34 @@ def test_what_was_never_run_costs_nothing_yet() -> None:
 
 def test_warm_up_measures_every_role_alone_and_counts_the_quickest_run() -> None:
     vocabulary = byte_vocabulary()
-    runner, costs = FakeRunner(vocabulary.size), CostModel(PIECE)
-    slab = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
+    runner, cost_model = FakeRunner(vocabulary.size), CostModel(PIECE)
+    pool = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
     ticks = itertools.accumulate(itertools.chain([0], itertools.cycle((3, 1, 2, 1, 5, 1))))
-    costs.measure(runner, slab, vocabulary.eos_id, (2, 4, 4), clock=lambda: float(next(ticks)))
+    cost_model.measure(runner, pool, vocabulary.eos_id, (2, 4, 4), clock=lambda: float(next(ticks)))
     assert {role for role, _ in runner.calls} == {"step", "head", "window", "advance"}
     assert {len(rows) for role, rows in runner.calls if role != "head"} == {1}
-    assert costs.run("step", 1) == costs.run("head", 1) == costs.window(2) == costs.window(4) == 2.0
+    assert cost_model.run("step", 1) == cost_model.run("head", 1) == cost_model.window(2) == cost_model.window(4) == 2.0
 
 
 def test_a_model_that_cannot_be_measured_says_why() -> None:
     vocabulary = byte_vocabulary()
     runner = FakeRunner(vocabulary.size)
     runner.poison = vocabulary.eos_id
-    slab = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
+    pool = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
     with pytest.raises(RuntimeError, match="poisoned"):
-        CostModel(PIECE).measure(runner, slab, vocabulary.eos_id, (2,))
+        CostModel(PIECE).measure(runner, pool, vocabulary.eos_id, (2,))
 
 
 async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
-    bench = EngineHarness(costs=CostModel(PIECE))
-    await bench.engine.predict(PredictRequest(tuple(range(2, 12))))
-    report = await bench.engine.report()
-    costs = report["costs"]
-    assert isinstance(costs, dict)
-    assert set(costs) == {"step", "head", "window", "advance"}
-    assert [point["tokens"] for point in costs["window"]] == [1, 4, 11, 16]
-    assert all(point["compute_ms"] > 0 for points in costs.values() for point in points)
-    await bench.engine.close()
+    harness = EngineHarness(cost_model=CostModel(PIECE))
+    await harness.engine.predict(PredictRequest(tuple(range(2, 12))))
+    report = await harness.engine.report()
+    cost_model = report["costs"]
+    assert isinstance(cost_model, dict)
+    assert set(cost_model) == {"step", "head", "window", "advance"}
+    assert [point["tokens"] for point in cost_model["window"]] == [1, 4, 11, 16]
+    assert all(point["compute_ms"] > 0 for points in cost_model.values() for point in points)
+    await harness.engine.close()
 
 
 class Quick(InOrder):
@@ -106,16 +106,16 @@ class Quick(InOrder):
 
 @pytest.mark.parametrize(("pacing", "mode"), [(None, Mode.WINDOW), (Quick(), Mode.RECURRENT)])
 async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_window(
-    make_bench: Callable[..., EngineHarness], pacing: Quick | None, mode: Mode
+    make_harness: Callable[..., EngineHarness], throughput: Quick | None, mode: Mode
 ) -> None:
-    bench = make_bench(certified=True, window=400, max_window=400, tail_tokens=400, pacing=pacing)
-    answer = await bench.engine.predict(PredictRequest((5,) * 2700))
+    harness = make_harness(certified=True, window=400, max_window=400, tail_tokens=400, throughput=throughput)
+    answer = await harness.engine.predict(PredictRequest((5,) * 2700))
     assert (answer.mode, answer.error_bound == 0.0) == (mode, mode is Mode.RECURRENT)
 
 
 def test_what_chunks_take_is_known_for_every_segment() -> None:
-    bench = EngineHarness(pacing=Quick())
-    parallel = bench.engine._forward._parallel
+    harness = EngineHarness(throughput=Quick())
+    parallel = harness.engine._forward._parallel
     segment = 1e-7 * (SEGMENT_TOKENS + 3 * 300)
     assert parallel.seconds(600) is None
     assert parallel.seconds(2700) == pytest.approx(1e-7 * (2700 + 900))

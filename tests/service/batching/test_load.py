@@ -60,7 +60,7 @@ class Load:
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
         # The engine's own would also measure what runs cost: these sessions are recurrent, whatever that is.
-        warm_up(self.runner, self.engine._slab, bundle.vocabulary.eos_id, window=1, max_batch=1)
+        warm_up(self.runner, self.engine._pool, bundle.vocabulary.eos_id, window=1, max_batch=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
 
@@ -99,7 +99,7 @@ class Load:
                 continue
             whole = await self.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT, top_k=20))
             assert logprobs(answer) == pytest.approx(logprobs(whole), abs=LOGPROB)
-        self.engine._slab.check_integrity(idle=True)
+        self.engine._pool.check_integrity(idle=True)
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels}) or 0.0
@@ -121,7 +121,7 @@ async def make_load() -> AsyncIterator[Callable[..., Load]]:
     yield make
     for load in loads:
         await load.engine.drain()
-        load.engine._slab.check_integrity(idle=True)
+        load.engine._pool.check_integrity(idle=True)
         await load.engine.close()
 
 
@@ -150,7 +150,7 @@ async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: 
     await asyncio.gather(*(load.engine.step(StepRequest(session, (5, 6, 7))) for session in sessions))
     for session in sessions:
         load.appended[session] = [5, 6, 7]
-        load.engine._slab.drop(session)
+        load.engine._pool.drop(session)
     load.runner.rows.clear()
     answers = await asyncio.gather(*map(load.step, sessions))
     assert load.runner.rows == {("window", 16): 1}
@@ -167,7 +167,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(
     (session,) = await load.start(1)
     tokens = tuple(load.token() for _ in range(200))
     await load.engine.step(StepRequest(session, tokens))
-    load.engine._slab.drop(session)
+    load.engine._pool.drop(session)
     for state in (StateSource.REBUILT, StateSource.RESIDENT):
         tokens = (*tokens, load.token())
         answer = await load.engine.step(StepRequest(session, tokens[-1:], top_k=100))

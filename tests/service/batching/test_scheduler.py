@@ -36,8 +36,8 @@ def stays(item: Waiting) -> bool:
     return not item.left
 
 
-def make(items: Sequence[Waiting] = (), costs: CostModel | None = None) -> FairScheduler[Waiting]:
-    queue = FairScheduler[Waiting](8, costs)
+def make(items: Sequence[Waiting] = (), cost_model: CostModel | None = None) -> FairScheduler[Waiting]:
+    queue = FairScheduler[Waiting](8, cost_model)
     for item in items:
         queue.put(item)
     return queue

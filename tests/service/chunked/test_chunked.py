@@ -51,11 +51,13 @@ def text(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(2, 258, size=count).tolist())
 
 
-async def both(bench: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None) -> tuple[Score, Score]:
+async def both(
+    harness: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None
+) -> tuple[Score, Score]:
     """In order, and side by side."""
-    in_order = await bench.engine.score(ScoreRequest(tokens))
-    side_by_side = await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
-    return in_order, side_by_side
+    in_order = await harness.engine.score(ScoreRequest(tokens))
+    parallel_cost = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
+    return in_order, parallel_cost
 
 
 class Served:
@@ -73,33 +75,33 @@ class Served:
             MemoryStore(16, 3600, 2**20),
             Settings(),
             Metrics(),
-            pacing=Told(warm_ups),
+            throughput=Told(warm_ups),
         )
         self.engine.warm_up(bundle.propagation())
 
 
 async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(pacing=Told({0.0: 300}))
-    in_order, side_by_side = await both(bench, text(2700), 0)
-    assert side_by_side.logprobs == in_order.logprobs
-    summary = side_by_side.summary
+    harness = make_harness(throughput=Told({0.0: 300}))
+    in_order, parallel_cost = await both(harness, text(2700), 0)
+    assert parallel_cost.logprobs == in_order.logprobs
+    summary = parallel_cost.summary
     assert (summary.chunks, summary.warm_up, summary.rounds) == (WIDTH, 300, 1)
     assert (summary.max_residual, summary.error_bound) == (0.0, 0.0)
-    assert max(len(rows) for role, rows in bench.runner.calls if role == "scan") == WIDTH
+    assert max(len(rows) for role, rows in harness.runner.calls if role == "scan") == WIDTH
 
 
 @pytest.mark.parametrize("decay", [1.0, 1.01])
 async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
-    make_bench: Callable[..., EngineHarness], decay: float
+    make_harness: Callable[..., EngineHarness], decay: float
 ) -> None:
-    bench = make_bench(pacing=Told({0.0: 32}))
-    bench.runner.decay = np.float32(decay)
+    harness = make_harness(throughput=Told({0.0: 32}))
+    harness.runner.decay = np.float32(decay)
     tokens = text(500)
-    in_order, side_by_side = await both(bench, tokens, 0)
-    assert side_by_side.logprobs == in_order.logprobs
-    summary = side_by_side.summary
+    in_order, parallel_cost = await both(harness, tokens, 0)
+    assert parallel_cost.logprobs == in_order.logprobs
+    summary = parallel_cost.summary
     cells = -(-len(tokens) // STEPS)
     assert summary.rounds == 1 + cells - cells // WIDTH  # all but the first chunk's
     assert (summary.chunks, summary.max_residual, summary.error_bound) == (WIDTH, 0.0, 0.0)
@@ -108,64 +110,64 @@ async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
 async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() -> None:
     served = Served("lstm", {0.0: 64})
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=1100).tolist())
-    in_order, side_by_side = await both(served, tokens, 0)
+    in_order, parallel_cost = await both(served, tokens, 0)
     await served.engine.close()
-    assert side_by_side.summary.rounds > 1
-    assert (side_by_side.summary.chunks, side_by_side.summary.error_bound) == (WIDTH, 0.0)
-    assert side_by_side.logprobs == pytest.approx(in_order.logprobs, abs=2e-5)
+    assert parallel_cost.summary.rounds > 1
+    assert (parallel_cost.summary.chunks, parallel_cost.summary.error_bound) == (WIDTH, 0.0)
+    assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=2e-5)
 
 
 async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
-    make_bench: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
+    make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 512)
-    bench = make_bench(pacing=Told({0.0: 32}))
-    bench.runner.decay = np.float32(1.0)
-    in_order, side_by_side = await both(bench, text(2048), 0)
-    assert side_by_side.logprobs == in_order.logprobs
-    assert side_by_side.summary.chunks == WIDTH
-    assert [len(rows[0]) for role, rows in bench.runner.calls if role == "scan"][-6:] == [256] * 6
+    harness = make_harness(throughput=Told({0.0: 32}))
+    harness.runner.decay = np.float32(1.0)
+    in_order, parallel_cost = await both(harness, text(2048), 0)
+    assert parallel_cost.logprobs == in_order.logprobs
+    assert parallel_cost.summary.chunks == WIDTH
+    assert [len(rows[0]) for role, rows in harness.runner.calls if role == "scan"][-6:] == [256] * 6
 
 
 async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on(
-    make_bench: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
+    make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 4096)
-    bench = make_bench(pacing=Told({0.0: 150}))
-    in_order, side_by_side = await both(bench, text(8192), 0)
-    assert side_by_side.logprobs == in_order.logprobs
-    assert side_by_side.summary.rounds > 1
-    warm_ups = {len(rows[0]) for role, rows in bench.runner.calls if role == "advance"}
+    harness = make_harness(throughput=Told({0.0: 150}))
+    in_order, parallel_cost = await both(harness, text(8192), 0)
+    assert parallel_cost.logprobs == in_order.logprobs
+    assert parallel_cost.summary.rounds > 1
+    warm_ups = {len(rows[0]) for role, rows in harness.runner.calls if role == "advance"}
     assert {150 % STEPS, 300 % STEPS} <= warm_ups
 
 
 async def test_cells_are_run_again_only_until_they_meet_what_was_computed(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(pacing=Told({0.0: 16}))
+    harness = make_harness(throughput=Told({0.0: 16}))
     tokens = text(2048)
-    in_order, side_by_side = await both(bench, tokens, 0)
-    assert side_by_side.logprobs == in_order.logprobs
-    assert 1 < side_by_side.summary.rounds < len(tokens) / STEPS * 0.75
+    in_order, parallel_cost = await both(harness, tokens, 0)
+    assert parallel_cost.logprobs == in_order.logprobs
+    assert 1 < parallel_cost.summary.rounds < len(tokens) / STEPS * 0.75
 
 
-async def test_without_a_tolerance_the_residual_is_small_and_told(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(pacing=Told({RESIDUAL: 16}))
-    in_order, side_by_side = await both(bench, text(2048), None)
-    summary = side_by_side.summary
+async def test_without_a_tolerance_the_residual_is_small_and_told(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(throughput=Told({RESIDUAL: 16}))
+    in_order, parallel_cost = await both(harness, text(2048), None)
+    summary = parallel_cost.summary
     assert 0 < summary.max_residual <= RESIDUAL
     assert summary.error_bound is None  # nothing is proved of this one
-    assert side_by_side.logprobs != in_order.logprobs
-    assert side_by_side.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
+    assert parallel_cost.logprobs != in_order.logprobs
+    assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
 
 
 async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(pacing=Told({RESIDUAL: 16, 0.0: 32}))
-    in_order, side_by_side = await both(bench, text(1024), 0.5)
-    assert side_by_side.logprobs == in_order.logprobs
-    assert side_by_side.summary.error_bound == 0.0
+    harness = make_harness(throughput=Told({RESIDUAL: 16, 0.0: 32}))
+    in_order, parallel_cost = await both(harness, text(1024), 0.5)
+    assert parallel_cost.logprobs == in_order.logprobs
+    assert parallel_cost.summary.error_bound == 0.0
 
 
 @pytest.mark.parametrize("name", ["rnn-stable", "lstm-stable"])
@@ -179,27 +181,27 @@ async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_
     random = np.random.default_rng(2)
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
-        in_order, side_by_side = await both(served, tuple(document.tolist()), tolerance)
-        bound = side_by_side.summary.error_bound
+        in_order, parallel_cost = await both(served, tuple(document.tolist()), tolerance)
+        bound = parallel_cost.summary.error_bound
         assert bound is not None and bound <= (2e-3 if tolerance is None else tolerance)
-        seen = np.abs(np.exp(side_by_side.logprobs) - np.exp(in_order.logprobs)).max()
+        seen = np.abs(np.exp(parallel_cost.logprobs) - np.exp(in_order.logprobs)).max()
         assert seen <= bound or (bound == 0 and seen < 1e-6)  # 0 does not count that other batches round otherwise
     await served.engine.close()
 
 
 async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_residual(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 150}))
-    enough = bench.manifest.certificate.smallest_window(0.1)
+    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 150}))
+    enough = harness.manifest.certificate.smallest_window(0.1)
     assert enough is not None and enough < 150
-    in_order, side_by_side = await both(bench, text(1500), 0.1)
-    summary = side_by_side.summary
+    in_order, parallel_cost = await both(harness, text(1500), 0.1)
+    summary = parallel_cost.summary
     assert summary.warm_up == enough
     assert summary.max_residual > RESIDUAL
     assert summary.rounds == 1
     assert summary.error_bound is not None and 0 < summary.error_bound <= 0.1
-    seen = np.abs(np.exp(side_by_side.logprobs) - np.exp(in_order.logprobs)).max()
+    seen = np.abs(np.exp(parallel_cost.logprobs) - np.exp(in_order.logprobs)).max()
     assert seen <= summary.error_bound
 
 
@@ -213,15 +215,15 @@ class Strict(Propagation):
         return 1e6 if any(joint.any() for joint in joints.values()) else 0.0
 
 
-async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 100}))
-    bench.engine._scorer.propagation = Strict()
+async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 100}))
+    harness.engine._scorer.propagation = Strict()
     tolerance = 1e-4
-    enough = bench.manifest.certificate.smallest_window(tolerance)
+    enough = harness.manifest.certificate.smallest_window(tolerance)
     assert enough is not None and enough > 100
-    in_order, side_by_side = await both(bench, text(1500), tolerance)
-    assert side_by_side.logprobs == in_order.logprobs
-    summary = side_by_side.summary
+    in_order, parallel_cost = await both(harness, text(1500), tolerance)
+    assert parallel_cost.logprobs == in_order.logprobs
+    summary = parallel_cost.summary
     assert (summary.chunks, summary.max_residual, summary.error_bound) == (WIDTH, 0.0, 0.0)
     assert summary.rounds > 1
 
@@ -229,31 +231,31 @@ async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_bench: C
 async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_until_they_are_exact() -> None:
     served = Served("gated-stable", {RESIDUAL: 200, 0.0: 400})
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=3600).tolist())
-    in_order, side_by_side = await both(served, tokens, 1e-2)
+    in_order, parallel_cost = await both(served, tokens, 1e-2)
     await served.engine.close()
-    summary = side_by_side.summary
+    summary = parallel_cost.summary
     assert (summary.chunks, summary.warm_up, summary.error_bound) == (WIDTH, 400, 0.0)
-    assert side_by_side.logprobs == pytest.approx(in_order.logprobs, abs=1e-5)
+    assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-5)
 
 
-async def test_a_short_text_and_one_in_order_are_one_chunk(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(pacing=Told({0.0: 100}))
+async def test_a_short_text_and_one_in_order_are_one_chunk(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(throughput=Told({0.0: 100}))
     for request in (ScoreRequest(text(40), ScoreMethod.PARALLEL, 0), ScoreRequest(text(2000), tolerance=0.1)):
-        summary = (await bench.engine.score(request)).summary
+        summary = (await harness.engine.score(request)).summary
         assert (summary.chunks, summary.warm_up, summary.rounds) == (1, None, 1)
         assert (summary.max_residual, summary.error_bound) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("method", list(ScoreMethod))
 async def test_a_document_comes_in_order_with_progress(
-    make_bench: Callable[..., EngineHarness], method: ScoreMethod
+    make_harness: Callable[..., EngineHarness], method: ScoreMethod
 ) -> None:
-    bench = make_bench(pacing=Told({0.0: 32}))
+    harness = make_harness(throughput=Told({0.0: 32}))
     tokens = text(1500)
-    whole = await bench.engine.score(ScoreRequest(tokens, method, 0))
+    whole = await harness.engine.score(ScoreRequest(tokens, method, 0))
     seen: list[float] = []
     done: list[int] = []
-    async with aclosing(await bench.engine.scoring(ScoreRequest(tokens, method, 0))) as scoring:
+    async with aclosing(await harness.engine.scoring(ScoreRequest(tokens, method, 0))) as scoring:
         async for item in scoring:
             if isinstance(item, ScoredTokens):
                 assert item.position == len(seen)
@@ -270,22 +272,22 @@ async def test_a_document_comes_in_order_with_progress(
 
 
 async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
-    make_bench: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
+    make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
     monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, for the fake is slow
-    bench = make_bench(pacing=Told({0.0: 300}))
+    harness = make_harness(throughput=Told({0.0: 300}))
 
     async def peak(count: int) -> int:
         tokens = text(count)
         tracemalloc.start()
         try:
-            async with aclosing(await bench.engine.scoring(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))) as scoring:
+            async with aclosing(await harness.engine.scoring(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))) as scoring:
                 scored = 0
                 async for item in scoring:
                     if isinstance(item, ScoredTokens):
                         scored += len(item.logprobs)
-                        bench.runner.calls.clear()
+                        harness.runner.calls.clear()
             assert scored == count
             return tracemalloc.get_traced_memory()[1]
         finally:
@@ -295,38 +297,40 @@ async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
     assert longer - shorter < 80_000 * 32  # the tokens, three times over at most; not their states
 
 
-async def test_other_requests_are_answered_while_a_document_is_scored(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(pacing=Told({0.0: 300}))
-    scoring = asyncio.create_task(bench.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
-    await bench.runner.until_busy()
-    await bench.engine.predict(PredictRequest((10, 11)))
+async def test_other_requests_are_answered_while_a_document_is_scored(
+    make_harness: Callable[..., EngineHarness],
+) -> None:
+    harness = make_harness(throughput=Told({0.0: 300}))
+    scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
+    await harness.runner.until_busy()
+    await harness.engine.predict(PredictRequest((10, 11)))
     assert not scoring.done()
     await scoring
-    roles = bench.runner.roles()
+    roles = harness.runner.roles()
     assert roles.index("window") <= 3
 
 
-async def test_a_scoring_that_is_given_up_gives_back_its_states(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(pacing=Told({0.0: 300}))
-    scoring = asyncio.create_task(bench.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
-    await bench.runner.until_busy()
-    await bench.runner.until_busy()
+async def test_a_scoring_that_is_given_up_gives_back_its_states(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(throughput=Told({0.0: 300}))
+    scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
+    await harness.runner.until_busy()
+    await harness.runner.until_busy()
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring
-    async with aclosing(await bench.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
+    async with aclosing(await harness.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
         await anext(streamed)
         await anext(streamed)
     # That nothing is held is seen when the bench ends.
 
 
 async def test_a_deadline_in_the_middle_of_a_document_ends_it(
-    make_bench: Callable[..., EngineHarness], travel: Callable[[float], None]
+    make_harness: Callable[..., EngineHarness], travel: Callable[[float], None]
 ) -> None:
-    bench = make_bench(pacing=Told({0.0: 300}))
+    harness = make_harness(throughput=Told({0.0: 300}))
     deadline = asyncio.get_running_loop().time() + 60
     request = ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0, deadline)
-    async with aclosing(await bench.engine.scoring(request)) as scoring:
+    async with aclosing(await harness.engine.scoring(request)) as scoring:
         await anext(scoring)
         travel(2 * 60)
         with pytest.raises(DeadlineExceeded):
@@ -334,53 +338,53 @@ async def test_a_deadline_in_the_middle_of_a_document_ends_it(
                 pass
 
 
-async def test_a_run_that_fails_in_the_middle_fails_the_document(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(pacing=Told({0.0: 300}))
-    bench.runner.poison = 1
+async def test_a_run_that_fails_in_the_middle_fails_the_document(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(throughput=Told({0.0: 300}))
+    harness.runner.poison = 1
     tokens = (*text(2000), 1, *text(600))
     with pytest.raises(WaneError, match="the model failed to run"):
-        await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))
+        await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))
 
 
 async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(max_input_tokens=20, max_scored_tokens=30)
-    assert len((await bench.engine.score(ScoreRequest(text(30)))).logprobs) == 30
+    harness = make_harness(max_input_tokens=20, max_scored_tokens=30)
+    assert len((await harness.engine.score(ScoreRequest(text(30)))).logprobs) == 30
     with pytest.raises(TooLarge, match="31 tokens, but at most 30"):
-        await bench.engine.score(ScoreRequest(text(31)))
+        await harness.engine.score(ScoreRequest(text(31)))
     with pytest.raises(TooLarge, match="at most 20"):
-        await bench.engine.encode("x" * 25)
-    assert len(await bench.engine.encode("x" * 25, document=True)) == 25
+        await harness.engine.encode("x" * 25)
+    assert len(await harness.engine.encode("x" * 25, document=True)) == 25
 
 
 @pytest.mark.parametrize("decay", [0.9, 1.0])
 async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
-    make_bench: Callable[..., EngineHarness], decay: float
+    make_harness: Callable[..., EngineHarness], decay: float
 ) -> None:
     tokens = text(2700)
     answers = []
-    for pacing in (None, Told({0.0: 300})):
-        bench = make_bench(pacing=pacing)
-        bench.runner.decay = np.float32(decay)
-        answers.append(await bench.engine.predict(PredictRequest(tokens, Mode.RECURRENT)))
-        advanced = [len(rows) for role, rows in bench.runner.calls if role == "advance"]
-        assert max(advanced) == (1 if pacing is None else WIDTH)
-    in_order, side_by_side = answers
-    assert side_by_side.predictions == in_order.predictions
-    assert side_by_side.error_bound == 0.0
+    for throughput in (None, Told({0.0: 300})):
+        harness = make_harness(throughput=throughput)
+        harness.runner.decay = np.float32(decay)
+        answers.append(await harness.engine.predict(PredictRequest(tokens, Mode.RECURRENT)))
+        advanced = [len(rows) for role, rows in harness.runner.calls if role == "advance"]
+        assert max(advanced) == (1 if throughput is None else WIDTH)
+    in_order, parallel_cost = answers
+    assert parallel_cost.predictions == in_order.predictions
+    assert parallel_cost.error_bound == 0.0
 
 
-async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_bench: Callable[..., EngineHarness]) -> None:
+async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_harness: Callable[..., EngineHarness]) -> None:
     prompt = text(1500)
     texts, steps = [], []
-    for pacing in (None, Told({0.0: 300})):
-        bench = make_bench(pacing=pacing)
+    for throughput in (None, Told({0.0: 300})):
+        harness = make_harness(throughput=throughput)
         async with aclosing(
-            await bench.engine.generate(GenerateRequest(prompt, max_tokens=5, temperature=0))
+            await harness.engine.generate(GenerateRequest(prompt, max_tokens=5, temperature=0))
         ) as generated:
             texts.append([item.token_id async for item in generated if hasattr(item, "token_id")])
-        await bench.engine.create_session("s")
-        steps += [await bench.engine.step(StepRequest("s", tokens)) for tokens in (prompt, (10, 11))]
+        await harness.engine.create_session("s")
+        steps += [await harness.engine.step(StepRequest("s", tokens)) for tokens in (prompt, (10, 11))]
     assert texts[0] == texts[1]
     assert [answer.predictions for answer in steps[:2]] == [answer.predictions for answer in steps[2:]]

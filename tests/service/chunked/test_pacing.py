@@ -18,34 +18,34 @@ def test_the_warm_up_is_the_fewest_tokens_after_which_little_was_left_for_good()
     assert MARGIN == 0.25
 
 
-def test_what_is_left_is_measured_between_runs_over_the_same_tokens(bench: EngineHarness) -> None:
-    slab, size = bench.engine._slab, bench.vocabulary.size
-    measured = layout.measure_forgetting(bench.runner, slab, size)
+def test_what_is_left_is_measured_between_runs_over_the_same_tokens(harness: EngineHarness) -> None:
+    pool, size = harness.engine._pool, harness.vocabulary.size
+    measured = layout.measure_forgetting(harness.runner, pool, size)
     left = dict(measured._residuals)
     assert list(left) == list(layout.LENGTHS)
     assert left[32] == pytest.approx(left[16] * 0.9**16, rel=0.01)
-    bench.runner.decay = np.float32(1.0)
-    assert layout.measure_forgetting(bench.runner, slab, size).warm_up(1e-3) is None
+    harness.runner.decay = np.float32(1.0)
+    assert layout.measure_forgetting(harness.runner, pool, size).warm_up(1e-3) is None
 
 
 @pytest.mark.parametrize("role", ["advance", "scan"])
 def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
-    bench: EngineHarness, role: str, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
     ticks = iter(np.cumsum([value for second in range(1, 100) for value in (0.0, float(second))]))
     found = layout.measure_pace(
-        "scan" if role == "scan" else "advance", bench.runner, bench.engine._slab, 0, 8, lambda: next(ticks)
+        "scan" if role == "scan" else "advance", harness.runner, harness.engine._pool, 0, 8, lambda: next(ticks)
     )
     # Runs take 1, 2, 3 s, ..., in turn: 1 x 64 tokens, 4 x 16, 8 x 16.
     assert found == {1: 1 / 64, 4: 2 / 64, 8: 3 / 128}
-    assert {ran for ran, _ in bench.runner.calls} == {role}
+    assert {ran for ran, _ in harness.runner.calls} == {role}
 
 
-def test_nothing_is_known_before_it_is_measured(bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_known_before_it_is_measured(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
-    pacing = ThroughputProfile()
-    assert (pacing.pace("scan"), pacing.pace("advance"), pacing.warm_up(1.0)) == ({}, {}, None)
-    pacing.measure(bench.runner, bench.engine._slab, bench.manifest, 4)
-    assert set(pacing.pace("scan")) == set(pacing.pace("advance")) == {1, 4}
-    assert pacing.warm_up(1.0) is not None
+    throughput = ThroughputProfile()
+    assert (throughput.pace("scan"), throughput.pace("advance"), throughput.warm_up(1.0)) == ({}, {}, None)
+    throughput.measure(harness.runner, harness.engine._pool, harness.manifest, 4)
+    assert set(throughput.pace("scan")) == set(throughput.pace("advance")) == {1, 4}
+    assert throughput.warm_up(1.0) is not None

@@ -236,10 +236,10 @@ ASKED: dict[str, Ask] = {
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_would_be_late(
-    make_bench: MakeBench, asked: Ask
+    make_harness: MakeBench, asked: Ask
 ) -> None:
-    bench = make_bench(costs=Slow())
-    engine, runner, loop = bench.engine, bench.runner, asyncio.get_running_loop()
+    harness = make_harness(cost_model=Slow())
+    engine, runner, loop = harness.engine, harness.runner, asyncio.get_running_loop()
     await engine.create_session("s")
     runner.gate.clear()
     first = asyncio.create_task(asked(engine, None))
@@ -250,7 +250,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     with pytest.raises(Overloaded, match="the request may take") as refused:
         await asked(engine, loop.time() + 0.1)
     assert refused.value.retry_after_s > 0
-    assert bench.sample("wane_refused_items_total") == 1
+    assert harness.sample("wane_refused_items_total") == 1
     assert len(runner.calls) == calls, "nothing was run for what was refused"
     runner.gate.set()
     await first
@@ -258,31 +258,31 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
 
 
 async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_work_of_all(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(costs=Slow())
-    engine, loop = bench.engine, asyncio.get_running_loop()
+    harness = make_harness(cost_model=Slow())
+    engine, loop = harness.engine, asyncio.get_running_loop()
     short = [PredictRequest((7,) * 39, mode, deadline=loop.time() + 90) for mode in (Mode.RECURRENT, Mode.BOTH)]
-    assert engine._prompts.seconds(short[0]) == 0.04 < LONG_S
+    assert engine._predictor.seconds(short[0]) == 0.04 < LONG_S
     with engine._backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
-    assert bench.sample("wane_refused_items_total") == 1
-    assert not bench.runner.calls, "nothing was run for what was refused"
-    bench.runner.gate.clear()
+    assert harness.sample("wane_refused_items_total") == 1
+    assert not harness.runner.calls, "nothing was run for what was refused"
+    harness.runner.gate.clear()
     call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))
-    await bench.runner.until_busy()
+    await harness.runner.until_busy()
     assert engine._backlog.seconds == pytest.approx(40)
     assert len(engine._backlog._shares) == 1
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     answered = await call
     assert [index for index, one in enumerate(answered) if isinstance(one, Exception)] == [1000]
     assert engine._backlog.seconds == 0
 
 
 async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
-    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, loop = bench.engine, asyncio.get_running_loop()
+    engine, loop = harness.engine, asyncio.get_running_loop()
     turn, begun = 0, Counter[int]()
     begin = engine._windows.begin
 
@@ -303,9 +303,9 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
     assert max(begun.values()) == BEGUN_AT_ONCE
 
 
-async def test_what_is_short_is_answered_beside_what_is_long(make_bench: MakeBench) -> None:
-    bench = make_bench(costs=Slow())
-    engine, loop = bench.engine, asyncio.get_running_loop()
+async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeBench) -> None:
+    harness = make_harness(cost_model=Slow())
+    engine, loop = harness.engine, asyncio.get_running_loop()
     await engine.create_session("s")
     with engine._backlog.share(1000, loop.time() + 1001):
         deadline = loop.time() + 20
@@ -315,14 +315,14 @@ async def test_what_is_short_is_answered_beside_what_is_long(make_bench: MakeBen
         await engine.score(ScoreRequest((7,) * 40, deadline=deadline))
 
 
-async def test_a_request_whose_deadline_has_passed_is_told_so(make_bench: MakeBench) -> None:
-    engine = make_bench(costs=Slow()).engine
+async def test_a_request_whose_deadline_has_passed_is_told_so(make_harness: MakeBench) -> None:
+    engine = make_harness(cost_model=Slow()).engine
     with engine._backlog.share(1000, None), pytest.raises(DeadlineExceeded):
         await engine.predict(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
 
 
-async def test_a_score_tells_how_far_it_is(make_bench: MakeBench) -> None:
-    engine = make_bench(costs=Slow()).engine
+async def test_a_score_tells_how_far_it_is(make_harness: MakeBench) -> None:
+    engine = make_harness(cost_model=Slow()).engine
     async with aclosing(await engine.scoring(ScoreRequest(LONG))) as scoring:
         left = [round(engine._backlog.seconds / engine._backlog._pace, 3) async for _ in scoring]
     assert sorted(set(left), reverse=True) == [0.768, 0.512, 0.256, 0.0]
@@ -341,9 +341,9 @@ async def score_closed_after_a_piece(engine: Engine) -> None:
 
 @pytest.mark.parametrize("ask", [closed_after_three_tokens, score_closed_after_a_piece])
 async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
-    make_bench: MakeBench, ask: Callable[[Engine], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, ask: Callable[[Engine], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_bench(costs=Slow()).engine
+    engine = make_harness(cost_model=Slow()).engine
     worked: list[float] = []
     monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
     await ask(engine)
@@ -353,9 +353,9 @@ async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 async def test_a_request_that_was_run_counts_as_worked_off(
-    make_bench: MakeBench, asked: Ask, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, asked: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_bench(costs=Slow()).engine
+    engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
     shares: list[Share] = []
     share = engine._backlog.share
@@ -374,8 +374,8 @@ async def test_a_request_that_was_run_counts_as_worked_off(
     assert worked
 
 
-async def test_a_replayed_step_counts_for_nothing(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_bench(costs=Slow()).engine
+async def test_a_replayed_step_counts_for_nothing(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
     await engine.step(StepRequest("s", LONG, expected_position=0))
     worked: list[float] = []
@@ -385,8 +385,8 @@ async def test_a_replayed_step_counts_for_nothing(make_bench: MakeBench, monkeyp
     assert not worked
 
 
-async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(make_bench: MakeBench) -> None:
-    engine, clock = make_bench(costs=Slow()).engine, Clock()
+async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(make_harness: MakeBench) -> None:
+    engine, clock = make_harness(cost_model=Slow()).engine, Clock()
     engine._backlog = Backlog(lambda: None, clock)
     async with aclosing(await engine.generate(GenerateRequest((7,), max_tokens=1500))) as generation:
         for _ in range(1200):

@@ -76,11 +76,11 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 asked = PredictRequest(session=session, mode=Mode.BOTH, window=min(k, 16), top_k=EVERYTHING)
                 tally.check(small, tokens, await engine.predict(asked))
             case "evict":
-                engine._slab.drop(session)
+                engine._pool.drop(session)
             case "rewind":
-                cut = int(random.integers(0, 4))
-                view = await engine.rewind(session, len(tokens) - cut)
-                del tokens[len(tokens) - cut :]
+                dropped_tokens = int(random.integers(0, 4))
+                view = await engine.rewind(session, len(tokens) - dropped_tokens)
+                del tokens[len(tokens) - dropped_tokens :]
                 assert view.position == len(tokens)
             case "prompt":
                 k = int(random.integers(1, 25))

@@ -10,10 +10,10 @@ EOS = 0
 TOKENS = tuple(range(10, 20))
 
 
-async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(bench: EngineHarness) -> None:
-    comparison = await bench.engine.compare(CompareRequest(TOKENS, windows=(2, 16), repeat=3))
+async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(harness: EngineHarness) -> None:
+    comparison = await harness.engine.compare(CompareRequest(TOKENS, windows=(2, 16), repeat=3))
     turn = [("step", [[19]]), ("window", [[18, 19]]), ("window", [[EOS, *TOKENS]])]
-    assert bench.runner.calls == [("window", [[EOS, *TOKENS[:-1]]]), *turn * 3]
+    assert harness.runner.calls == [("window", [[EOS, *TOKENS[:-1]]]), *turn * 3]
     assert comparison.repeat == 3
     recurrent = comparison.recurrent
     assert (recurrent.mode, recurrent.window, recurrent.state) == (Mode.RECURRENT, None, StateSource.RESIDENT)
@@ -22,37 +22,37 @@ async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(be
     assert {line.state for line in comparison.windows} == {StateSource.WINDOW}
 
 
-async def test_every_window_says_how_far_it_is_from_recurrent(bench: EngineHarness) -> None:
-    short, whole = (await bench.engine.compare(CompareRequest(TOKENS, windows=(1, 10), repeat=1))).windows
+async def test_every_window_says_how_far_it_is_from_recurrent(harness: EngineHarness) -> None:
+    short, whole = (await harness.engine.compare(CompareRequest(TOKENS, windows=(1, 10), repeat=1))).windows
     assert short.agreement is not None
     assert whole.agreement is not None
     assert short.agreement.total_variation > 1e-3
     assert whole.agreement.total_variation < 1e-6
     assert (short.error_bound, whole.error_bound) == (None, 0.0)
-    assert whole.predictions[0].token_id == bench.runner.logits([EOS, *TOKENS]).argmax()
+    assert whole.predictions[0].token_id == harness.runner.logits([EOS, *TOKENS]).argmax()
 
 
-async def test_latencies_are_measured_by_phase(bench: EngineHarness) -> None:
-    comparison = await bench.engine.compare(CompareRequest(TOKENS, windows=(4,), repeat=5))
+async def test_latencies_are_measured_by_phase(harness: EngineHarness) -> None:
+    comparison = await harness.engine.compare(CompareRequest(TOKENS, windows=(4,), repeat=5))
     for line in (comparison.recurrent, *comparison.windows):
         assert 0 < line.compute.p50_ms <= line.compute.p99_ms
         assert line.total.p50_ms >= line.compute.p50_ms
         assert line.queue.p50_ms >= 0
 
 
-async def test_its_comparisons_count_in_the_report_once_for_every_window(bench: EngineHarness) -> None:
-    await bench.engine.compare(CompareRequest(TOKENS, windows=(1, 2, 10), repeat=7))
-    report = await bench.engine.report()
+async def test_its_comparisons_count_in_the_report_once_for_every_window(harness: EngineHarness) -> None:
+    await harness.engine.compare(CompareRequest(TOKENS, windows=(1, 2, 10), repeat=7))
+    report = await harness.engine.report()
     assert isinstance(report["agreement"], dict)
     assert report["agreement"]["compared"] == 3
-    assert bench.sample("wane_agreement_compared_total") == 3
+    assert harness.sample("wane_agreement_compared_total") == 3
 
 
-async def test_one_token_can_be_compared(bench: EngineHarness) -> None:
-    comparison = await bench.engine.compare(CompareRequest((10,), windows=(1,), repeat=1))
+async def test_one_token_can_be_compared(harness: EngineHarness) -> None:
+    comparison = await harness.engine.compare(CompareRequest((10,), windows=(1,), repeat=1))
     assert comparison.windows[0].error_bound == 0.0
 
 
-async def test_the_window_at_fault_is_named_by_its_place(bench: EngineHarness) -> None:
+async def test_the_window_at_fault_is_named_by_its_place(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match=r"windows\[1\] is 17, but model fake"):
-        await bench.engine.compare(CompareRequest(TOKENS, windows=(8, 17)))
+        await harness.engine.compare(CompareRequest(TOKENS, windows=(8, 17)))

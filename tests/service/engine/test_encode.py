@@ -19,12 +19,12 @@ LONG = "The history\nof the " * 500
 class Encoding:
     """Takes the place of a vocabulary's `encode`: lists the texts that came, and waits for the gate."""
 
-    def __init__(self, bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._encode = bench.vocabulary.encode
+    def __init__(self, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._encode = harness.vocabulary.encode
         self.texts: list[str] = []
         self.gate = threading.Event()
         self.busy = threading.Event()
-        monkeypatch.setattr(bench.vocabulary, "encode", self)
+        monkeypatch.setattr(harness.vocabulary, "encode", self)
 
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         self.texts.append(text)
@@ -34,28 +34,28 @@ class Encoding:
 
 
 @pytest.fixture
-def encoding(bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Encoding:
-    return Encoding(bench, monkeypatch)
+def encoding(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Encoding:
+    return Encoding(harness, monkeypatch)
 
 
-async def test_text_is_encoded_by_the_models_vocabulary_however_long(bench: EngineHarness) -> None:
-    assert await bench.engine.encode(LONG) == tuple(bench.vocabulary.encode(LONG))
+async def test_text_is_encoded_by_the_models_vocabulary_however_long(harness: EngineHarness) -> None:
+    assert await harness.engine.encode(LONG) == tuple(harness.vocabulary.encode(LONG))
 
 
 @pytest.mark.parametrize("text", ["x" * 5 * 65_537, "\n" * 65_537, "é\n" * 47_000], ids=len)
 async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_without_encoding_it(
-    bench: EngineHarness, encoding: Encoding, text: str
+    harness: EngineHarness, encoding: Encoding, text: str
 ) -> None:
     # No token of this vocabulary stands for more than five bytes, and a line break is a token.
     with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
-        await bench.engine.encode(text)
+        await harness.engine.encode(text)
     assert encoding.texts == []
 
 
 async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_of_its_tokens(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make_bench(max_input_tokens=5000)
+    harness = make_harness(max_input_tokens=5000)
     taken = []
 
     class Counted:
@@ -72,41 +72,41 @@ async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_o
             taken.append(len(self))
             return self._encoding.ids  # type: ignore[no-any-return]
 
-    encodings = bench.vocabulary._encodings
-    monkeypatch.setattr(bench.vocabulary, "_encodings", lambda lines: [Counted(one) for one in encodings(lines)])
+    encodings = harness.vocabulary._encodings
+    monkeypatch.setattr(harness.vocabulary, "_encodings", lambda lines: [Counted(one) for one in encodings(lines)])
     with pytest.raises(TooLarge, match="the input has at least 6005 tokens, but at most 5000 are taken"):
-        await bench.engine.encode("abcd\n" + "x" * 6000)
+        await harness.engine.encode("abcd\n" + "x" * 6000)
     assert taken == [4]
 
 
-async def test_words_and_events_of_any_length_are_one_token_each(make_bench: MakeBench) -> None:
+async def test_words_and_events_of_any_length_are_one_token_each(make_harness: MakeBench) -> None:
     for kind in ("words", "events"):
-        bench = make_bench(vocabulary=name_vocabulary(kind), max_input_tokens=2)
-        assert await bench.engine.encode("x" * 100_000) == (1,)
+        harness = make_harness(vocabulary=name_vocabulary(kind), max_input_tokens=2)
+        assert await harness.engine.encode("x" * 100_000) == (1,)
         with pytest.raises(TooLarge):
-            await bench.engine.encode("x\nx\nx\n")
-    assert await bench.engine.encode("\n" * 100_000) == ()  # of events, nothing is between line breaks
+            await harness.engine.encode("x\nx\nx\n")
+    assert await harness.engine.encode("\n" * 100_000) == ()  # of events, nothing is between line breaks
 
 
 async def test_the_deadline_holds_while_a_text_is_encoded(
-    bench: EngineHarness, encoding: Encoding, travel: Callable[[float], None]
+    harness: EngineHarness, encoding: Encoding, travel: Callable[[float], None]
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(bench.engine.encode(LONG, deadline))
+    late = asyncio.create_task(harness.engine.encode(LONG, deadline))
     assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
-    waiting = asyncio.create_task(bench.engine.encode(LONG * 2, deadline))
+    waiting = asyncio.create_task(harness.engine.encode(LONG * 2, deadline))
     await asyncio.sleep(0)
     travel(2 * 3600)
     for task in (late, waiting):
         with pytest.raises(DeadlineExceeded):
             await task
     encoding.gate.set()
-    assert await bench.engine.encode(LONG) == tuple(bench.vocabulary.encode(LONG))
+    assert await harness.engine.encode(LONG) == tuple(harness.vocabulary.encode(LONG))
     assert LONG * 2 not in encoding.texts, "what nobody waits for is not encoded"
 
 
-async def test_long_texts_leave_the_event_loops_own_threads_alone(bench: EngineHarness, encoding: Encoding) -> None:
-    tasks = [asyncio.create_task(bench.engine.encode(LONG)) for _ in range(64)]
+async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: EngineHarness, encoding: Encoding) -> None:
+    tasks = [asyncio.create_task(harness.engine.encode(LONG)) for _ in range(64)]
     assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), PATIENCE_S) == "free"
     encoding.gate.set()
@@ -114,23 +114,23 @@ async def test_long_texts_leave_the_event_loops_own_threads_alone(bench: EngineH
 
 
 async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more(
-    bench: EngineHarness, encoding: Encoding
+    harness: EngineHarness, encoding: Encoding
 ) -> None:
-    admitted = asyncio.create_task(bench.engine.encode(LONG))
+    admitted = asyncio.create_task(harness.engine.encode(LONG))
     assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
-    draining = asyncio.create_task(bench.engine.drain())
+    draining = asyncio.create_task(harness.engine.drain())
     await asyncio.sleep(0)
     assert not draining.done()
     for text in ("short", LONG):
         with pytest.raises(Unavailable, match="stopping"):
-            await bench.engine.encode(text)
+            await harness.engine.encode(text)
     encoding.gate.set()
     assert await admitted
     await draining
 
 
 @pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "x" * 5000], ids=len)
-async def test_half_of_a_surrogate_pair_is_refused_with_its_place(bench: EngineHarness, text: str) -> None:
+async def test_half_of_a_surrogate_pair_is_refused_with_its_place(harness: EngineHarness, text: str) -> None:
     with pytest.raises(InvalidRequest, match="character 2 of the text is half of a surrogate pair") as caught:
-        await bench.engine.encode(text)
+        await harness.engine.encode(text)
     assert caught.value.field == "input"

@@ -15,8 +15,8 @@ EOS = 0
 PROMPT = tuple(range(10, 20))
 
 
-async def generate(bench: EngineHarness, request: GenerateRequest) -> tuple[list[GeneratedToken], Finish]:
-    async with aclosing(await bench.engine.generate(request)) as stream:
+async def generate(harness: EngineHarness, request: GenerateRequest) -> tuple[list[GeneratedToken], Finish]:
+    async with aclosing(await harness.engine.generate(request)) as stream:
         items = [item async for item in stream]
     finish = items.pop()
     assert isinstance(finish, Finish)
@@ -25,144 +25,144 @@ async def generate(bench: EngineHarness, request: GenerateRequest) -> tuple[list
     return tokens, finish
 
 
-def greedy(bench: EngineHarness, count: int, k: int | None = None) -> list[int]:
-    fed = [EOS, *PROMPT]
+def greedy(harness: EngineHarness, count: int, k: int | None = None) -> list[int]:
+    input_ids = [EOS, *PROMPT]
     for _ in range(count):
-        seen = fed if k is None or k >= len(fed) - 1 else fed[-k:]
-        fed.append(int(bench.runner.logits(seen).argmax()))
-    return fed[1 + len(PROMPT) :]
+        context_ids = input_ids if k is None or k >= len(input_ids) - 1 else input_ids[-k:]
+        input_ids.append(int(harness.runner.logits(context_ids).argmax()))
+    return input_ids[1 + len(PROMPT) :]
 
 
-async def test_greedy_follows_the_model_one_step_a_token(bench: EngineHarness) -> None:
-    tokens, finish = await generate(bench, GenerateRequest(PROMPT, max_tokens=6, temperature=0))
-    assert [one.token_id for one in tokens] == greedy(bench, 6) == list(finish.tokens)
-    assert bench.runner.roles() == ["window", *["step"] * 5]
+async def test_greedy_follows_the_model_one_step_a_token(harness: EngineHarness) -> None:
+    tokens, finish = await generate(harness, GenerateRequest(PROMPT, max_tokens=6, temperature=0))
+    assert [one.token_id for one in tokens] == greedy(harness, 6) == list(finish.tokens)
+    assert harness.runner.roles() == ["window", *["step"] * 5]
     assert (finish.reason, finish.mode, finish.state) == (
         FinishReason.LENGTH,
         Mode.RECURRENT,
         StateSource.FULL,
     )
     assert (finish.error_bound, finish.window) == (0.0, None)
-    assert finish.text == "".join(one.text for one in tokens) == bench.vocabulary.decode(list(finish.tokens))
+    assert finish.text == "".join(one.text for one in tokens) == harness.vocabulary.decode(list(finish.tokens))
 
 
 @pytest.mark.parametrize("k", [3, 12])
-async def test_a_window_is_run_anew_for_every_token(bench: EngineHarness, k: int) -> None:
+async def test_a_window_is_run_anew_for_every_token(harness: EngineHarness, k: int) -> None:
     request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=Mode.WINDOW, window=k)
-    tokens, finish = await generate(bench, request)
-    assert [one.token_id for one in tokens] == greedy(bench, 6, k)
-    assert set(bench.runner.roles()) == {"window"}
+    tokens, finish = await generate(harness, request)
+    assert [one.token_id for one in tokens] == greedy(harness, 6, k)
+    assert set(harness.runner.roles()) == {"window"}
     assert (finish.mode, finish.state, finish.window) == (Mode.WINDOW, StateSource.WINDOW, k)
     assert finish.error_bound is None
 
 
-async def test_a_window_that_still_covers_everything_at_the_end_is_exact(bench: EngineHarness) -> None:
+async def test_a_window_that_still_covers_everything_at_the_end_is_exact(harness: EngineHarness) -> None:
     request = GenerateRequest(PROMPT, max_tokens=3, temperature=0, mode=Mode.WINDOW, window=12)
-    _, finish = await generate(bench, request)
+    _, finish = await generate(harness, request)
     assert finish.error_bound == 0.0
 
 
-async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=4, max_window=140)
-    epsilon = bench.manifest.certificate.error_bound_at(130)
+async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_harness: MakeBench) -> None:
+    harness = make_harness(certified=True, window=4, max_window=140)
+    epsilon = harness.manifest.certificate.error_bound_at(130)
     for length, bound in ((127, 0.0), (128, epsilon), (135, epsilon)):  # the last is from three tokens more
         request = GenerateRequest((5,) * length, max_tokens=4, temperature=0, mode=Mode.WINDOW, window=130)
-        assert (await generate(bench, request))[1].error_bound == bound
+        assert (await generate(harness, request))[1].error_bound == bound
 
 
 @pytest.mark.parametrize("k", [None, 3, 12, 100])
-async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(make_bench: MakeBench, k: int | None) -> None:
-    bench = make_bench(certified=True, window=4, max_window=140)
+async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(make_harness: MakeBench, k: int | None) -> None:
+    harness = make_harness(certified=True, window=4, max_window=140)
     mode = Mode.AUTO if k is None else Mode.WINDOW
     request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=mode, window=k, truncated=True)
-    tokens, finish = await generate(bench, request)
-    seen = list(PROMPT)
+    tokens, finish = await generate(harness, request)
+    context_ids = list(PROMPT)
     for one in tokens:
-        assert one.token_id == bench.runner.logits(seen if k is None else seen[-k:]).argmax()
-        seen.append(one.token_id)
-    assert finish.error_bound == bench.manifest.certificate.error_bound_at(len(PROMPT) if k is None else min(k, 10))
+        assert one.token_id == harness.runner.logits(context_ids if k is None else context_ids[-k:]).argmax()
+        context_ids.append(one.token_id)
+    assert finish.error_bound == harness.manifest.certificate.error_bound_at(len(PROMPT) if k is None else min(k, 10))
     assert finish.state is (StateSource.FULL if k is None else StateSource.WINDOW)
 
 
-async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(bench: EngineHarness) -> None:
+async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(harness: EngineHarness) -> None:
     request = GenerateRequest(PROMPT, max_tokens=2, temperature=0, truncated=True)
-    assert (await generate(bench, request))[1].error_bound is None
+    assert (await generate(harness, request))[1].error_bound is None
 
 
-async def test_the_same_seed_gives_the_same_text_and_another_another(bench: EngineHarness) -> None:
+async def test_the_same_seed_gives_the_same_text_and_another_another(harness: EngineHarness) -> None:
     async def text(seed: int) -> tuple[int, ...]:
-        return (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens
+        return (await generate(harness, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens
 
     assert await text(1) == await text(1)
     assert await text(1) != await text(2)
 
 
-async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(bench: EngineHarness) -> None:
-    whole = (await generate(bench, GenerateRequest(PROMPT, max_tokens=20, temperature=0)))[1].text
+async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(harness: EngineHarness) -> None:
+    whole = (await generate(harness, GenerateRequest(PROMPT, max_tokens=20, temperature=0)))[1].text
     stop = whole[4:6]
-    bench.runner.calls.clear()
+    harness.runner.calls.clear()
     request = GenerateRequest(PROMPT, max_tokens=20, temperature=0, stop=(stop,))
-    tokens, finish = await generate(bench, request)
+    tokens, finish = await generate(harness, request)
     assert finish.reason is FinishReason.STOP
     assert finish.text == whole[: whole.index(stop)] == "".join(one.text for one in tokens)
-    assert len(bench.runner.calls) == len(finish.tokens)
+    assert len(harness.runner.calls) == len(finish.tokens)
 
 
-async def test_a_sequence_of_events_stops_at_its_end(make_bench: MakeBench) -> None:
-    bench = make_bench(vocabulary=name_vocabulary("events"))
-    _, finish = await generate(bench, GenerateRequest((2, 3), max_tokens=200, seed=3))
+async def test_a_sequence_of_events_stops_at_its_end(make_harness: MakeBench) -> None:
+    harness = make_harness(vocabulary=name_vocabulary("events"))
+    _, finish = await generate(harness, GenerateRequest((2, 3), max_tokens=200, seed=3))
     assert finish.reason is FinishReason.STOP
     assert finish.tokens[-1] == EOS
     assert EOS not in finish.tokens[:-1]
 
 
-async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(bench: EngineHarness) -> None:
+async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens is 4097, but must be at most 4096"):
-        await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=4097))
+        await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=4097))
     with pytest.raises(InvalidRequest, match="windows of 1 to 16"):
-        await bench.engine.generate(GenerateRequest(PROMPT, mode=Mode.WINDOW, window=17))
+        await harness.engine.generate(GenerateRequest(PROMPT, mode=Mode.WINDOW, window=17))
     with pytest.raises(InvalidRequest, match=r"tokens\[0\] is 999"):
-        await bench.engine.generate(GenerateRequest((999,)))
-    bench.runner.poison = 10
+        await harness.engine.generate(GenerateRequest((999,)))
+    harness.runner.poison = 10
     with pytest.raises(WaneError, match="failed to run"):
-        await bench.engine.generate(GenerateRequest(PROMPT))
+        await harness.engine.generate(GenerateRequest(PROMPT))
 
 
-async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_state(bench: EngineHarness) -> None:
-    begun = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
+async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_state(harness: EngineHarness) -> None:
+    begun = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(begun)
-    never = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
-    assert bench.engine._slab.used_bytes == 2 * bench.engine._slab.slot_bytes
+    never = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
+    assert harness.engine._pool.used_bytes == 2 * harness.engine._pool.slot_bytes
     await begun.aclose()
     await never.aclose()
-    assert bench.engine._slab.used_bytes == 0
-    await bench.engine.drain()
+    assert harness.engine._pool.used_bytes == 0
+    await harness.engine.drain()
 
 
-async def test_a_client_who_leaves_between_two_tokens_stops_the_work(bench: EngineHarness) -> None:
-    stream = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
+async def test_a_client_who_leaves_between_two_tokens_stops_the_work(harness: EngineHarness) -> None:
+    stream = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(stream)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
     waiting = asyncio.create_task(anext(stream))
-    await bench.runner.until_busy()
+    await harness.runner.until_busy()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     # The batch in hand still writes to the state's slot, which is therefore not free yet.
-    assert bench.engine._slab.used_bytes == bench.engine._slab.slot_bytes
-    bench.runner.gate.set()
-    await bench.engine.drain()
+    assert harness.engine._pool.used_bytes == harness.engine._pool.slot_bytes
+    harness.runner.gate.set()
+    await harness.engine.drain()
 
 
 async def test_a_deadline_ends_a_generation_between_its_tokens(
-    bench: EngineHarness, travel: Callable[[float], None]
+    harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
-    stream = await bench.engine.generate(GenerateRequest(PROMPT, max_tokens=50, deadline=deadline))
+    stream = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50, deadline=deadline))
     await anext(stream)
-    bench.runner.gate.clear()
+    harness.runner.gate.clear()
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded):
         await anext(stream)
-    bench.runner.gate.set()
+    harness.runner.gate.set()

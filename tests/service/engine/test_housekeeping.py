@@ -16,92 +16,92 @@ from wane.service.types import StateSource, StepRequest
 MakeBench = Callable[..., EngineHarness]
 
 
-async def integrity(bench: EngineHarness) -> tuple[int, int]:
+async def integrity(harness: EngineHarness) -> tuple[int, int]:
     """Rounds and faults, as the report has them."""
-    found = (await bench.engine.report())["integrity"]
+    found = (await harness.engine.report())["integrity"]
     assert isinstance(found, dict)
-    assert bench.sample("wane_state_faults_total") == found["faults"]
+    assert harness.sample("wane_state_faults_total") == found["faults"]
     return found["rounds"], found["faults"]
 
 
-async def test_every_look_checks_a_part_and_rounds_are_counted(bench: EngineHarness) -> None:
-    sessions = [await start(bench, 5) for _ in range(SLOTS_AT_ONCE + 3)]
-    assert await integrity(bench) == (0, 0)
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (0, 0)
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (1, 0)
-    slot = bench.engine._slab.peek(sessions[-1]).slot
+async def test_every_look_checks_a_part_and_rounds_are_counted(harness: EngineHarness) -> None:
+    sessions = [await start(harness, 5) for _ in range(SLOTS_AT_ONCE + 3)]
+    assert await integrity(harness) == (0, 0)
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (0, 0)
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (1, 0)
+    slot = harness.engine._pool.peek(sessions[-1]).slot
     assert slot >= RESERVED + SLOTS_AT_ONCE
-    bench.engine._slab._arrays["hidden"][slot] = 7.0
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (1, 0)
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (2, 1)
+    harness.engine._pool._arrays["hidden"][slot] = 7.0
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (1, 0)
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (2, 1)
 
 
 async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
-    bench: EngineHarness, caplog: pytest.LogCaptureFixture
+    harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spoilt, other = await start(bench, 5, 6), await start(bench, 5, 7)
-    await bench.engine._keeper.look()
-    bench.engine._slab._arrays["layers.0.c"][bench.engine._slab.peek(spoilt).slot] += 1.0
-    await bench.engine._keeper.look()
+    spoilt, other = await start(harness, 5, 6), await start(harness, 5, 7)
+    await harness.engine._housekeeper.look()
+    harness.engine._pool._arrays["layers.0.c"][harness.engine._pool.peek(spoilt).slot] += 1.0
+    await harness.engine._housekeeper.look()
     assert "a resident state has changed by itself" in caplog.text
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
-        answer = await bench.engine.step(StepRequest(session, (8,)))
+        answer = await harness.engine.step(StepRequest(session, (8,)))
         assert answer.state is origin
-        assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, token, 8])
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (3, 1)
+        assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, token, 8])
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (3, 1)
 
 
-async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.engine._slab.acquire()  # and nobody will release it
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (1, 1)
-    assert bench.engine._slab.used_bytes == 0
-    answer = await bench.engine.step(StepRequest(session, (6,)))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6])
+async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.engine._pool.acquire()  # and nobody will release it
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (1, 1)
+    assert harness.engine._pool.used_bytes == 0
+    answer = await harness.engine.step(StepRequest(session, (6,)))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 
 
-async def test_the_slots_of_a_request_in_progress_are_no_fault(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    step = asyncio.create_task(bench.engine.step(StepRequest(session, (6,))))
-    await bench.runner.until_busy()
-    await bench.engine._keeper.look()
-    assert await integrity(bench) == (1, 0)
-    bench.runner.gate.set()
+async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    await harness.runner.until_busy()
+    await harness.engine._housekeeper.look()
+    assert await integrity(harness) == (1, 0)
+    harness.runner.gate.set()
     assert (await step).position == 2
 
 
-async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_sessions_stay(make_bench: MakeBench) -> None:
-    bench = make_bench(state_ttl_s=60)
-    idle, used = await start(bench, 5), await start(bench, 5)
-    bench.clock.now_s += 40
-    await bench.engine.step(StepRequest(used, (6,)))
-    bench.clock.now_s += 40
-    await bench.engine._keeper.look()
-    assert bench.engine._slab.peek(idle) is None
-    assert bench.engine._slab.peek(used) is not None
-    answer = await bench.engine.step(StepRequest(idle, (6,)))
+async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_sessions_stay(make_harness: MakeBench) -> None:
+    harness = make_harness(state_ttl_s=60)
+    idle, used = await start(harness, 5), await start(harness, 5)
+    harness.clock.now_s += 40
+    await harness.engine.step(StepRequest(used, (6,)))
+    harness.clock.now_s += 40
+    await harness.engine._housekeeper.look()
+    assert harness.engine._pool.peek(idle) is None
+    assert harness.engine._pool.peek(used) is not None
+    answer = await harness.engine.step(StepRequest(idle, (6,)))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 2)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6])
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 
 
-async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(bench: EngineHarness) -> None:
-    await start(bench, 5)
-    bench.clock.now_s += 3601
-    await bench.engine._keeper.look()
-    assert bench.store.used_bytes == 0
-    assert bench.engine._slab.used_bytes == 0
+async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(harness: EngineHarness) -> None:
+    await start(harness, 5)
+    harness.clock.now_s += 3601
+    await harness.engine._housekeeper.look()
+    assert harness.store.used_bytes == 0
+    assert harness.engine._pool.used_bytes == 0
 
 
 async def test_a_store_that_is_away_does_not_end_the_housekeeping(
-    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = asyncio.Semaphore(0)
 
@@ -110,8 +110,8 @@ async def test_a_store_that_is_away_does_not_end_the_housekeeping(
         raise Unavailable("the store is lost")
 
     monkeypatch.setattr(housekeeping, "EVERY_S", 0)
-    monkeypatch.setattr(bench.store, "count", away)
-    bench.engine.keep()
+    monkeypatch.setattr(harness.store, "count", away)
+    harness.engine.keep()
     for _ in range(3):
         await looks.acquire()
     assert "the housekeeping of model fake failed" in caplog.text

@@ -16,28 +16,28 @@ from wane.service.types import Answer, Mode, StateSource, StepRequest
 MakeBench = Callable[..., EngineHarness]
 
 
-async def started(bench: EngineHarness, *names: str) -> None:
+async def started(harness: EngineHarness, *names: str) -> None:
     """Sessions whose state is resident."""
     for name in names:
-        await bench.engine.create_session(name)
-        await bench.engine.step(StepRequest(name, (5,)))
+        await harness.engine.create_session(name)
+        await harness.engine.step(StepRequest(name, (5,)))
 
 
-def tasks_of_steps(bench: EngineHarness) -> int:
-    return len(bench.engine._running)
+def tasks_of_steps(harness: EngineHarness) -> int:
+    return len(harness.engine._running)
 
 
-async def held(bench: EngineHarness, request: StepRequest) -> asyncio.Task[Answer]:
+async def held(harness: EngineHarness, request: StepRequest) -> asyncio.Task[Answer]:
     """A step whose run has begun, and does not end before the gate opens."""
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    task = asyncio.create_task(bench.engine.step(request))
-    await bench.runner.until_busy()
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    task = asyncio.create_task(harness.engine.step(request))
+    await harness.runner.until_busy()
     return task
 
 
-async def position(bench: EngineHarness, session: str) -> int:
-    return (await bench.engine.get_session(session)).position
+async def position(harness: EngineHarness, session: str) -> int:
+    return (await harness.engine.get_session(session)).position
 
 
 @pytest.mark.parametrize(
@@ -53,124 +53,124 @@ async def position(bench: EngineHarness, session: str) -> int:
     ],
     ids=["plain", "recurrent", "at its place", "two tokens", "window", "both", "replay"],
 )
-async def test_which_steps_need_no_task(bench: EngineHarness, request_: StepRequest, quick: bool) -> None:
-    await started(bench, "a")
-    task = await held(bench, request_)
-    assert (tasks_of_steps(bench) == 0) is quick
-    bench.runner.gate.set()
+async def test_which_steps_need_no_task(harness: EngineHarness, request_: StepRequest, quick: bool) -> None:
+    await started(harness, "a")
+    task = await held(harness, request_)
+    assert (tasks_of_steps(harness) == 0) is quick
+    harness.runner.gate.set()
     assert (await task).session == "a"
 
 
-async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(bench: EngineHarness) -> None:
-    await started(bench, "a")
-    bench.engine._slab.drop("a")
-    answer = await bench.engine.step(StepRequest("a", (6,)))
+async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(harness: EngineHarness) -> None:
+    await started(harness, "a")
+    harness.engine._pool.drop("a")
+    answer = await harness.engine.step(StepRequest("a", (6,)))
     assert answer.state is StateSource.REBUILT
-    assert (await bench.engine.step(StepRequest("a", (7,)))).state is StateSource.RESIDENT
+    assert (await harness.engine.step(StepRequest("a", (7,)))).state is StateSource.RESIDENT
 
 
-async def test_a_second_step_of_the_session_waits_for_the_first(bench: EngineHarness) -> None:
-    await started(bench, "a")
-    first = await held(bench, StepRequest("a", (6,)))
-    second = asyncio.create_task(bench.engine.step(StepRequest("a", (7,))))
+async def test_a_second_step_of_the_session_waits_for_the_first(harness: EngineHarness) -> None:
+    await started(harness, "a")
+    first = await held(harness, StepRequest("a", (6,)))
+    second = asyncio.create_task(harness.engine.step(StepRequest("a", (7,))))
     await asyncio.sleep(0)
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     assert [(await first).position, (await second).position] == [2, 3]
 
 
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
-async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(bench: EngineHarness, leave: str) -> None:
-    await started(bench, "a", "b")
-    first = await held(bench, StepRequest("a", (6,)))
+async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(harness: EngineHarness, leave: str) -> None:
+    await started(harness, "a", "b")
+    first = await held(harness, StepRequest("a", (6,)))
     deadline = asyncio.get_running_loop().time() + (0.0 if leave == "late" else 60.0)
-    waiting = asyncio.create_task(bench.engine.step(StepRequest("b", (6,), deadline=deadline)))
+    waiting = asyncio.create_task(harness.engine.step(StepRequest("b", (6,), deadline=deadline)))
     await asyncio.sleep(0)
     if leave == "cancelled":
         waiting.cancel()
     with pytest.raises(asyncio.CancelledError if leave == "cancelled" else DeadlineExceeded):
         await waiting
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await first
-    assert await position(bench, "b") == 1
-    assert (await bench.engine.step(StepRequest("b", (6,)))).position == 2
-    bench.engine._slab.check_integrity(idle=True)
+    assert await position(harness, "b") == 1
+    assert (await harness.engine.step(StepRequest("b", (6,)))).position == 2
+    harness.engine._pool.check_integrity(idle=True)
 
 
-async def test_a_step_that_is_left_while_it_runs_is_appended_and_can_be_replayed(bench: EngineHarness) -> None:
-    await started(bench, "a")
-    step = await held(bench, StepRequest("a", (6,), expected_position=1))
+async def test_a_step_that_is_left_while_it_runs_is_appended_and_can_be_replayed(harness: EngineHarness) -> None:
+    await started(harness, "a")
+    step = await held(harness, StepRequest("a", (6,), expected_position=1))
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
-    bench.runner.gate.set()
-    again = await bench.engine.step(StepRequest("a", (6,), expected_position=1))
+    harness.runner.gate.set()
+    again = await harness.engine.step(StepRequest("a", (6,), expected_position=1))
     assert (again.position, again.replayed) == (2, True)
 
 
-async def test_a_run_that_fails_changes_nothing(bench: EngineHarness) -> None:
-    await started(bench, "a")
-    bench.runner.poison = 6
+async def test_a_run_that_fails_changes_nothing(harness: EngineHarness) -> None:
+    await started(harness, "a")
+    harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
-        await bench.engine.step(StepRequest("a", (6,)))
-    answer = await bench.engine.step(StepRequest("a", (7,)))
+        await harness.engine.step(StepRequest("a", (6,)))
+    answer = await harness.engine.step(StepRequest("a", (7,)))
     assert (answer.position, answer.state) == (2, StateSource.RESIDENT)
-    bench.engine._slab.check_integrity(idle=True)
+    harness.engine._pool.check_integrity(idle=True)
 
 
-async def test_a_full_queue_refuses_and_the_session_is_free_again(make_bench: MakeBench) -> None:
-    bench = make_bench(max_queue=1)
-    await started(bench, "a", "b", "c")
-    first = await held(bench, StepRequest("a", (6,)))
-    second = asyncio.create_task(bench.engine.step(StepRequest("b", (6,))))
+async def test_a_full_queue_refuses_and_the_session_is_free_again(make_harness: MakeBench) -> None:
+    harness = make_harness(max_queue=1)
+    await started(harness, "a", "b", "c")
+    first = await held(harness, StepRequest("a", (6,)))
+    second = asyncio.create_task(harness.engine.step(StepRequest("b", (6,))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await bench.engine.step(StepRequest("c", (6,)))
-    bench.runner.gate.set()
+        await harness.engine.step(StepRequest("c", (6,)))
+    harness.runner.gate.set()
     await asyncio.gather(first, second)
-    assert (await bench.engine.step(StepRequest("c", (6,)))).position == 2
-    bench.engine._slab.check_integrity(idle=True)
+    assert (await harness.engine.step(StepRequest("c", (6,)))).position == 2
+    harness.engine._pool.check_integrity(idle=True)
 
 
-async def test_an_engine_that_drains_waits_for_steps_and_takes_no_more(bench: EngineHarness) -> None:
-    await started(bench, "a", "b")
-    step = await held(bench, StepRequest("a", (6,)))
-    draining = asyncio.create_task(bench.engine.drain())
+async def test_an_engine_that_drains_waits_for_steps_and_takes_no_more(harness: EngineHarness) -> None:
+    await started(harness, "a", "b")
+    step = await held(harness, StepRequest("a", (6,)))
+    draining = asyncio.create_task(harness.engine.drain())
     await asyncio.sleep(0)
     with pytest.raises(Unavailable):
-        await bench.engine.step(StepRequest("b", (6,)))
+        await harness.engine.step(StepRequest("b", (6,)))
     assert not draining.done()
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await draining
     assert (await step).position == 2
 
 
-async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(bench: EngineHarness) -> None:
-    await started(bench, "a", "b", "c")
-    bench.runner.calls.clear()
+async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(harness: EngineHarness) -> None:
+    await started(harness, "a", "b", "c")
+    harness.runner.calls.clear()
     requests = [
         StepRequest("a", (6,)),
         StepRequest("nowhere", (6,)),
         StepRequest("b", (7,)),
         StepRequest("c", (10_000,)),
     ]
-    outcomes = await bench.engine.step_many(requests)
+    outcomes = await harness.engine.step_many(requests)
     assert [type(outcome) for outcome in outcomes] == [Answer, UnknownSession, Answer, InvalidRequest]
-    assert bench.runner.calls == [("step", [[6], [7]])]
+    assert harness.runner.calls == [("step", [[6], [7]])]
 
 
-async def test_steps_of_one_call_are_counted_once_each(bench: EngineHarness) -> None:
-    await started(bench, "a", "b", "c")
-    await bench.engine.step_many([StepRequest(name, (6,)) for name in "abc"])
-    document: Any = bench.engine._report.document()
+async def test_steps_of_one_call_are_counted_once_each(harness: EngineHarness) -> None:
+    await started(harness, "a", "b", "c")
+    await harness.engine.step_many([StepRequest(name, (6,)) for name in "abc"])
+    document: Any = harness.engine._report.document()
     assert document["operations"] == {"step": 6}
     assert document["modes"]["recurrent"]["requests"] == 6
     assert document["modes"]["recurrent"]["latency"]["total"]["count"] == 6
-    assert bench.sample("wane_answers_total", operation="step", mode="recurrent") == 6
+    assert harness.sample("wane_answers_total", operation="step", mode="recurrent") == 6
 
 
-async def test_a_step_whose_commit_fails_fails_alone(bench: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    await started(bench, "a", "b")
-    extend = bench.store.extend  # type: ignore[attr-defined]
+async def test_a_step_whose_commit_fails_fails_alone(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    await started(harness, "a", "b")
+    extend = harness.store.extend  # type: ignore[attr-defined]
 
     def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
         if record.session == "a":
@@ -178,49 +178,49 @@ async def test_a_step_whose_commit_fails_fails_alone(bench: EngineHarness, monke
         found: SessionRecord | None = extend(record, *step)
         return found
 
-    monkeypatch.setattr(bench.store, "extend", failing)
-    outcomes = await bench.engine.step_many([StepRequest(name, (6,)) for name in "ab"])
+    monkeypatch.setattr(harness.store, "extend", failing)
+    outcomes = await harness.engine.step_many([StepRequest(name, (6,)) for name in "ab"])
     assert [type(outcome) for outcome in outcomes] == [OSError, Answer]
     monkeypatch.undo()
-    assert (await bench.engine.step(StepRequest("a", (6,)))).position == 2
-    bench.engine._slab.check_integrity(idle=True)
+    assert (await harness.engine.step(StepRequest("a", (6,)))).position == 2
+    harness.engine._pool.check_integrity(idle=True)
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 9])
-async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(bench: EngineHarness, top_k: int) -> None:
-    await started(bench, "a", "b")
-    few, many = await bench.engine.step_many([StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)])
+async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(harness: EngineHarness, top_k: int) -> None:
+    await started(harness, "a", "b")
+    few, many = await harness.engine.step_many([StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)])
     assert isinstance(few, Answer) and isinstance(many, Answer)
     assert (len(few.predictions), len(many.predictions)) == (2, top_k)
     assert few.predictions[:top_k] == many.predictions[:2]
 
 
-async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(make_bench: MakeBench) -> None:
-    bench = make_bench(max_batch=1)
-    await started(bench, "a", "b", "c")
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    call = asyncio.create_task(bench.engine.step_many([StepRequest(name, (6,)) for name in "abc"]))
-    await bench.runner.until_busy()
+async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(make_harness: MakeBench) -> None:
+    harness = make_harness(max_batch=1)
+    await started(harness, "a", "b", "c")
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    call = asyncio.create_task(harness.engine.step_many([StepRequest(name, (6,)) for name in "abc"]))
+    await harness.runner.until_busy()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    bench.runner.gate.set()
-    await bench.engine.drain()
-    assert [await position(bench, name) for name in "abc"] == [2, 1, 1]
-    bench.engine._slab.check_integrity(idle=True)
+    harness.runner.gate.set()
+    await harness.engine.drain()
+    assert [await position(harness, name) for name in "abc"] == [2, 1, 1]
+    harness.engine._pool.check_integrity(idle=True)
 
 
-async def test_a_call_of_both_kinds_that_is_left_at_once_appends_nothing(bench: EngineHarness) -> None:
-    await started(bench, "a", "b", "c")
-    first = await held(bench, StepRequest("c", (6,)))
-    call = asyncio.create_task(bench.engine.step_many([StepRequest("a", (6,)), StepRequest("b", (6, 7))]))
+async def test_a_call_of_both_kinds_that_is_left_at_once_appends_nothing(harness: EngineHarness) -> None:
+    await started(harness, "a", "b", "c")
+    first = await held(harness, StepRequest("c", (6,)))
+    call = asyncio.create_task(harness.engine.step_many([StepRequest("a", (6,)), StepRequest("b", (6, 7))]))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await first
-    await bench.engine.drain()
-    assert [await position(bench, name) for name in "ab"] == [1, 1]
-    bench.engine._slab.check_integrity(idle=True)
+    await harness.engine.drain()
+    assert [await position(harness, name) for name in "ab"] == [1, 1]
+    harness.engine._pool.check_integrity(idle=True)

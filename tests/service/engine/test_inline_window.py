@@ -17,9 +17,9 @@ from wane.service.types import Answer, Mode, PredictRequest
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
-def begun(bench: EngineHarness, request: PredictRequest = WINDOW) -> InlineWindow:
+def begun(harness: EngineHarness, request: PredictRequest = WINDOW) -> InlineWindow:
     """A window that stands in the queue."""
-    window = bench.engine.begin_window(request)
+    window = harness.engine.begin_window(request)
     assert window is not None
     return window
 
@@ -36,89 +36,89 @@ def begun(bench: EngineHarness, request: PredictRequest = WINDOW) -> InlineWindo
     ids=["auto", "auto with a window", "recurrent", "both", "of a session"],
 )
 async def test_what_is_more_than_a_window_is_left_to_the_others_and_nothing_is_done(
-    bench: EngineHarness, request_: PredictRequest
+    harness: EngineHarness, request_: PredictRequest
 ) -> None:
-    assert bench.engine.begin_window(request_) is None
-    assert (bench.engine.asked, bench.engine._batcher.waiting, bench.runner.calls) == (0, 0, [])
+    assert harness.engine.begin_window(request_) is None
+    assert (harness.engine.asked, harness.engine._batcher.waiting, harness.runner.calls) == (0, 0, [])
 
 
-async def test_one_that_is_begun_answers_what_a_prediction_answers(bench: EngineHarness) -> None:
-    window = begun(bench)
+async def test_one_that_is_begun_answers_what_a_prediction_answers(harness: EngineHarness) -> None:
+    window = begun(harness)
     assert (await window.answer)._replace(latency=None) == (  # type: ignore[arg-type]
-        (await bench.engine.predict(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
+        (await harness.engine.predict(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
     )
-    assert bench.engine.asked == 2
+    assert harness.engine.asked == 2
 
 
 @pytest.mark.parametrize(("k", "run"), [(2, [6, 7]), (3, [5, 6, 7]), (4, [5, 6, 7])])
 async def test_one_of_a_truncated_sequence_runs_its_last_tokens_without_a_start_token(
-    bench: EngineHarness, k: int, run: list[int]
+    harness: EngineHarness, k: int, run: list[int]
 ) -> None:
     request = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=k, truncated=True)
-    answer = await begun(bench, request).answer
-    assert bench.runner.calls == [("window", [run])]
+    answer = await begun(harness, request).answer
+    assert harness.runner.calls == [("window", [run])]
     assert (answer.window, answer.error_bound) == (len(run), None)
 
 
-async def test_one_that_is_refused_is_refused_as_a_prediction(bench: EngineHarness) -> None:
+async def test_one_that_is_refused_is_refused_as_a_prediction(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="window is 10000"):
-        bench.engine.begin_window(PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
-    await bench.engine.drain()
+        harness.engine.begin_window(PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
+    await harness.engine.drain()
     with pytest.raises(Unavailable):
-        bench.engine.begin_window(WINDOW)
+        harness.engine.begin_window(WINDOW)
 
 
-async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_it(bench: EngineHarness) -> None:
-    bench.runner.gate.clear()
-    first = begun(bench)
-    await bench.runner.until_busy()
-    second = begun(bench)
+async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_it(harness: EngineHarness) -> None:
+    harness.runner.gate.clear()
+    first = begun(harness)
+    await harness.runner.until_busy()
+    second = begun(harness)
     second.leave()
     second.leave()
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await first.answer
-    await bench.engine.drain()
-    assert len(bench.runner.calls) == 1
+    await harness.engine.drain()
+    assert len(harness.runner.calls) == 1
     assert not second.answer.done()
-    assert bench.sample("wane_skipped_items_total", reason="abandoned") == 1
+    assert harness.sample("wane_skipped_items_total", reason="abandoned") == 1
 
 
-async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(bench: EngineHarness) -> None:
-    bench.runner.gate.clear()
-    window = begun(bench)
-    await bench.runner.until_busy()
+async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(harness: EngineHarness) -> None:
+    harness.runner.gate.clear()
+    window = begun(harness)
+    await harness.runner.until_busy()
     window.leave()
-    bench.runner.gate.set()
-    await begun(bench).answer
+    harness.runner.gate.set()
+    await begun(harness).answer
     assert not window.answer.done()
-    await bench.engine.drain()
+    await harness.engine.drain()
 
 
-async def test_a_run_that_fails_is_told_and_the_engine_goes_on(bench: EngineHarness) -> None:
-    bench.runner.poison = 6
+async def test_a_run_that_fails_is_told_and_the_engine_goes_on(harness: EngineHarness) -> None:
+    harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
-        await begun(bench).answer
-    bench.runner.poison = None
-    await begun(bench).answer
-    await bench.engine.drain()
+        await begun(harness).answer
+    harness.runner.poison = None
+    await begun(harness).answer
+    await harness.engine.drain()
 
 
 async def test_an_answer_that_cannot_be_made_is_its_own_failure(
-    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, failing = bench.engine._answering.of_window, begun(bench)
+    made, failing = harness.engine._answer_builder.of_window, begun(harness)
 
     def fails_once(*given: object) -> object:
         monkeypatch.undo()
         raise LookupError(str(len(given)))
 
-    monkeypatch.setattr(bench.engine._answering, "of_window", fails_once)
-    other = begun(bench)
+    monkeypatch.setattr(harness.engine._answer_builder, "of_window", fails_once)
+    other = begun(harness)
     with pytest.raises(LookupError):
         await failing.answer
     assert (await other.answer).window == 2
-    assert bench.engine._answering.of_window == made
-    await bench.engine.drain()
+    assert harness.engine._answer_builder.of_window == made
+    await harness.engine.drain()
 
 
 class Held:
@@ -140,7 +140,7 @@ def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: b
 
     async def ask() -> tuple[InlineWindow, bool]:
         proof = Held()
-        engine._answering.direction = proof  # type: ignore[assignment]
+        engine._answer_builder.direction = proof  # type: ignore[assignment]
         asked = asyncio.create_task(proof.asked.wait())
         while not asked.done():  # for a window whose radius settles nothing
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
@@ -172,7 +172,7 @@ def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begu
         while True:
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
             window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
-            while not (window.answer.done() or engine._answering._proofs):  # noqa: ASYNC110
+            while not (window.answer.done() or engine._answer_builder._proofs):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             if not window.answer.done():
                 await engine.close()

@@ -82,9 +82,9 @@ def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> N
 
 def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
     runner = PickingRunner(VOCABULARY.size)
-    slab = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
+    pool = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
     for role in ("step", "window"):
-        rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], slab, runner)  # type: ignore[arg-type]
+        rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], pool, runner)  # type: ignore[arg-type]
         for row in rows:
             assert isinstance(row, batch.Row)
             assert row.logits is not None
@@ -98,6 +98,6 @@ def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
                 assert found.logprobs == pytest.approx(logprobs[found.ids], abs=1e-5)
                 assert found.probabilities == pytest.approx(np.exp(logprobs[found.ids]), abs=1e-5)
             assert row.top.first(K + 1) is None
-    (alone,) = batch.run([Work("window", np.array([2]))], slab, FakeRunner(VOCABULARY.size))
+    (alone,) = batch.run([Work("window", np.array([2]))], pool, FakeRunner(VOCABULARY.size))
     assert isinstance(alone, batch.Row)
     assert alone.top is None

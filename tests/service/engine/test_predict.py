@@ -19,27 +19,27 @@ TOKENS = tuple(range(10, 20))
 SIZE = 258
 
 
-def top(bench: EngineHarness, fed: list[int]) -> int:
-    return int(bench.runner.logits(fed).argmax())
+def top(harness: EngineHarness, input_ids: list[int]) -> int:
+    return int(harness.runner.logits(input_ids).argmax())
 
 
-async def test_recurrent_runs_everything_that_was_sent(bench: EngineHarness) -> None:
-    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
-    assert bench.runner.calls == [("window", [[EOS, *TOKENS]])]
+async def test_recurrent_runs_everything_that_was_sent(harness: EngineHarness) -> None:
+    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
+    assert harness.runner.calls == [("window", [[EOS, *TOKENS]])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
         Mode.RECURRENT,
         StateSource.FULL,
         None,
         0.0,
     )
-    assert answer.predictions[0].token_id == top(bench, [EOS, *TOKENS])
+    assert answer.predictions[0].token_id == top(harness, [EOS, *TOKENS])
     assert (answer.session, answer.position, answer.replayed) == (None, None, None)
 
 
 @pytest.mark.parametrize(("window", "k"), [(None, 4), (1, 1), (9, 9)])
-async def test_a_window_runs_the_last_k_tokens_from_zero(bench: EngineHarness, window: int | None, k: int) -> None:
-    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=window))
-    assert bench.runner.calls == [("window", [list(TOKENS[-k:])])]
+async def test_a_window_runs_the_last_k_tokens_from_zero(harness: EngineHarness, window: int | None, k: int) -> None:
+    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=window))
+    assert harness.runner.calls == [("window", [list(TOKENS[-k:])])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
         Mode.WINDOW,
         StateSource.WINDOW,
@@ -50,10 +50,10 @@ async def test_a_window_runs_the_last_k_tokens_from_zero(bench: EngineHarness, w
 
 @pytest.mark.parametrize("k", [10, 11, 16])
 async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for_bit(
-    bench: EngineHarness, k: int
+    harness: EngineHarness, k: int
 ) -> None:
-    window = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
-    recurrent = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
+    window = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
+    recurrent = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert window.predictions == recurrent.predictions
     assert window.error_bound == 0.0
 
@@ -79,63 +79,63 @@ async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for
     ],
 )
 async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_its_tokens(
-    make_bench: MakeBench, mode: Mode, window: int | None, tolerance: float | None, used: Mode, k: int | None
+    make_harness: MakeBench, mode: Mode, window: int | None, tolerance: float | None, used: Mode, k: int | None
 ) -> None:
-    bench = make_bench(certified=True, window=130, max_window=200)
-    certificate = bench.manifest.certificate
+    harness = make_harness(certified=True, window=130, max_window=200)
+    certificate = harness.manifest.certificate
     assert certificate.smallest_window(0.1) == 66
     tokens = TOKENS * 15
     request = PredictRequest(tokens, mode=mode, window=window, tolerance=tolerance, truncated=True)
-    answer = await bench.engine.predict(request)
+    answer = await harness.engine.predict(request)
     assert (answer.mode, answer.window) == (used, k)
     assert answer.state is (StateSource.WINDOW if used is Mode.WINDOW else StateSource.FULL)
     known = k if used is Mode.WINDOW and k is not None else 150
     assert answer.error_bound == certificate.error_bound_at(known)
     assert answer.state_error_bound == pytest.approx((certificate.state_error_at(known) or 0) + 1e-6)
     lengths = [150] if k is None else [k] if used is Mode.WINDOW else [150, k]
-    assert bench.runner.calls == [("window", [list(tokens[-length:])]) for length in lengths]
+    assert harness.runner.calls == [("window", [list(tokens[-length:])]) for length in lengths]
     if answer.agreement is not None and k is not None:
         assert answer.agreement.error_bound == certificate.error_bound_at(k)
         assert answer.agreement.total_variation <= answer.agreement.error_bound
 
 
-async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(bench: EngineHarness) -> None:
+async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(harness: EngineHarness) -> None:
     for mode in Mode:
-        answer = await bench.engine.predict(PredictRequest(TOKENS, mode=mode, truncated=True))
+        answer = await harness.engine.predict(PredictRequest(TOKENS, mode=mode, truncated=True))
         assert (answer.error_bound, answer.state_error_bound, answer.top1_proved) == (None, None, False)
         if answer.agreement is not None:
             assert answer.agreement.error_bound is None
 
 
 async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_a_sequence_of_their_own(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(certified=True, window=130, max_window=200)
-    window = await bench.engine.predict(PredictRequest(TOKENS * 15, mode=Mode.WINDOW, window=9))
-    truncated = await bench.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT, truncated=True))
+    harness = make_harness(certified=True, window=130, max_window=200)
+    window = await harness.engine.predict(PredictRequest(TOKENS * 15, mode=Mode.WINDOW, window=9))
+    truncated = await harness.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT, truncated=True))
     assert (truncated.predictions, truncated.error_bound) == (window.predictions, window.error_bound)
-    begun = await bench.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT))
+    begun = await harness.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT))
     assert (begun.predictions == window.predictions, begun.error_bound) == (False, 0.0)
 
 
-async def test_auto_of_a_certified_model_is_its_own_window(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=130, max_window=200, tail_tokens=200)
-    assert bench.manifest.certificate.certified
+async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeBench) -> None:
+    harness = make_harness(certified=True, window=130, max_window=200, tail_tokens=200)
+    assert harness.manifest.certificate.certified
     tokens = TOKENS * 20
-    answer = await bench.engine.predict(PredictRequest(tokens))
+    answer = await harness.engine.predict(PredictRequest(tokens))
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 130, StateSource.WINDOW)
-    assert answer.error_bound == bench.manifest.certificate.error_bound_at(130)
-    short = await bench.engine.predict(PredictRequest(tokens[:130]))
+    assert answer.error_bound == harness.manifest.certificate.error_bound_at(130)
+    short = await harness.engine.predict(PredictRequest(tokens[:130]))
     assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, StateSource.FULL, 0.0)
 
 
 async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises_too_little(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(certified=True, window=64, max_window=200)
-    curve = bench.manifest.certificate.error_bound_at
+    harness = make_harness(certified=True, window=64, max_window=200)
+    curve = harness.manifest.certificate.error_bound_at
     tokens = TOKENS * 30
-    answer = await bench.engine.predict(PredictRequest(tokens))
+    answer = await harness.engine.predict(PredictRequest(tokens))
     assert (curve(64) or 0) > 1e-3
     assert (answer.mode, answer.window, answer.state, answer.error_bound) == (
         Mode.RECURRENT,
@@ -143,56 +143,56 @@ async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises
         StateSource.FULL,
         0.0,
     )
-    asked = await bench.engine.predict(PredictRequest(tokens, window=64))
+    asked = await harness.engine.predict(PredictRequest(tokens, window=64))
     assert (asked.mode, asked.window, asked.error_bound) == (Mode.WINDOW, 64, curve(64))
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.1, 1e-3])
 async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
-    make_bench: MakeBench, tolerance: float
+    make_harness: MakeBench, tolerance: float
 ) -> None:
-    bench = make_bench(certified=True, window=4, max_window=200)
-    answer = await bench.engine.predict(PredictRequest(TOKENS * 30, tolerance=tolerance))
-    k = bench.manifest.certificate.smallest_window(tolerance)
+    harness = make_harness(certified=True, window=4, max_window=200)
+    answer = await harness.engine.predict(PredictRequest(TOKENS * 30, tolerance=tolerance))
+    k = harness.manifest.certificate.smallest_window(tolerance)
     assert k is not None
     assert (answer.mode, answer.window) == (Mode.WINDOW, k)
-    assert bench.runner.calls == [("window", [list((TOKENS * 30)[-k:])])]
+    assert harness.runner.calls == [("window", [list((TOKENS * 30)[-k:])])]
     assert answer.error_bound is not None and answer.error_bound <= tolerance
-    whole = await bench.engine.predict(PredictRequest(TOKENS * 30, tolerance=1e-12))
+    whole = await harness.engine.predict(PredictRequest(TOKENS * 30, tolerance=1e-12))
     assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
-async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=4, max_window=200, radius=1e-5)
+async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_harness: MakeBench) -> None:
+    harness = make_harness(certified=True, window=4, max_window=200, radius=1e-5)
     tokens = TOKENS * 30
-    answer = await bench.engine.predict(PredictRequest(tokens, tolerance=1e-3))
+    answer = await harness.engine.predict(PredictRequest(tokens, tolerance=1e-3))
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
-    assert bench.runner.roles() == ["window"]
+    assert harness.runner.roles() == ["window"]
     assert answer.error_bound is not None and answer.error_bound <= 1e-3
     assert answer.state_error_bound == pytest.approx(1e-5 + 1e-6)
 
 
-async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=4, max_window=200, radius=1.0)
+async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_harness: MakeBench) -> None:
+    harness = make_harness(certified=True, window=4, max_window=200, radius=1.0)
     tokens = TOKENS * 30
-    answer = await bench.engine.predict(PredictRequest(tokens, tolerance=1e-3))
-    k = bench.manifest.certificate.smallest_window(1e-3)
+    answer = await harness.engine.predict(PredictRequest(tokens, tolerance=1e-3))
+    k = harness.manifest.certificate.smallest_window(1e-3)
     assert (answer.mode, answer.window) == (Mode.WINDOW, k)
-    assert [len(rows[0]) for _, rows in bench.runner.calls] == [4, k]
-    exact = await bench.engine.predict(PredictRequest(tokens, tolerance=0.0, window=9))
+    assert [len(rows[0]) for _, rows in harness.runner.calls] == [4, k]
+    exact = await harness.engine.predict(PredictRequest(tokens, tolerance=0.0, window=9))
     assert (exact.mode, exact.error_bound) == (Mode.RECURRENT, 0.0)
-    assert [len(rows[0]) for _, rows in bench.runner.calls[2:]] == [9, 301]
-    report: Any = await bench.engine.report()
+    assert [len(rows[0]) for _, rows in harness.runner.calls[2:]] == [9, 301]
+    report: Any = await harness.engine.report()
     assert {mode: part["requests"] for mode, part in report["modes"].items()} == {"recurrent": 1, "window": 1}
 
 
-async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_bench: MakeBench) -> None:
+async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_harness: MakeBench) -> None:
     tokens = TOKENS * 30
-    plain = make_bench(certified=True, window=130, max_window=200)
+    plain = make_harness(certified=True, window=130, max_window=200)
     curve = await plain.engine.predict(PredictRequest(tokens))
     for radius in (1e-9, 1.0, 1e9, float("inf"), float("nan")):
-        bench = make_bench(certified=True, window=130, max_window=200, radius=radius)
-        answer = await bench.engine.predict(PredictRequest(tokens))
+        harness = make_harness(certified=True, window=130, max_window=200, radius=radius)
+        answer = await harness.engine.predict(PredictRequest(tokens))
         assert answer.error_bound is not None and curve.error_bound is not None
         assert (answer.error_bound < curve.error_bound) is (radius == 1e-9)
         assert answer.error_bound <= curve.error_bound
@@ -212,27 +212,27 @@ async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_be
 )
 @pytest.mark.parametrize("certificate", [CONTRACTIVE, Certificate(contractive=False, layers=())])
 async def test_auto_runs_everything_where_the_model_is_not_certified(
-    make_bench: MakeBench, certificate: Certificate, request_: PredictRequest
+    make_harness: MakeBench, certificate: Certificate, request_: PredictRequest
 ) -> None:
-    bench = make_bench(certificate=certificate, radius=1e-9)
-    answer = await bench.engine.predict(request_)
+    harness = make_harness(certificate=certificate, radius=1e-9)
+    answer = await harness.engine.predict(request_)
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
-async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_bench: MakeBench) -> None:
-    bench = make_bench(certificate=Certificate(contractive=False, layers=()), radius=1e-9)
-    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_harness: MakeBench) -> None:
+    harness = make_harness(certificate=Certificate(contractive=False, layers=()), radius=1e-9)
+    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
     assert answer.agreement is not None
     assert (answer.error_bound, answer.top1_proved) == (0.0, False)
     assert answer.agreement.error_bound is answer.agreement.state_error_bound is None
     assert answer.agreement.top1_proved is False
 
 
-async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench: EngineHarness) -> None:
-    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
+async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(harness: EngineHarness) -> None:
+    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
     assert answer.modes is not None
     assert answer.agreement is not None
-    recurrent, window = bench.runner.logits([EOS, *TOKENS]), bench.runner.logits(TOKENS[-2:])
+    recurrent, window = harness.runner.logits([EOS, *TOKENS]), harness.runner.logits(TOKENS[-2:])
     assert answer.predictions == answer.modes[Mode.RECURRENT].predictions
     assert answer.modes[Mode.WINDOW].predictions[0].token_id == window.argmax()
     assert len(answer.modes[Mode.WINDOW].predictions) == 3
@@ -246,34 +246,34 @@ async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(bench:
     assert answer.latency.total_ms >= max(part.total_ms for part in parts)
 
 
-async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(bench: EngineHarness) -> None:
-    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
+async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(harness: EngineHarness) -> None:
+    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
     assert answer.agreement is not None
     assert answer.agreement.total_variation == 0.0
     assert answer.agreement.error_bound == answer.agreement.state_error_bound == 0.0
     assert answer.agreement.top1_match is answer.agreement.top1_proved is True
 
 
-async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(bench: EngineHarness) -> None:
+async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(harness: EngineHarness) -> None:
     tokens = tuple(10 + index % 97 for index in range(1200))
-    answer = await bench.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
-    assert bench.runner.roles() == ["advance", "advance", "advance", "head"]
-    assert answer.predictions[0].token_id == top(bench, [EOS, *tokens])
+    answer = await harness.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    assert harness.runner.roles() == ["advance", "advance", "advance", "head"]
+    assert answer.predictions[0].token_id == top(harness, [EOS, *tokens])
     assert answer.error_bound == 0.0
 
 
-async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(bench: EngineHarness) -> None:
+async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(harness: EngineHarness) -> None:
     requests = [PredictRequest((token,), mode=Mode.RECURRENT) for token in (10, 11, SIZE, 12)]
-    answers = await bench.engine.predict_many(requests)
-    assert [len(rows) for _, rows in bench.runner.calls] == [3]
+    answers = await harness.engine.predict_many(requests)
+    assert [len(rows) for _, rows in harness.runner.calls] == [3]
     assert isinstance(answers[2], InvalidRequest)
     for request, answer in zip(requests, answers, strict=True):
         if isinstance(answer, Answer):
-            assert answer.predictions[0].token_id == top(bench, [EOS, *request.tokens])
+            assert answer.predictions[0].token_id == top(harness, [EOS, *request.tokens])
 
 
 async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
-    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail = ZeroDivisionError("a bug")
 
@@ -284,11 +284,11 @@ async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
             return super().__getitem__(index)
 
     requests = [PredictRequest((token,), mode=Mode.RECURRENT, top_k=1) for token in (10, 11, 12)]
-    firsts = [top(bench, [EOS, *request.tokens]) for request in requests]
+    firsts = [top(harness, [EOS, *request.tokens]) for request in requests]
     assert len(set(firsts)) == 3
     unlucky = firsts[1]
-    monkeypatch.setattr(bench.vocabulary, "texts", Broken(bench.vocabulary.texts))
-    answers = await bench.engine.predict_many(requests)
+    monkeypatch.setattr(harness.vocabulary, "texts", Broken(harness.vocabulary.texts))
+    answers = await harness.engine.predict_many(requests)
     assert [isinstance(answer, Answer) for answer in answers] == [True, False, True]
     assert answers[1] is fail
 
@@ -302,37 +302,37 @@ async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
     ],
 )
 async def test_an_id_out_of_range_is_named_with_its_place_and_the_limit(
-    bench: EngineHarness, tokens: tuple[int, ...], message: str
+    harness: EngineHarness, tokens: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        await bench.engine.predict(PredictRequest(tokens))
+        await harness.engine.predict(PredictRequest(tokens))
     assert caught.value.field == "tokens"
 
 
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.WINDOW, Mode.BOTH])
-async def test_a_window_over_the_models_limit_is_refused_with_the_limit(bench: EngineHarness, mode: Mode) -> None:
+async def test_a_window_over_the_models_limit_is_refused_with_the_limit(harness: EngineHarness, mode: Mode) -> None:
     with pytest.raises(InvalidRequest, match="window is 17, but model fake takes windows of 1 to 16"):
-        await bench.engine.predict(PredictRequest(TOKENS, mode=mode, window=17))
+        await harness.engine.predict(PredictRequest(TOKENS, mode=mode, window=17))
 
 
-async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_bench: MakeBench) -> None:
-    bench = make_bench(window=8, settings_max_window=6)
-    assert (await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))).window == 6
+async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_harness: MakeBench) -> None:
+    harness = make_harness(window=8, settings_max_window=6)
+    assert (await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))).window == 6
     with pytest.raises(InvalidRequest, match="1 to 6 tokens"):
-        await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
+        await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
 
 
-async def test_an_input_over_the_limit_is_too_large(make_bench: MakeBench) -> None:
-    bench = make_bench(max_input_tokens=9)
+async def test_an_input_over_the_limit_is_too_large(make_harness: MakeBench) -> None:
+    harness = make_harness(max_input_tokens=9)
     with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are taken"):
-        await bench.engine.predict(PredictRequest(TOKENS))
+        await harness.engine.predict(PredictRequest(TOKENS))
     with pytest.raises(TooLarge, match="10 tokens"):
-        await bench.engine.encode("ten tokens")
+        await harness.engine.encode("ten tokens")
 
 
-async def test_more_predictions_than_the_server_lists_are_refused(bench: EngineHarness) -> None:
+async def test_more_predictions_than_the_server_lists_are_refused(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="top_k is 101, but must be at most 100"):
-        await bench.engine.predict(PredictRequest(TOKENS, top_k=101))
+        await harness.engine.predict(PredictRequest(TOKENS, top_k=101))
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
@@ -342,58 +342,58 @@ def test_of_equally_probable_tokens_the_smaller_ids_are_listed(count: int) -> No
     assert [one.token_id for one in found] == [2, 4, 1, 3, 5, 6, 0, 7][:count]
 
 
-async def test_predictions_are_sorted_and_their_probabilities_are_the_models(bench: EngineHarness) -> None:
-    answer = await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
+async def test_predictions_are_sorted_and_their_probabilities_are_the_models(harness: EngineHarness) -> None:
+    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
     logprobs = [one.logprob for one in answer.predictions]
     assert logprobs == sorted(logprobs, reverse=True)
     assert len({one.token_id for one in answer.predictions}) == 100
     assert [one.probability for one in answer.predictions] == pytest.approx(np.exp(logprobs))
 
 
-async def test_bytes_stand_beside_a_token_that_is_no_whole_character(bench: EngineHarness) -> None:
-    answer = await bench.engine.predict(PredictRequest(TOKENS, top_k=100))
+async def test_bytes_stand_beside_a_token_that_is_no_whole_character(harness: EngineHarness) -> None:
+    answer = await harness.engine.predict(PredictRequest(TOKENS, top_k=100))
     for one in answer.predictions:
-        raw = bench.vocabulary.token_bytes(one.token_id)
+        raw = harness.vocabulary.token_bytes(one.token_id)
         assert one.token_bytes == (None if raw.isascii() else raw)
     assert any(one.token_bytes for one in answer.predictions)
 
 
-async def test_a_full_queue_refuses_a_prediction(make_bench: MakeBench) -> None:
-    bench = make_bench(max_queue=1)
-    bench.runner.gate.clear()
-    first = asyncio.create_task(bench.engine.predict(PredictRequest((5,))))
-    await bench.runner.until_busy()
-    second = asyncio.create_task(bench.engine.predict(PredictRequest((6,))))
+async def test_a_full_queue_refuses_a_prediction(make_harness: MakeBench) -> None:
+    harness = make_harness(max_queue=1)
+    harness.runner.gate.clear()
+    first = asyncio.create_task(harness.engine.predict(PredictRequest((5,))))
+    await harness.runner.until_busy()
+    second = asyncio.create_task(harness.engine.predict(PredictRequest((6,))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await bench.engine.predict(PredictRequest((7,)))
-    assert bench.sample("wane_refused_items_total") == 1
-    bench.runner.gate.set()
+        await harness.engine.predict(PredictRequest((7,)))
+    assert harness.sample("wane_refused_items_total") == 1
+    harness.runner.gate.set()
     await asyncio.gather(first, second)
 
 
 async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
-    bench: EngineHarness, travel: Callable[[float], None]
+    harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
-    bench.runner.gate.clear()
-    first = asyncio.create_task(bench.engine.predict(PredictRequest((5,))))
-    await bench.runner.until_busy()
+    harness.runner.gate.clear()
+    first = asyncio.create_task(harness.engine.predict(PredictRequest((5,))))
+    await harness.runner.until_busy()
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(bench.engine.predict(PredictRequest((6,), deadline=deadline)))
+    late = asyncio.create_task(harness.engine.predict(PredictRequest((6,), deadline=deadline)))
     await asyncio.sleep(0)
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded):
         await late
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await first
-    assert bench.runner.calls == [("window", [[EOS, 5]])]
-    assert bench.sample("wane_skipped_items_total", reason="deadline") == 1
-    assert bench.sample("wane_skipped_items_total", reason="abandoned") == 0
+    assert harness.runner.calls == [("window", [[EOS, 5]])]
+    assert harness.sample("wane_skipped_items_total", reason="deadline") == 1
+    assert harness.sample("wane_skipped_items_total", reason="abandoned") == 0
 
 
-async def test_a_failed_run_is_told_in_fixed_words(bench: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
-    bench.runner.poison = 66
+async def test_a_failed_run_is_told_in_fixed_words(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
+    harness.runner.poison = 66
     with pytest.raises(WaneError) as caught:
-        await bench.engine.predict(PredictRequest((66,)))
+        await harness.engine.predict(PredictRequest((66,)))
     assert (caught.value.message, caught.value.http_status) == ("the model failed to run", 500)
     assert "poisoned" in caplog.text

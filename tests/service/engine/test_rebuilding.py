@@ -9,50 +9,52 @@ MakeBench = Callable[..., EngineHarness]
 
 
 async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_window_has(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(certified=True, window=130, max_window=140, tail_tokens=400)
-    epsilon = bench.manifest.certificate.error_bound_at
-    session = (await bench.engine.create_session()).session
-    await bench.engine.step(StepRequest(session, (5,) * 410))
+    harness = make_harness(certified=True, window=130, max_window=140, tail_tokens=400)
+    epsilon = harness.manifest.certificate.error_bound_at
+    session = (await harness.engine.create_session()).session
+    await harness.engine.step(StepRequest(session, (5,) * 410))
     answers = []
     for _ in range(30):
-        bench.engine._slab.drop(session)
-        answers.append(await bench.engine.step(StepRequest(session, (6,))))
+        harness.engine._pool.drop(session)
+        answers.append(await harness.engine.step(StepRequest(session, (6,))))
     assert all(answer.state is StateSource.REBUILT for answer in answers)
-    assert [len(rows[0]) for role, rows in bench.runner.calls if role == "window"] == 25 * [401] + 5 * [130]
+    assert [len(rows[0]) for role, rows in harness.runner.calls if role == "window"] == 25 * [401] + 5 * [130]
     assert (answers[0].error_bound, answers[-1].error_bound) == (epsilon(140), epsilon(130))
-    assert (await bench.engine.get_session(session)).error_bound == epsilon(130)
-    bench.engine._slab.drop(session)
-    assert (await bench.engine.get_session(session)).error_bound == epsilon(130)
-    asked = await bench.engine.predict(PredictRequest(session=session, mode=Mode.RECURRENT))
+    assert (await harness.engine.get_session(session)).error_bound == epsilon(130)
+    harness.engine._pool.drop(session)
+    assert (await harness.engine.get_session(session)).error_bound == epsilon(130)
+    asked = await harness.engine.predict(PredictRequest(session=session, mode=Mode.RECURRENT))
     assert asked.error_bound == epsilon(140)
 
 
 async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_own_k_promises_too_little(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(certified=True, window=64, max_window=140, tail_tokens=400)
-    session = (await bench.engine.create_session()).session
-    await bench.engine.step(StepRequest(session, (5,) * 300))
-    bench.engine._steps._found = 0.0
-    bench.engine._slab.drop(session)
-    rebuilt = await bench.engine.step(StepRequest(session, (6,)))
+    harness = make_harness(certified=True, window=64, max_window=140, tail_tokens=400)
+    session = (await harness.engine.create_session()).session
+    await harness.engine.step(StepRequest(session, (5,) * 300))
+    harness.engine._steps._found = 0.0
+    harness.engine._pool.drop(session)
+    rebuilt = await harness.engine.step(StepRequest(session, (6,)))
     assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, 0.0)
 
 
-async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=130, max_window=140, tail_tokens=400)
-    epsilon = bench.manifest.certificate.error_bound_at
-    session = (await bench.engine.create_session()).session
-    await bench.engine.step(StepRequest(session, (5,) * 300))
-    bench.engine._steps._found = 0.0
-    bench.engine._slab.drop(session)
-    rebuilt = await bench.engine.step(StepRequest(session, (6,)))
+async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(
+    make_harness: MakeBench,
+) -> None:
+    harness = make_harness(certified=True, window=130, max_window=140, tail_tokens=400)
+    epsilon = harness.manifest.certificate.error_bound_at
+    session = (await harness.engine.create_session()).session
+    await harness.engine.step(StepRequest(session, (5,) * 300))
+    harness.engine._steps._found = 0.0
+    harness.engine._pool.drop(session)
+    rebuilt = await harness.engine.step(StepRequest(session, (6,)))
     assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, epsilon(130))
-    kept = await bench.engine.predict(PredictRequest(session=session, tolerance=1.0))
+    kept = await harness.engine.predict(PredictRequest(session=session, tolerance=1.0))
     assert (kept.state, kept.error_bound) == (StateSource.RESIDENT, epsilon(130))
-    strict = await bench.engine.predict(PredictRequest(session=session, tolerance=1e-9))
+    strict = await harness.engine.predict(PredictRequest(session=session, tolerance=1e-9))
     assert (strict.state, strict.error_bound) == (StateSource.REBUILT, 0.0)
-    again = await bench.engine.predict(PredictRequest(session=session, tolerance=1e-9))
+    again = await harness.engine.predict(PredictRequest(session=session, tolerance=1e-9))
     assert (again.state, again.error_bound) == (StateSource.RESIDENT, 0.0)

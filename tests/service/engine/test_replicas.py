@@ -36,7 +36,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def make_replica(make_bench: MakeBench, redis: RedisServer) -> AsyncIterator[MakeReplica]:
+async def make_replica(make_harness: MakeBench, redis: RedisServer) -> AsyncIterator[MakeReplica]:
     """Makes engines that share what `redis` keeps, reached by its own address or by another port."""
     stores: list[Store] = []
 
@@ -48,43 +48,43 @@ async def make_replica(make_bench: MakeBench, redis: RedisServer) -> AsyncIterat
         await store.open()
         stores.append(store)
         settings = {f"settings_{name}": value for name, value in given.items()}
-        return make_bench(store=store, **(of_bench or {}), **settings)
+        return make_harness(store=store, **(of_bench or {}), **settings)
 
     yield make
     for store in stores:
         await store.close()
 
 
-async def step(bench: EngineHarness, token: int, position: int | None = None, key: str | None = None) -> Answer:
-    return await bench.engine.step(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
+async def step(harness: EngineHarness, token: int, position: int | None = None, key: str | None = None) -> Answer:
+    return await harness.engine.step(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
 
 
-def seen(answer: Answer) -> list[tuple[int, float]]:
+def context_ids(answer: Answer) -> list[tuple[int, float]]:
     return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
 async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_not_rebuilt(
     make_replica: MakeReplica,
 ) -> None:
-    benches = [await make_replica() for _ in range(3)]
-    view = await benches[0].engine.create_session("s")
+    harnesses = [await make_replica() for _ in range(3)]
+    view = await harnesses[0].engine.create_session("s")
     assert view.durable is True
-    fed: list[int] = []
+    input_ids: list[int] = []
     for index in range(30):
-        fed.append(5 + index)
-        answer = await step(benches[index % 3], fed[-1], index)
-        assert seen(answer) == expected(benches[0], fed)
+        input_ids.append(5 + index)
+        answer = await step(harnesses[index % 3], input_ids[-1], index)
+        assert context_ids(answer) == expected(harnesses[0], input_ids)
         assert (answer.position, answer.durable, answer.replayed) == (index + 1, True, False)
         assert answer.state is (StateSource.REBUILT if index in (1, 2) else StateSource.RESIDENT)
-    assert [bench.sample("wane_sessions_rebuilt_total") for bench in benches] == [0, 1, 1]
+    assert [harness.sample("wane_sessions_rebuilt_total") for harness in harnesses] == [0, 1, 1]
 
 
 async def test_one_replica_alone_asks_the_store_once_a_step(make_replica: MakeReplica) -> None:
-    bench = await make_replica()
-    await bench.engine.create_session("s")
-    await step(bench, 5)
+    harness = await make_replica()
+    await harness.engine.create_session("s")
+    await step(harness, 5)
     asked: list[str] = []
-    trips = bench.store.trips  # type: ignore[attr-defined]  (of a RedisStore)
+    trips = harness.store.trips  # type: ignore[attr-defined]  (of a RedisStore)
     run = trips.run
 
     async def counted(script: Any, *rest: Any, **given: Any) -> Any:
@@ -93,7 +93,7 @@ async def test_one_replica_alone_asks_the_store_once_a_step(make_replica: MakeRe
 
     trips.run = counted
     for token in range(6, 26):
-        await step(bench, token)
+        await step(harness, token)
     assert len(asked) == 20
     assert len(set(asked)) == 1
 
@@ -104,7 +104,7 @@ async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_
     first = await step(one, 5, 0)
     again = await step(other, 5, 0)
     assert (again.replayed, again.position, again.durable) == (True, 1, True)
-    assert seen(again) == seen(first)
+    assert context_ids(again) == context_ids(first)
     await step(other, 6, key="k")
     assert (await step(one, 6, key="k")).replayed is True
     assert (await step(one, 6, 1, key="k")).replayed is True
@@ -119,10 +119,10 @@ async def test_a_key_that_comes_again_with_another_step_is_refused_at_every_repl
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
     await step(one, 5, 0, key="k")
-    for bench in (one, other):
+    for harness in (one, other):
         for token, position in ((6, None), (6, 0), (6, 1), (5, 1)):
             with pytest.raises(IdempotencyKeyReused) as caught:
-                await step(bench, token, position, key="k")
+                await step(harness, token, position, key="k")
             assert caught.value.position == 1
     assert (await step(other, 5, key="k")).replayed is True
 
@@ -148,32 +148,32 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
     again = await other.engine.create_session("s", history=history)
     assert (view.created, again.created, again.durable) == (True, False, True)
     assert (view.state, view.error_bound) == (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(3))
-    fed = [5, 6, 7]
-    for position, bench in ((10, other), (11, one), (12, other)):
-        fed.append(position)
-        answer = await step(bench, position, position)
-        assert seen(answer) == ranked(one.runner.logits(fed))
-        assert (answer.position, answer.error_bound) == (position + 1, epsilon(len(fed)))
-    for bench in (one, other):
+    input_ids = [5, 6, 7]
+    for position, harness in ((10, other), (11, one), (12, other)):
+        input_ids.append(position)
+        answer = await step(harness, position, position)
+        assert context_ids(answer) == ranked(one.runner.logits(input_ids))
+        assert (answer.position, answer.error_bound) == (position + 1, epsilon(len(input_ids)))
+    for harness in (one, other):
         with pytest.raises(SessionExists):
-            await bench.engine.create_session("s", history=history)
-        assert (await bench.engine.get_session("s")).error_bound == epsilon(6)
+            await harness.engine.create_session("s", history=history)
+        assert (await harness.engine.get_session("s")).error_bound == epsilon(6)
     assert (await one.engine.rewind("s", 8)).error_bound == epsilon(1)
 
 
 async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_history(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
-    bench = await make_replica(store_away="degrade", of_bench={"certified": True, "max_window": 140})
+    harness = await make_replica(store_away="degrade", of_bench={"certified": True, "max_window": 140})
     redis.kill()
     with suppress(Unavailable):
-        await bench.engine.get_session("nobody")
-    view = await bench.engine.create_session("s", history=History((5, 6), 4))
-    assert (view.durable, view.error_bound) == (False, bench.manifest.certificate.error_bound_at(2))
-    assert not (await bench.engine.create_session("s", history=History((5, 6), 4))).created
-    assert seen(await step(bench, 7, 4)) == ranked(bench.runner.logits([5, 6, 7]))
+        await harness.engine.get_session("nobody")
+    view = await harness.engine.create_session("s", history=History((5, 6), 4))
+    assert (view.durable, view.error_bound) == (False, harness.manifest.certificate.error_bound_at(2))
+    assert not (await harness.engine.create_session("s", history=History((5, 6), 4))).created
+    assert context_ids(await step(harness, 7, 4)) == ranked(harness.runner.logits([5, 6, 7]))
     with pytest.raises(SessionExists):
-        await bench.engine.create_session("s", history=History((5, 6), 4))
+        await harness.engine.create_session("s", history=History((5, 6), 4))
 
 
 async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica: MakeReplica) -> None:
@@ -189,7 +189,7 @@ async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica
     with pytest.raises(PositionConflict):
         await step(one, 12, 3)
     answer = await step(one, 12, 4)
-    assert seen(answer) == expected(one, [5, 9, 10, 11, 12])
+    assert context_ids(answer) == expected(one, [5, 9, 10, 11, 12])
     assert answer.state is StateSource.REBUILT
     await one.engine.delete_session("s")
     with pytest.raises(UnknownSession):
@@ -204,7 +204,7 @@ async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeRe
     await step(one, 5)
     await step(other, 6)
     answer = await one.engine.predict(PredictRequest(session="s"))
-    assert (answer.position, seen(answer)) == (2, expected(one, [5, 6]))
+    assert (answer.position, context_ids(answer)) == (2, expected(one, [5, 6]))
 
 
 async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_however_long_its_past(
@@ -212,18 +212,18 @@ async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_howev
 ) -> None:
     one = await make_replica(snapshot_tokens=8)
     await one.engine.create_session("s")
-    fed = [5 + index % 50 for index in range(100)]
-    for token in fed:
+    input_ids = [5 + index % 50 for index in range(100)]
+    for token in input_ids:
         await step(one, token)
     other = await make_replica(snapshot_tokens=8)
     answer = await step(other, 3, 100)
     assert (answer.state, answer.error_bound, answer.durable) == (StateSource.REBUILT, 0.0, True)
-    assert seen(answer) == expected(one, [*fed, 3])
-    assert other.runner.calls == [("advance", [[*fed[96:], 3]]), ("head", [])]
-    other.engine._slab.drop("s")
+    assert context_ids(answer) == expected(one, [*input_ids, 3])
+    assert other.runner.calls == [("advance", [[*input_ids[96:], 3]]), ("head", [])]
+    other.engine._pool.drop("s")
     view = await other.engine.get_session("s")
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
-    assert seen(await other.engine.predict(PredictRequest(session="s"))) == expected(one, [*fed, 3])
+    assert context_ids(await other.engine.predict(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
 
 
 async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost(make_replica: MakeReplica) -> None:
@@ -253,7 +253,7 @@ async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(mak
 
 async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeReplica) -> None:
     one, other = [await make_replica(snapshot_tokens=1) for _ in range(2)]
-    other.engine._sessions._maker = b"another"
+    other.engine._sessions._model_fingerprint = b"another"
     await one.engine.create_session("s")
     for index in range(40):
         await step(one, 5 + index)
@@ -263,8 +263,8 @@ async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeRe
 class Client:
     """Steps one session in order, and tries again by position until each step is answered."""
 
-    def __init__(self, benches: list[EngineHarness], session: str, seed: int) -> None:
-        self.benches = benches
+    def __init__(self, harnesses: list[EngineHarness], session: str, seed: int) -> None:
+        self.harnesses = harnesses
         self.session = session
         self.random = Random(seed)
         self.durable: list[int] = []
@@ -274,9 +274,9 @@ class Client:
         for position in range(steps):
             token = self.random.randrange(2, 200)
             while True:
-                bench = self.random.choice(self.benches)
+                harness = self.random.choice(self.harnesses)
                 try:
-                    answer = await bench.engine.step(StepRequest(self.session, (token,), expected_position=position))
+                    answer = await harness.engine.step(StepRequest(self.session, (token,), expected_position=position))
                 except Unavailable:
                     await asyncio.sleep(0.01)
                     continue
@@ -292,8 +292,8 @@ def answered(clients: list[Client]) -> int:
     return sum(len(client.answered) for client in clients)
 
 
-async def tail_of(bench: EngineHarness, session: str) -> list[int]:
-    record = await bench.store.get(session)
+async def tail_of(harness: EngineHarness, session: str) -> list[int]:
+    record = await harness.store.get(session)
     assert record is not None
     return record.tail.ids().tolist()[-record.position :]
 
@@ -301,10 +301,10 @@ async def tail_of(bench: EngineHarness, session: str) -> list[int]:
 async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
-    benches = [await make_replica() for _ in range(2)]
-    clients = [Client(benches, f"c{index}", index) for index in range(12)]
+    harnesses = [await make_replica() for _ in range(2)]
+    clients = [Client(harnesses, f"c{index}", index) for index in range(12)]
     for client in clients:
-        await benches[0].engine.create_session(client.session)
+        await harnesses[0].engine.create_session(client.session)
     running = asyncio.gather(*(client.run(150) for client in clients))
     for share in (0.2, 0.4, 0.6, 0.8):
         await until(lambda share=share: answered(clients) >= share * 150 * len(clients))
@@ -312,28 +312,28 @@ async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice
         await asyncio.to_thread(redis.start)
     await running
     for client in clients:
-        record = await benches[1].store.get(client.session)
+        record = await harnesses[1].store.get(client.session)
         assert record is not None
         assert record.position == 150
-        assert await tail_of(benches[1], client.session) == client.answered[-16:]
+        assert await tail_of(harnesses[1], client.session) == client.answered[-16:]
         assert client.durable == client.answered
 
 
 async def test_replicas_that_go_on_without_redis_lose_nothing_that_was_durable(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
-    bench = await make_replica(store_away="degrade")
-    clients = [Client([bench], f"c{index}", index) for index in range(12)]
+    harness = await make_replica(store_away="degrade")
+    clients = [Client([harness], f"c{index}", index) for index in range(12)]
     for client in clients:
-        await bench.engine.create_session(client.session)
+        await harness.engine.create_session(client.session)
     running = asyncio.gather(*(client.run(300) for client in clients))
     for share in (0.2, 0.4, 0.6):
         await until(lambda share=share: answered(clients) >= share * 300 * len(clients))
         redis.kill()
-        await until(lambda: bench.store.standing.not_durable > 0)
+        await until(lambda: harness.store.standing.not_durable > 0)
         await asyncio.to_thread(redis.start)
     await running
-    await until(lambda: bench.store.standing.reachable and not bench.store.standing.not_durable)
+    await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
     other = await make_replica()
     for client in clients:  # nobody else stepped them, so that nothing at all was lost
         record = await other.store.get(client.session)
@@ -346,42 +346,42 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     async with proxy(redis.port) as between:
-        cut, whole = await make_replica(between.port), await make_replica()
-        await cut.engine.create_session("s")
-        await step(cut, 5, 0)
-        between.cut()
+        dropped_tokens, whole = await make_replica(between.port), await make_replica()
+        await dropped_tokens.engine.create_session("s")
+        await step(dropped_tokens, 5, 0)
+        between.dropped_tokens()
         with pytest.raises(Unavailable):
-            await step(cut, 6, 1)
-        assert not cut.store.standing.ready
-        cut.runner.calls.clear()
+            await step(dropped_tokens, 6, 1)
+        assert not dropped_tokens.store.standing.ready
+        dropped_tokens.runner.calls.clear()
         with pytest.raises(Unavailable):
-            await step(cut, 6, 1)
-        assert cut.runner.calls == []  # nothing is run that could not be kept
+            await step(dropped_tokens, 6, 1)
+        assert dropped_tokens.runner.calls == []  # nothing is run that could not be kept
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
-        await until(lambda: cut.store.standing.ready)
-        assert (await step(cut, 6, 1)).replayed is True
-        answer = await step(cut, 7, 2)
-        assert (seen(answer), answer.state) == (expected(cut, [5, 6, 7]), StateSource.RESIDENT)
+        await until(lambda: dropped_tokens.store.standing.ready)
+        assert (await step(dropped_tokens, 6, 1)).replayed is True
+        answer = await step(dropped_tokens, 7, 2)
+        assert (context_ids(answer), answer.state) == (expected(dropped_tokens, [5, 6, 7]), StateSource.RESIDENT)
 
 
 async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_and_the_client_is_told(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     async with proxy(redis.port) as between:
-        cut, whole = await make_replica(between.port, store_away="degrade"), await make_replica()
-        await cut.engine.create_session("s")
-        await step(cut, 5, 0)
-        between.cut()
+        dropped_tokens, whole = await make_replica(between.port, store_away="degrade"), await make_replica()
+        await dropped_tokens.engine.create_session("s")
+        await step(dropped_tokens, 5, 0)
+        between.dropped_tokens()
         for position, token in enumerate((6, 7), start=1):
-            answer = await step(cut, token, position)
-            assert (answer.durable, seen(answer)) == (False, expected(cut, [5, 6, 7][: position + 1]))
+            answer = await step(dropped_tokens, token, position)
+            assert (answer.durable, context_ids(answer)) == (False, expected(dropped_tokens, [5, 6, 7][: position + 1]))
         for position, token in enumerate((8, 9), start=1):
             assert (await step(whole, token, position)).durable is True
         between.mend()
-        await until(lambda: cut.store.standing.reachable and not cut.store.standing.not_durable)
+        await until(lambda: dropped_tokens.store.standing.reachable and not dropped_tokens.store.standing.not_durable)
         with pytest.raises(PositionConflict, match="not durable are lost") as caught:
-            await step(cut, 10, 3)
+            await step(dropped_tokens, 10, 3)
         assert caught.value.position == 3
-        answer = await step(cut, 10, 3)
-        assert (answer.durable, seen(answer)) == (True, expected(cut, [5, 8, 9, 10]))
+        answer = await step(dropped_tokens, 10, 3)
+        assert (answer.durable, context_ids(answer)) == (True, expected(dropped_tokens, [5, 8, 9, 10]))

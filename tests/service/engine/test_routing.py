@@ -79,8 +79,10 @@ def test_everything_is_run_where_it_costs_no_more_than_the_window(of_all: float,
 
 @pytest.mark.parametrize(("of_try", "expected"), [(4.0, (4, 8)), (4.1, (8,))])
 def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: tuple[int | None, ...]) -> None:
-    costs = {4: of_try, 8: 8.0, None: 100.0}
-    found = ways(CERTIFIED, 100, window=None, own=4, largest=12, tolerance=0.5**8, beside=True, cost=costs.__getitem__)
+    cost_model = {4: of_try, 8: 8.0, None: 100.0}
+    found = ways(
+        CERTIFIED, 100, window=None, own=4, largest=12, tolerance=0.5**8, beside=True, cost=cost_model.__getitem__
+    )
     assert found == expected
 
 

@@ -19,34 +19,36 @@ from wane.service.types import ScoreMethod, ScoreRequest
 EOS = 0
 
 
-def expected(bench: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
-    fed = [EOS, *tokens]
-    return [float(log_softmax(bench.runner.logits(fed[: index + 1]))[token]) for index, token in enumerate(tokens)]
+def expected(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
+    input_ids = [EOS, *tokens]
+    return [
+        float(log_softmax(harness.runner.logits(input_ids[: index + 1]))[token]) for index, token in enumerate(tokens)
+    ]
 
 
-async def test_every_given_token_has_its_log_probability_given_those_before_it(bench: EngineHarness) -> None:
+async def test_every_given_token_has_its_log_probability_given_those_before_it(harness: EngineHarness) -> None:
     tokens = (10, 11, 12, 10)
-    score = await bench.engine.score(ScoreRequest(tokens))
-    assert score.logprobs == pytest.approx(expected(bench, tokens), abs=1e-5)
+    score = await harness.engine.score(ScoreRequest(tokens))
+    assert score.logprobs == pytest.approx(expected(harness, tokens), abs=1e-5)
     assert score.summary.perplexity == pytest.approx(np.exp(-np.mean(score.logprobs)))
     assert (score.summary.error_bound, score.summary.max_residual) == (0.0, 0.0)
 
 
-async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(bench: EngineHarness) -> None:
+async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(harness: EngineHarness) -> None:
     tokens = tuple(10 + index % 97 for index in range(600))
-    score = await bench.engine.score(ScoreRequest(tokens))
-    assert [len(rows[0]) for _, rows in bench.runner.calls] == [256, 256, 88]
+    score = await harness.engine.score(ScoreRequest(tokens))
+    assert [len(rows[0]) for _, rows in harness.runner.calls] == [256, 256, 88]
     assert len(score.logprobs) == 600
     assert score.logprobs[-1] == pytest.approx(
-        float(log_softmax(bench.runner.logits([EOS, *tokens[:-1]]))[tokens[-1]]), abs=1e-5
+        float(log_softmax(harness.runner.logits([EOS, *tokens[:-1]]))[tokens[-1]]), abs=1e-5
     )
 
 
 @pytest.mark.parametrize("truncated", [False, True])
 async def test_other_work_runs_while_a_long_text_is_made_an_array(
-    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch, truncated: bool
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, truncated: bool
 ) -> None:
-    turn, fed, turns = 0, list[int](), list[int]()
+    turn, input_ids, locks = 0, list[int](), list[int]()
 
     async def count_turns() -> None:
         nonlocal turn
@@ -54,73 +56,77 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
             turn += 1
             await asyncio.sleep(0)
 
-    run = bench.engine._scorer._parallel.run
+    run = harness.engine._scorer._parallel.run
 
     def noted(role: Role, inputs: NDArray[np.int64], targets: NDArray[np.int64], *given: Any, **named: Any) -> Any:
-        turns.append(turn)
-        fed.extend([*inputs.tolist(), int(targets[-1])])
+        locks.append(turn)
+        input_ids.extend([*inputs.tolist(), int(targets[-1])])
         return run(role, inputs, targets, *given, **named)
 
     monkeypatch.setattr(score, "FED_AT_ONCE", 8, raising=False)
-    monkeypatch.setattr(bench.engine._scorer._parallel, "run", noted)
+    monkeypatch.setattr(harness.engine._scorer._parallel, "run", noted)
     tokens = tuple(10 + index % 97 for index in range(83))
     counting = asyncio.create_task(count_turns())
-    await bench.engine.score(ScoreRequest(tokens, truncated=truncated))
+    await harness.engine.score(ScoreRequest(tokens, truncated=truncated))
     counting.cancel()
-    assert fed == [*([] if truncated else [EOS]), *tokens]
-    assert turns[0] > 83 // 8
+    assert input_ids == [*([] if truncated else [EOS]), *tokens]
+    assert locks[0] > 83 // 8
 
 
 async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
-    bench: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.runner, "_head", bench.runner._head * np.float32(1e4))
-    score = await bench.engine.score(ScoreRequest((10, 11, 12)))
+    monkeypatch.setattr(harness.runner, "_head", harness.runner._head * np.float32(1e4))
+    score = await harness.engine.score(ScoreRequest((10, 11, 12)))
     assert np.isfinite(score.summary.perplexity)
 
 
 # Truncated sequences
 
 
-def truncated(bench: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
+def truncated(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
     """The log-probability of every token but the first, from those before it alone."""
-    return [float(log_softmax(bench.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
+    return [float(log_softmax(harness.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
 
 
 async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(certified=True, max_window=200)
-    epsilon = bench.manifest.certificate.error_bound_at
+    harness = make_harness(certified=True, max_window=200)
+    epsilon = harness.manifest.certificate.error_bound_at
     tokens = (10, 11, 12, 10)
-    score = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    score = await harness.engine.score(ScoreRequest(tokens, truncated=True))
     assert score.logprobs[0] is None
-    assert score.logprobs[1:] == pytest.approx(truncated(bench, tokens), abs=1e-5)
+    assert score.logprobs[1:] == pytest.approx(truncated(harness, tokens), abs=1e-5)
     assert score.error_bounds == (None, epsilon(1), epsilon(2), epsilon(3))
     summary = score.summary
     assert (summary.tokens, summary.error_bound) == (4, epsilon(1))
-    assert summary.perplexity == pytest.approx(np.exp(-np.mean(truncated(bench, tokens))))
-    assert bench.runner.calls == [("scan", [[10, 11, 12]])]
+    assert summary.perplexity == pytest.approx(np.exp(-np.mean(truncated(harness, tokens))))
+    assert harness.runner.calls == [("scan", [[10, 11, 12]])]
 
 
 async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tokens_before_it(
-    make_bench: Callable[..., EngineHarness],
+    make_harness: Callable[..., EngineHarness],
 ) -> None:
-    bench = make_bench(certified=True, max_window=200)
+    harness = make_harness(certified=True, max_window=200)
     tokens = tuple(10 + index % 97 for index in range(600))
-    score = await bench.engine.score(ScoreRequest(tokens, truncated=True))
+    score = await harness.engine.score(ScoreRequest(tokens, truncated=True))
     assert len(score.logprobs) == 600
-    assert score.logprobs[300] == pytest.approx(truncated(bench, tokens[:301])[-1], abs=1e-5)
+    assert score.logprobs[300] == pytest.approx(truncated(harness, tokens[:301])[-1], abs=1e-5)
     assert score.error_bounds is not None
-    assert score.error_bounds[1:] == tuple(bench.manifest.certificate.error_bound_at(known) for known in range(1, 600))
+    assert score.error_bounds[1:] == tuple(
+        harness.manifest.certificate.error_bound_at(known) for known in range(1, 600)
+    )
 
 
-async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench: Callable[..., EngineHarness]) -> None:
-    bench = make_bench(certified=True, max_window=200, pacing=Told({RESIDUAL: 150}))
-    epsilon = bench.manifest.certificate.error_bound_at
+async def test_chunks_side_by_side_add_what_their_joints_may_come_to(
+    make_harness: Callable[..., EngineHarness],
+) -> None:
+    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 150}))
+    epsilon = harness.manifest.certificate.error_bound_at
     tokens = tuple(10 + index * index % 97 for index in range(1500))
-    in_order = await bench.engine.score(ScoreRequest(tokens, truncated=True))
-    score = await bench.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0.1, truncated=True))
+    in_order = await harness.engine.score(ScoreRequest(tokens, truncated=True))
+    score = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0.1, truncated=True))
     summary = score.summary
     assert (summary.chunks, summary.rounds) == (4, 1) and summary.max_residual > RESIDUAL
     assert score.logprobs[0] is None and score.logprobs[1:] == pytest.approx(in_order.logprobs[1:], abs=0.5)
@@ -134,14 +140,14 @@ async def test_chunks_side_by_side_add_what_their_joints_may_come_to(make_bench:
     assert summary.error_bound == score.error_bounds[1]
 
 
-async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(bench: EngineHarness) -> None:
-    score = await bench.engine.score(ScoreRequest((10,), truncated=True))
+async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(harness: EngineHarness) -> None:
+    score = await harness.engine.score(ScoreRequest((10,), truncated=True))
     assert (score.logprobs, score.error_bounds) == ((None,), (None,))
     assert (score.summary.tokens, score.summary.perplexity, score.summary.error_bound) == (1, None, None)
-    assert bench.runner.calls == []
+    assert harness.runner.calls == []
 
 
-async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(bench: EngineHarness) -> None:
-    score = await bench.engine.score(ScoreRequest((10, 11, 12), truncated=True))
+async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(harness: EngineHarness) -> None:
+    score = await harness.engine.score(ScoreRequest((10, 11, 12), truncated=True))
     assert (score.error_bounds, score.summary.error_bound) == ((None, None, None), None)
-    assert (await bench.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None
+    assert (await harness.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

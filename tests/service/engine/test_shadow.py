@@ -30,9 +30,9 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
 
 
-def shadow_of(bench: EngineHarness) -> Shadow:
-    assert bench.engine._shadow is not None
-    return bench.engine._shadow
+def shadow_of(harness: EngineHarness) -> Shadow:
+    assert harness.engine._shadow is not None
+    return harness.engine._shadow
 
 
 async def turn() -> None:
@@ -47,36 +47,38 @@ async def settled(found: Shadow) -> None:
         await (asyncio.wait({found._running}) if found._running else asyncio.sleep(0))
 
 
-async def report(bench: EngineHarness) -> tuple[dict[str, Any], dict[str, Any]]:
+async def report(harness: EngineHarness) -> tuple[dict[str, Any], dict[str, Any]]:
     """The report's `agreement` and `shadow`."""
-    document: dict[str, Any] = await bench.engine.report()
+    document: dict[str, Any] = await harness.engine.report()
     return document["agreement"], document["shadow"]
 
 
-async def session_of(bench: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
+async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
     """A session after one step of these tokens, and that step's answer."""
-    session = (await bench.engine.create_session(mode=mode)).session
-    return session, await bench.engine.step(StepRequest(session, tokens))
+    session = (await harness.engine.create_session(mode=mode)).session
+    return session, await harness.engine.step(StepRequest(session, tokens))
 
 
-async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hears_of_it(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0)
+async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hears_of_it(
+    make_harness: MakeBench,
+) -> None:
+    harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 12))
-    _, answer = await session_of(bench, *tokens)
-    await settled(shadow_of(bench))
+    _, answer = await session_of(harness, *tokens)
+    await settled(shadow_of(harness))
     assert (answer.mode, answer.state, answer.modes, answer.agreement) == (
         Mode.RECURRENT,
         StateSource.RESIDENT,
         None,
         None,
     )
-    assert bench.runner.roles() == ["advance", "head"]
-    assert bench.shadow_runner.calls == [("window", [list(tokens[-4:])])]
-    agreement, shadows = await report(bench)
+    assert harness.runner.roles() == ["advance", "head"]
+    assert harness.shadow_runner.calls == [("window", [list(tokens[-4:])])]
+    agreement, shadows = await report(harness)
     assert (agreement["compared"], shadows["compared"], shadows["dropped"], shadows["failed"]) == (1, 1, 0, 0)
     expected = compare(
-        bench.runner.logits([EOS, *tokens]),
-        bench.runner.logits(tokens[-4:]),
+        harness.runner.logits([EOS, *tokens]),
+        harness.runner.logits(tokens[-4:]),
         *np.zeros((2, 4), np.float32),
         None,
         False,
@@ -86,25 +88,25 @@ async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hear
 
 
 async def test_a_step_of_one_token_needs_no_task_with_shadows_either_and_is_compared_with_its_own_window(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(shadow_rate=1.0)
+    harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 9))
-    session = (await bench.engine.create_session()).session
+    session = (await harness.engine.create_session()).session
     for token in tokens:
-        step = asyncio.create_task(bench.engine.step(StepRequest(session, (token,))))
+        step = asyncio.create_task(harness.engine.step(StepRequest(session, (token,))))
         await turn()
-        assert not bench.engine._running
+        assert not harness.engine._running
         await step
-        await settled(shadow_of(bench))
+        await settled(shadow_of(harness))
     windows = [list((EOS, *tokens[:end]) if end <= 4 else tokens[end - 4 : end]) for end in range(1, 8)]
-    assert bench.shadow_runner.calls == [("window", [window]) for window in windows]
-    agreement, shadows = await report(bench)
+    assert harness.shadow_runner.calls == [("window", [window]) for window in windows]
+    agreement, shadows = await report(harness)
     assert (agreement["compared"], shadows["dropped"]) == (7, 0)
     expected = [
         compare(
-            bench.runner.logits([EOS, *tokens[:end]]),
-            bench.runner.logits(window),
+            harness.runner.logits([EOS, *tokens[:end]]),
+            harness.runner.logits(window),
             *np.zeros((2, 4), np.float32),
             None,
             False,
@@ -114,35 +116,35 @@ async def test_a_step_of_one_token_needs_no_task_with_shadows_either_and_is_comp
     assert agreement["max_logit_difference"] == pytest.approx(max(one.max_logit_difference for one in expected))
 
 
-async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
-    await bench.engine.predict(PredictRequest((2, 3, 4, 5, 6)))
-    await bench.engine.predict(PredictRequest((2, 3, 4, 5, 7)))
-    await settled(shadow_of(bench))
-    agreement, shadows = await report(bench)
+async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0)
+    await harness.engine.predict(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
+    await harness.engine.predict(PredictRequest((2, 3, 4, 5, 6)))
+    await harness.engine.predict(PredictRequest((2, 3, 4, 5, 7)))
+    await settled(shadow_of(harness))
+    agreement, shadows = await report(harness)
     sources = agreement["sources"]
     assert [agreement["compared"], sources["both"]["compared"], sources["shadow"]["compared"]] == [3, 1, 2]
     assert shadows["cpu_s"] > 0
-    assert bench.sample("wane_shadow_total", outcome="compared") == 2
-    assert bench.sample("wane_agreement_compared_total") == 3
-    assert bench.sample("wane_shadow_cpu_seconds_total") == shadows["cpu_s"]
+    assert harness.sample("wane_shadow_total", outcome="compared") == 2
+    assert harness.sample("wane_agreement_compared_total") == 3
+    assert harness.sample("wane_shadow_cpu_seconds_total") == shadows["cpu_s"]
 
 
 async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
-    bench = make_bench(shadow_rate=1.0, certified=True, window=100, max_window=140)
+    harness = make_harness(shadow_rate=1.0, certified=True, window=100, max_window=140)
     tokens = tuple(5 + index % 90 for index in range(110))
-    answer = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
-    await settled(shadow_of(bench))
-    assert bench.shadow_runner.roles() == 28 * ["advance"] + ["head"]
-    assert [token for _, rows in bench.shadow_runner.calls[:-1] for token in rows[0]] == [EOS, *tokens]
-    agreement, _ = await report(bench)
+    answer = await harness.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    await settled(shadow_of(harness))
+    assert harness.shadow_runner.roles() == 28 * ["advance"] + ["head"]
+    assert [token for _, rows in harness.shadow_runner.calls[:-1] for token in rows[0]] == [EOS, *tokens]
+    agreement, _ = await report(harness)
     expected = compare(
-        bench.runner.logits([EOS, *tokens]),
-        bench.runner.logits(tokens[-100:]),
+        harness.runner.logits([EOS, *tokens]),
+        harness.runner.logits(tokens[-100:]),
         *np.zeros((2, 4), np.float32),
         None,
         False,
@@ -152,235 +154,235 @@ async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
     assert agreement["bound_violations"] == 0
 
 
-async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0)
+async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 32))
-    session, _ = await session_of(bench, *tokens[:20], mode=Mode.WINDOW)
-    await settled(shadow_of(bench))
-    await bench.engine.step(StepRequest(session, tokens[20:]))
-    await settled(shadow_of(bench))
-    (fed,) = [rows[0] for role, rows in bench.shadow_runner.calls if role == "advance"][1:]
-    assert fed == list(tokens[4:])  # the tail of 16, and what was appended
+    session, _ = await session_of(harness, *tokens[:20], mode=Mode.WINDOW)
+    await settled(shadow_of(harness))
+    await harness.engine.step(StepRequest(session, tokens[20:]))
+    await settled(shadow_of(harness))
+    (input_ids,) = [rows[0] for role, rows in harness.shadow_runner.calls if role == "advance"][1:]
+    assert input_ids == list(tokens[4:])  # the tail of 16, and what was appended
 
 
-async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    bench.shadow_runner.gate.clear()
+async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0)
+    harness.shadow_runner.gate.clear()
     tokens = list(range(2, 12))
-    session, _ = await session_of(bench, *tokens)
-    await bench.shadow_runner.until_busy()
-    shadow_of(bench)._random = Random(0)
-    shadow_of(bench)._rate = 0.0
+    session, _ = await session_of(harness, *tokens)
+    await harness.shadow_runner.until_busy()
+    shadow_of(harness)._random = Random(0)
+    shadow_of(harness)._rate = 0.0
     for token in (20, 21, 22):
-        await bench.engine.step(StepRequest(session, (token,)))
-    bench.shadow_runner.gate.set()
-    await settled(shadow_of(bench))
-    agreement, _ = await report(bench)
-    recurrent, window = bench.runner.logits([EOS, *tokens]), bench.runner.logits(tokens[-4:])
+        await harness.engine.step(StepRequest(session, (token,)))
+    harness.shadow_runner.gate.set()
+    await settled(shadow_of(harness))
+    agreement, _ = await report(harness)
+    recurrent, window = harness.runner.logits([EOS, *tokens]), harness.runner.logits(tokens[-4:])
     assert agreement["compared"] == 1
     assert agreement["max_logit_difference"] == pytest.approx(float(np.abs(recurrent - window).max()))
 
 
-async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    bench.shadow_runner.gate.clear()
-    await asyncio.gather(*(bench.engine.predict(PredictRequest((token,))) for token in range(2, 8)))
+async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0)
+    harness.shadow_runner.gate.clear()
+    await asyncio.gather(*(harness.engine.predict(PredictRequest((token,))) for token in range(2, 8)))
     await turn()
-    cases = list(shadow_of(bench)._cases)
+    cases = list(shadow_of(harness)._cases)
     assert cases
     assert all(case.live.outcome.logits.base is None and case.live.outcome.hidden.base is None for case in cases)
-    bench.shadow_runner.gate.set()
-    await settled(shadow_of(bench))
+    harness.shadow_runner.gate.set()
+    await settled(shadow_of(harness))
 
 
-async def test_the_share_that_is_sampled_is_the_rate(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_share_that_is_sampled_is_the_rate(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "MOST_CASES", 400)
-    bench = make_bench(shadow_rate=0.25)
-    shadow_of(bench)._random = Random(5)
+    harness = make_harness(shadow_rate=0.25)
+    shadow_of(harness)._random = Random(5)
     drawn = Random(5)
     expected = sum(drawn.random() < 0.25 for _ in range(400))
     for token in range(400):
-        await bench.engine.predict(PredictRequest((2 + token % 90,)))
-    await settled(shadow_of(bench))
-    _, shadows = await report(bench)
+        await harness.engine.predict(PredictRequest((2 + token % 90,)))
+    await settled(shadow_of(harness))
+    _, shadows = await report(harness)
     assert shadows["compared"] == expected
     assert 80 <= expected <= 120
 
 
 async def test_more_than_there_is_time_for_are_dropped_and_counted(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_CASES", 2)
-    bench = make_bench(shadow_rate=1.0)
-    bench.shadow_runner.gate.clear()
-    session, _ = await session_of(bench, 2)
-    await bench.shadow_runner.until_busy()
+    harness = make_harness(shadow_rate=1.0)
+    harness.shadow_runner.gate.clear()
+    session, _ = await session_of(harness, 2)
+    await harness.shadow_runner.until_busy()
     for token in range(3, 8):
-        await bench.engine.step(StepRequest(session, (token,)))
-    assert (await report(bench))[1]["dropped"] == 3
-    assert bench.sample("wane_shadow_total", outcome="dropped") == 3
-    bench.shadow_runner.gate.set()
-    await settled(shadow_of(bench))
-    assert (await report(bench))[1]["compared"] == 3
+        await harness.engine.step(StepRequest(session, (token,)))
+    assert (await report(harness))[1]["dropped"] == 3
+    assert harness.sample("wane_shadow_total", outcome="dropped") == 3
+    harness.shadow_runner.gate.set()
+    await settled(shadow_of(harness))
+    assert (await report(harness))[1]["compared"] == 3
 
 
 async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_TOKENS", 8)
-    bench = make_bench(shadow_rate=1.0)
-    await bench.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.WINDOW))
-    await bench.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
-    await settled(shadow_of(bench))
-    _, shadows = await report(bench)
+    harness = make_harness(shadow_rate=1.0)
+    await harness.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.WINDOW))
+    await harness.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
+    await settled(shadow_of(harness))
+    _, shadows = await report(harness)
     assert (shadows["compared"], shadows["dropped"]) == (1, 1)
 
 
 async def test_nothing_is_begun_while_the_runner_is_busy(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, travel: Callable[[float], None]
+    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch, travel: Callable[[float], None]
 ) -> None:
     monkeypatch.setattr(shadow, "PAUSE_S", 3600.0)
-    bench = make_bench(shadow_rate=1.0)
-    session, _ = await session_of(bench, 2)
-    bench.runner.gate.clear()
-    bench.runner.busy.clear()
-    live = asyncio.create_task(bench.engine.step(StepRequest(session, (3,))))
-    await bench.runner.until_busy()
+    harness = make_harness(shadow_rate=1.0)
+    session, _ = await session_of(harness, 2)
+    harness.runner.gate.clear()
+    harness.runner.busy.clear()
+    live = asyncio.create_task(harness.engine.step(StepRequest(session, (3,))))
+    await harness.runner.until_busy()
     travel(3600.0)
     await turn()
-    assert shadow_of(bench)._timer is None
-    assert bench.shadow_runner.calls == []
+    assert shadow_of(harness)._timer is None
+    assert harness.shadow_runner.calls == []
     monkeypatch.setattr(shadow, "PAUSE_S", 0.0)
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await live
-    await settled(shadow_of(bench))
-    assert len(bench.shadow_runner.calls) == 2
+    await settled(shadow_of(harness))
+    assert len(harness.shadow_runner.calls) == 2
 
 
 async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
-    bench = make_bench(shadow_rate=1.0)
-    bench.shadow_runner.gate.clear()
-    await bench.engine.predict(PredictRequest(tuple(range(2, 13)), mode=Mode.WINDOW))
-    await bench.shadow_runner.until_busy()
-    bench.runner.gate.clear()
-    bench.runner.busy.clear()
-    live = asyncio.create_task(bench.engine.predict(PredictRequest((2,), mode=Mode.BOTH)))
-    await bench.runner.until_busy()
-    bench.shadow_runner.gate.set()
-    running = shadow_of(bench)._running
+    harness = make_harness(shadow_rate=1.0)
+    harness.shadow_runner.gate.clear()
+    await harness.engine.predict(PredictRequest(tuple(range(2, 13)), mode=Mode.WINDOW))
+    await harness.shadow_runner.until_busy()
+    harness.runner.gate.clear()
+    harness.runner.busy.clear()
+    live = asyncio.create_task(harness.engine.predict(PredictRequest((2,), mode=Mode.BOTH)))
+    await harness.runner.until_busy()
+    harness.shadow_runner.gate.set()
+    running = shadow_of(harness)._running
     assert running is not None
     await asyncio.wait({running})
     await turn()
-    assert bench.shadow_runner.roles() == ["advance"]
-    bench.runner.gate.set()
+    assert harness.shadow_runner.roles() == ["advance"]
+    harness.runner.gate.set()
     await live
-    await settled(shadow_of(bench))
-    assert bench.shadow_runner.roles() == ["advance", "advance", "advance", "head"]
+    await settled(shadow_of(harness))
+    assert harness.shadow_runner.roles() == ["advance", "advance", "advance", "head"]
 
 
-async def test_live_work_does_not_wait_for_a_shadow(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    bench.shadow_runner.gate.clear()
-    session, _ = await session_of(bench, 2)
-    await bench.shadow_runner.until_busy()
-    answer = await bench.engine.step(StepRequest(session, (3,)))
+async def test_live_work_does_not_wait_for_a_shadow(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0)
+    harness.shadow_runner.gate.clear()
+    session, _ = await session_of(harness, 2)
+    await harness.shadow_runner.until_busy()
+    answer = await harness.engine.step(StepRequest(session, (3,)))
     assert answer.position == 2
-    assert len(bench.shadow_runner.calls) == 1
+    assert len(harness.shadow_runner.calls) == 1
 
 
 async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_as_dropped(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    bench.shadow_runner.gate.clear()
-    session, _ = await session_of(bench, 2)
-    await bench.shadow_runner.until_busy()
-    await bench.engine.step(StepRequest(session, (3,)))
-    await bench.engine.drain()
-    await bench.engine.close()
-    assert bench.shadow_runner.killed
-    assert not bench.shadow_runner.gate.is_set()
-    assert bench.sample("wane_shadow_total", outcome="dropped") == 2
-    bench.shadow_runner.gate.set()
+    harness = make_harness(shadow_rate=1.0)
+    harness.shadow_runner.gate.clear()
+    session, _ = await session_of(harness, 2)
+    await harness.shadow_runner.until_busy()
+    await harness.engine.step(StepRequest(session, (3,)))
+    await harness.engine.drain()
+    await harness.engine.close()
+    assert harness.shadow_runner.killed
+    assert not harness.shadow_runner.gate.is_set()
+    assert harness.sample("wane_shadow_total", outcome="dropped") == 2
+    harness.shadow_runner.gate.set()
     await turn()
-    assert bench.sample("wane_shadow_total", outcome="compared") == 0
+    assert harness.sample("wane_shadow_total", outcome="compared") == 0
 
 
 async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_not_sampled(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    bench.runner.gate.clear()
-    live = asyncio.create_task(bench.engine.predict(PredictRequest((2, 3))))
-    await bench.runner.until_busy()
-    drained = asyncio.create_task(bench.engine.drain())
+    harness = make_harness(shadow_rate=1.0)
+    harness.runner.gate.clear()
+    live = asyncio.create_task(harness.engine.predict(PredictRequest((2, 3))))
+    await harness.runner.until_busy()
+    drained = asyncio.create_task(harness.engine.drain())
     await turn()
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await live
     await drained
-    assert (await report(bench))[1] == {"compared": 0, "dropped": 0, "failed": 0, "cpu_s": 0.0}
+    assert (await report(harness))[1] == {"compared": 0, "dropped": 0, "failed": 0, "cpu_s": 0.0}
 
 
 async def test_a_pair_further_apart_than_is_claimed_is_counted(
-    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+    make_harness: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = make_bench(shadow_rate=1.0, certified=True)
-    bench.shadow_runner._embedding = 2 * bench.shadow_runner._embedding
-    await session_of(bench, 2, 3)  # no token is missing, so nothing may be
-    await settled(shadow_of(bench))
-    agreement, _ = await report(bench)
+    harness = make_harness(shadow_rate=1.0, certified=True)
+    harness.shadow_runner._embedding = 2 * harness.shadow_runner._embedding
+    await session_of(harness, 2, 3)  # no token is missing, so nothing may be
+    await settled(shadow_of(harness))
+    agreement, _ = await report(harness)
     assert agreement["sources"]["shadow"]["bound_violations"] == agreement["bound_violations"] == 1
-    assert bench.sample("wane_agreement_bound_violations_total") == 1
+    assert harness.sample("wane_agreement_bound_violations_total") == 1
     assert "further apart than is claimed" in caplog.text
 
 
 @pytest.mark.parametrize("trouble", ["poison", "hot"])
 async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
-    make_bench: MakeBench, caplog: pytest.LogCaptureFixture, trouble: str
+    make_harness: MakeBench, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    setattr(bench.shadow_runner, trouble, 3)
-    await bench.engine.predict(PredictRequest((2, 3)))
-    await bench.engine.predict(PredictRequest((2, 4)))
-    await settled(shadow_of(bench))
-    _, shadows = await report(bench)
+    harness = make_harness(shadow_rate=1.0)
+    setattr(harness.shadow_runner, trouble, 3)
+    await harness.engine.predict(PredictRequest((2, 3)))
+    await harness.engine.predict(PredictRequest((2, 4)))
+    await settled(shadow_of(harness))
+    _, shadows = await report(harness)
     assert (shadows["compared"], shadows["failed"]) == (1, 1)
     assert "a shadow failed" in caplog.text
 
 
-async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0, certified=True, window=130, max_window=140)
-    await bench.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
-    await settled(shadow_of(bench))
-    agreement, _ = await report(bench)
+async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0, certified=True, window=130, max_window=140)
+    await harness.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
+    await settled(shadow_of(harness))
+    agreement, _ = await report(harness)
     assert agreement["top1_proved_rate"] == 1.0
-    assert agreement["error_bound"]["max"] == bench.manifest.certificate.error_bound_at(130)
+    assert agreement["error_bound"]["max"] == harness.manifest.certificate.error_bound_at(130)
 
 
-async def test_the_bound_beside_a_shadow_s_window_counts(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
-    await bench.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
-    await settled(shadow_of(bench))
-    epsilon = bench.manifest.certificate.error_bound_at(20)
-    found = (await report(bench))[0]["error_bound"]["max"]
+async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
+    await harness.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
+    await settled(shadow_of(harness))
+    epsilon = harness.manifest.certificate.error_bound_at(20)
+    found = (await report(harness))[0]["error_bound"]["max"]
     assert epsilon is not None and 0 < found < epsilon
 
 
-async def test_without_a_rate_there_is_nothing_that_could_cost(make_bench: MakeBench) -> None:
-    bench = make_bench(shadow_rate=0.0)
-    assert bench.engine._shadow is None
-    assert bench.engine._answering.sampler is None
-    assert bench.engine._batcher.on_idle is None
+async def test_without_a_rate_there_is_nothing_that_could_cost(make_harness: MakeBench) -> None:
+    harness = make_harness(shadow_rate=0.0)
+    assert harness.engine._shadow is None
+    assert harness.engine._answer_builder.sampler is None
+    assert harness.engine._batcher.on_idle is None
 
 
 async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_process() -> None:
     (path,) = (path for path in PATHS if path.name == "rnn-stable")
-    catalog = ModelRegistry(Settings(bundles=path, shadow_rate=1.0), Metrics())
-    await catalog.load()
-    engine = catalog.get()
+    registry = ModelRegistry(Settings(bundles=path, shadow_rate=1.0), Metrics())
+    await registry.load()
+    engine = registry.get()
     found = engine._shadow
     assert found is not None
     tokens = tuple(range(2, 102))
@@ -395,38 +397,38 @@ async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_
     assert sources["shadow"]["bound_violations"] == 0
     assert sources["shadow"]["total_variation"]["max"] == pytest.approx(both.agreement.total_variation, abs=1e-6)
     assert document["shadow"]["cpu_s"] > 0
-    await catalog.close()
+    await registry.close()
 
 
 async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
-    make_bench: MakeBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make_bench(shadow_rate=1.0)
+    harness = make_harness(shadow_rate=1.0)
 
     def lost(role: Role, feeds: object) -> dict[str, Array]:
         raise RunnerLost("the process that runs aside has ended")
 
-    monkeypatch.setattr(bench.shadow_runner, "run", lost)
-    session, _ = await session_of(bench, 2)
-    await settled(shadow_of(bench))
-    assert bench.shadow_runner.killed
-    assert (await bench.engine.step(StepRequest(session, (3,)))).position == 2
-    await settled(shadow_of(bench))
-    _, shadows = await report(bench)
+    monkeypatch.setattr(harness.shadow_runner, "run", lost)
+    session, _ = await session_of(harness, 2)
+    await settled(shadow_of(harness))
+    assert harness.shadow_runner.killed
+    assert (await harness.engine.step(StepRequest(session, (3,)))).position == 2
+    await settled(shadow_of(harness))
+    _, shadows = await report(harness)
     assert (shadows["compared"], shadows["failed"], shadows["dropped"]) == (0, 1, 0)
     assert [record.message for record in caplog.records] == ["a shadow failed"]
 
 
-async def test_time_on_another_process_counts_too(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make_bench(shadow_rate=1.0)
-    run = bench.shadow_runner.run
+async def test_time_on_another_process_counts_too(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness(shadow_rate=1.0)
+    run = harness.shadow_runner.run
 
     def slow(role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        bench.shadow_runner.cpu_s += 2.0
+        harness.shadow_runner.cpu_s += 2.0
         return run(role, feeds)
 
-    monkeypatch.setattr(bench.shadow_runner, "run", slow)
-    await session_of(bench, 2)
-    await session_of(bench, 3)
-    await settled(shadow_of(bench))
-    assert 4.0 < (await report(bench))[1]["cpu_s"] < 6.0  # two runs
+    monkeypatch.setattr(harness.shadow_runner, "run", slow)
+    await session_of(harness, 2)
+    await session_of(harness, 3)
+    await settled(shadow_of(harness))
+    assert 4.0 < (await report(harness))[1]["cpu_s"] < 6.0  # two runs

@@ -98,17 +98,17 @@ def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None
     assert modes["window"]["latency"]["compute"]["p50_ms"] == 2.0
 
 
-async def test_the_report_of_an_engine_is_what_it_did(bench: EngineHarness) -> None:
-    session = (await bench.engine.create_session()).session
-    parked = (await bench.engine.create_session()).session
+async def test_the_report_of_an_engine_is_what_it_did(harness: EngineHarness) -> None:
+    session = (await harness.engine.create_session()).session
+    parked = (await harness.engine.create_session()).session
     for _ in range(3):
-        await bench.engine.step(StepRequest(session, (5,)))
-    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))
-    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
-    await bench.engine.score(ScoreRequest(TOKENS))
-    async for _ in await bench.engine.generate(GenerateRequest(TOKENS, max_tokens=2)):
+        await harness.engine.step(StepRequest(session, (5,)))
+    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))
+    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    await harness.engine.score(ScoreRequest(TOKENS))
+    async for _ in await harness.engine.generate(GenerateRequest(TOKENS, max_tokens=2)):
         pass
-    report: Any = await bench.engine.report()
+    report: Any = await harness.engine.report()
     assert (report["model"], report["model_version"], report["device"]) == ("fake", "1", "cpu")
     assert report["operations"] == {"step": 3, "predict": 2, "score": 1, "generate": 1}
     assert {mode: part["requests"] for mode, part in report["modes"].items()} == {
@@ -122,60 +122,60 @@ async def test_the_report_of_an_engine_is_what_it_did(bench: EngineHarness) -> N
     assert parked != session
 
 
-async def test_prometheus_sees_the_same_and_no_session_id(bench: EngineHarness) -> None:
-    session = (await bench.engine.create_session("a-session-by-name")).session
-    await bench.engine.step(StepRequest(session, (5,)))
-    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
-    assert bench.sample("wane_answers_total", operation="step", mode="recurrent") == 1
-    assert bench.sample("wane_answer_seconds_count", mode="window", phase="compute") == 1
-    assert bench.sample("wane_sessions_resident") == 1
-    assert bench.sample("wane_state_bytes") == bench.engine._slab.slot_bytes
-    assert bench.sample("wane_batch_items_count", role="step") == 1
-    text = bench.metrics.render()[0].decode()
+async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness) -> None:
+    session = (await harness.engine.create_session("a-session-by-name")).session
+    await harness.engine.step(StepRequest(session, (5,)))
+    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    assert harness.sample("wane_answers_total", operation="step", mode="recurrent") == 1
+    assert harness.sample("wane_answer_seconds_count", mode="window", phase="compute") == 1
+    assert harness.sample("wane_sessions_resident") == 1
+    assert harness.sample("wane_state_bytes") == harness.engine._pool.slot_bytes
+    assert harness.sample("wane_batch_items_count", role="step") == 1
+    text = harness.metrics.render()[0].decode()
     assert "a-session-by-name" not in text
     assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text
 
 
-async def test_what_was_claimed_of_answers_is_counted(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=130, max_window=140)
+async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeBench) -> None:
+    harness = make_harness(certified=True, window=130, max_window=140)
     tokens = TOKENS * 20
-    exact = await bench.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
-    window = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
-    vacuous = await bench.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=1))
+    exact = await harness.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    window = await harness.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    vacuous = await harness.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=1))
     assert (exact.error_bound, exact.top1_proved, vacuous.top1_proved) == (0.0, True, False)
     assert window.error_bound is not None and 0 < window.error_bound < 1e-2
     assert vacuous.error_bound == pytest.approx(1.0)
     for mode, le, count in (("recurrent", "0.0", 1), ("window", "0.0", 0), ("window", "0.01", 1), ("window", "1.0", 2)):
-        assert bench.sample("wane_answer_error_bound_bucket", mode=mode, le=le) == count
-    assert bench.sample("wane_answers_top1_proved_total", mode="recurrent") == 1
-    assert bench.sample("wane_answers_top1_proved_total", mode="window") == window.top1_proved
-    uncertified = make_bench()
+        assert harness.sample("wane_answer_error_bound_bucket", mode=mode, le=le) == count
+    assert harness.sample("wane_answers_top1_proved_total", mode="recurrent") == 1
+    assert harness.sample("wane_answers_top1_proved_total", mode="window") == window.top1_proved
+    uncertified = make_harness()
     await uncertified.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
     assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
 
 
-async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_bench: MakeBench) -> None:
-    bench = make_bench(certified=True, window=130, max_window=140)
+async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harness: MakeBench) -> None:
+    harness = make_harness(certified=True, window=130, max_window=140)
     for window in (130, 1, 140):
-        await bench.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
-    await bench.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
-    agreement: Any = (await bench.engine.report())["agreement"]
-    epsilon = bench.manifest.certificate.error_bound_at
+        await harness.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
+    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    agreement: Any = (await harness.engine.report())["agreement"]
+    epsilon = harness.manifest.certificate.error_bound_at
     bounds = [epsilon(130), epsilon(1), epsilon(140), 0.0]
     assert agreement["error_bound"] == {"bounded": 4, "mean": pytest.approx(sum(bounds) / 4), "max": max(bounds)}
-    assert agreement["top1_proved_rate"] == bench.sample("wane_agreement_top1_proved_total") / 4 >= 0.25
-    assert agreement["bound_violations"] == bench.sample("wane_agreement_bound_violations_total") == 0
+    assert agreement["top1_proved_rate"] == harness.sample("wane_agreement_top1_proved_total") / 4 >= 0.25
+    assert agreement["bound_violations"] == harness.sample("wane_agreement_bound_violations_total") == 0
 
 
 async def test_a_pair_further_apart_than_is_claimed_is_counted_and_logged(
-    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+    make_harness: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = make_bench(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
-    answer = await bench.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
+    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
+    answer = await harness.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
     assert answer.agreement is not None and answer.agreement.error_bound is not None
     assert answer.agreement.total_variation > answer.agreement.error_bound
-    agreement: Any = (await bench.engine.report())["agreement"]
-    assert agreement["bound_violations"] == bench.sample("wane_agreement_bound_violations_total") == 1
+    agreement: Any = (await harness.engine.report())["agreement"]
+    assert agreement["bound_violations"] == harness.sample("wane_agreement_bound_violations_total") == 1
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     fields = vars(record)["fields"]
     assert (fields["model"], fields["error_bound"]) == ("fake", answer.agreement.error_bound)

@@ -37,9 +37,9 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def expected(bench: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, float]]:
+def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, float]]:
     """The ids and log-probabilities that the model itself gives for what follows <eos> and `tokens`."""
-    return ranked(bench.runner.logits([EOS, *tokens]))
+    return ranked(harness.runner.logits([EOS, *tokens]))
 
 
 def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[int, float]]:
@@ -47,89 +47,91 @@ def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[i
     return [(int(token), pytest.approx(float(logprobs[token]))) for token in np.argsort(-logprobs)[:5]]
 
 
-async def start(bench: EngineHarness, *tokens: int, mode: Mode | None = None) -> str:
+async def start(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> str:
     """A session that was fed `tokens` one by one."""
-    session = (await bench.engine.create_session(mode=mode)).session
+    session = (await harness.engine.create_session(mode=mode)).session
     for token in tokens:
-        await bench.engine.step(StepRequest(session, (token,)))
+        await harness.engine.step(StepRequest(session, (token,)))
     return session
 
 
-async def test_a_fresh_session_is_at_position_0_and_exact(bench: EngineHarness) -> None:
-    view = await bench.engine.create_session()
+async def test_a_fresh_session_is_at_position_0_and_exact(harness: EngineHarness) -> None:
+    view = await harness.engine.create_session()
     assert (view.position, view.state, view.error_bound) == (0, StateSource.RESIDENT, 0.0)
-    assert await bench.engine.get_session(view.session) == replace(view, created=False)
+    assert await harness.engine.get_session(view.session) == replace(view, created=False)
 
 
-async def test_steps_answer_as_the_model_does_on_everything_so_far(bench: EngineHarness) -> None:
-    session = (await bench.engine.create_session()).session
-    fed: list[int] = []
+async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: EngineHarness) -> None:
+    session = (await harness.engine.create_session()).session
+    input_ids: list[int] = []
     for tokens in [(5,), (6, 7, 8), (9,)]:
-        fed += tokens
-        answer = await bench.engine.step(StepRequest(session, tokens))
-        assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, fed)
-        assert answer.position == len(fed)
+        input_ids += tokens
+        answer = await harness.engine.step(StepRequest(session, tokens))
+        assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
+        assert answer.position == len(input_ids)
         assert answer.session == session
         assert answer.replayed is False
         assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.RESIDENT, 0.0)
 
 
-async def test_one_token_from_a_resident_state_is_one_run_of_the_step_graph(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.calls.clear()
-    await bench.engine.step(StepRequest(session, (6,)))
-    assert bench.runner.calls == [("step", [[6]])]
+async def test_one_token_from_a_resident_state_is_one_run_of_the_step_graph(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.calls.clear()
+    await harness.engine.step(StepRequest(session, (6,)))
+    assert harness.runner.calls == [("step", [[6]])]
 
 
-async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6)
-    bench.runner.calls.clear()
-    answer = await bench.engine.predict(PredictRequest(session=session))
-    assert bench.runner.roles() == ["head"]
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6])
+async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6)
+    harness.runner.calls.clear()
+    answer = await harness.engine.predict(PredictRequest(session=session))
+    assert harness.runner.roles() == ["head"]
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
     assert (answer.position, answer.replayed, answer.state) == (2, None, StateSource.RESIDENT)
-    assert (await bench.engine.get_session(session)).position == 2
+    assert (await harness.engine.get_session(session)).position == 2
 
 
 # Replays and conflicts
 
 
-async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    first = await bench.engine.step(StepRequest(session, (6, 7), expected_position=1))
-    again = await bench.engine.step(StepRequest(session, (6, 7), expected_position=1))
+async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    first = await harness.engine.step(StepRequest(session, (6, 7), expected_position=1))
+    again = await harness.engine.step(StepRequest(session, (6, 7), expected_position=1))
     assert again.replayed is True
     assert again.position == first.position == 3
     assert [one.token_id for one in again.predictions] == [one.token_id for one in first.predictions]
     assert [one.logprob for one in again.predictions] == pytest.approx([one.logprob for one in first.predictions])
-    assert (await bench.engine.get_session(session)).position == 3
-    assert bench.sample("wane_steps_replayed_total") == 1
+    assert (await harness.engine.get_session(session)).position == 3
+    assert harness.sample("wane_steps_replayed_total") == 1
 
 
-async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    await bench.engine.step(StepRequest(session, (6,), expected_position=1))
-    bench.engine._slab.drop(session)
-    again = await bench.engine.step(StepRequest(session, (6,), expected_position=1))
+async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+    harness.engine._pool.drop(session)
+    again = await harness.engine.step(StepRequest(session, (6,), expected_position=1))
     assert again.replayed is True
     assert again.state is StateSource.REBUILT
-    assert [(one.token_id, one.logprob) for one in again.predictions] == expected(bench, [5, 6])
+    assert [(one.token_id, one.logprob) for one in again.predictions] == expected(harness, [5, 6])
 
 
 @pytest.mark.parametrize("position", [None, 1])
-async def test_the_same_key_is_a_replay_with_and_without_a_position(bench: EngineHarness, position: int | None) -> None:
-    session = await start(bench, 5)
+async def test_the_same_key_is_a_replay_with_and_without_a_position(
+    harness: EngineHarness, position: int | None
+) -> None:
+    session = await start(harness, 5)
     step = StepRequest(session, (6,), expected_position=position, idempotency_key="k")
-    assert (await bench.engine.step(step)).replayed is False
-    assert (await bench.engine.step(step)).replayed is True
-    assert (await bench.engine.get_session(session)).position == 2
+    assert (await harness.engine.step(step)).replayed is False
+    assert (await harness.engine.step(step)).replayed is True
+    assert (await harness.engine.get_session(session)).position == 2
 
 
-async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     with pytest.raises(PositionConflict) as caught:
-        await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="l"))
+        await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="l"))
     assert caught.value.position == 2
     assert caught.value.extra() == {"position": 2}
 
@@ -140,44 +142,44 @@ async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(b
     ids=str,
 )
 async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refused(
-    bench: EngineHarness, tokens: tuple[int, ...], position: int | None
+    harness: EngineHarness, tokens: tuple[int, ...], position: int | None
 ) -> None:
-    session = await start(bench, 5)
-    await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    session = await start(harness, 5)
+    await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     with pytest.raises(IdempotencyKeyReused, match="idempotency key") as caught:
-        await bench.engine.step(StepRequest(session, tokens, expected_position=position, idempotency_key="k"))
+        await harness.engine.step(StepRequest(session, tokens, expected_position=position, idempotency_key="k"))
     assert caught.value.extra() == {"position": 2}
-    assert (await bench.engine.get_session(session)).position == 2
-    next_ = await bench.engine.step(StepRequest(session, (7,), expected_position=2, idempotency_key="l"))
+    assert (await harness.engine.get_session(session)).position == 2
+    next_ = await harness.engine.step(StepRequest(session, (7,), expected_position=2, idempotency_key="l"))
     assert (next_.position, next_.replayed) == (3, False)
 
 
-async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    await bench.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
-    assert (await bench.engine.step(StepRequest(session, (6,), expected_position=1))).replayed is True
+async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    assert (await harness.engine.step(StepRequest(session, (6,), expected_position=1))).replayed is True
 
 
-async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 5, 5)
-    assert (await bench.engine.get_session(session)).position == 3
+async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 5, 5)
+    assert (await harness.engine.get_session(session)).position == 3
 
 
 @pytest.mark.parametrize(("position", "token"), [(0, 6), (1, 9), (7, 6)])
 async def test_a_step_that_starts_where_the_session_is_not_is_a_conflict(
-    bench: EngineHarness, position: int, token: int
+    harness: EngineHarness, position: int, token: int
 ) -> None:
-    session = await start(bench, 5)
-    await bench.engine.step(StepRequest(session, (6,), expected_position=1))
+    session = await start(harness, 5)
+    await harness.engine.step(StepRequest(session, (6,), expected_position=1))
     with pytest.raises(PositionConflict, match=f"at position 2, but the step starts at {position}"):
-        await bench.engine.step(StepRequest(session, (token,), expected_position=position))
-    assert (await bench.engine.get_session(session)).position == 2
+        await harness.engine.step(StepRequest(session, (token,), expected_position=position))
+    assert (await harness.engine.get_session(session)).position == 2
 
 
-async def test_only_the_last_step_can_be_replayed(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6, 7)
+async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6, 7)
     with pytest.raises(PositionConflict):
-        await bench.engine.step(StepRequest(session, (6,), expected_position=1))
+        await harness.engine.step(StepRequest(session, (6,), expected_position=1))
 
 
 class ContendedStore(MemoryStore):
@@ -203,629 +205,635 @@ class ContendedStore(MemoryStore):
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
 async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
-    make_bench: MakeBench, losses: int
+    make_harness: MakeBench, losses: int
 ) -> None:
     store = ContendedStore()
-    bench = make_bench(store=store)
-    session = await start(bench, 5)
+    harness = make_harness(store=store)
+    session = await start(harness, 5)
     store.losses = losses
-    answer = await bench.engine.step(StepRequest(session, (6,)))
+    answer = await harness.engine.step(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, *[99] * losses, 6])
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * losses, 6])
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
-    assert bench.sample("wane_step_conflicts_total") == losses
-    assert bench.sample("wane_sessions_caught_up_total") == losses
-    assert bench.sample("wane_sessions_rebuilt_total") == 0
+    assert harness.sample("wane_step_conflicts_total") == losses
+    assert harness.sample("wane_sessions_caught_up_total") == losses
+    assert harness.sample("wane_sessions_rebuilt_total") == 0
 
 
 async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
     store = ContendedStore()
-    bench = make_bench(store=store)
-    session = await start(bench, 5)
+    harness = make_harness(store=store)
+    session = await start(harness, 5)
     store.attempts, store.losses = 0, 100
     with pytest.raises(PositionConflict) as caught:
-        await bench.engine.step(StepRequest(session, (6,)))
+        await harness.engine.step(StepRequest(session, (6,)))
     assert store.attempts == 4
     assert caught.value.position == 5
     store.losses = 0
-    answer = await bench.engine.step(StepRequest(session, (7,)))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, *[99] * 4, 7])
+    answer = await harness.engine.step(StepRequest(session, (7,)))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * 4, 7])
 
 
 async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_again(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
     store = ContendedStore()
-    bench = make_bench(store=store)
-    session = await start(bench, 5)
+    harness = make_harness(store=store)
+    session = await start(harness, 5)
     store.attempts, store.losses = 0, 1
     with pytest.raises(PositionConflict) as caught:
-        await bench.engine.step(StepRequest(session, (6,), expected_position=1))
+        await harness.engine.step(StepRequest(session, (6,), expected_position=1))
     assert (store.attempts, caught.value.position) == (1, 2)
 
 
-async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_bench: MakeBench) -> None:
+async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: MakeBench) -> None:
     store = ContendedStore()
-    bench = make_bench(store=store)
-    session = await start(bench, 5)
+    harness = make_harness(store=store)
+    session = await start(harness, 5)
     store.losses, store.theirs = 1, (6,)
-    answer = await bench.engine.step(StepRequest(session, (6,), expected_position=1))
+    answer = await harness.engine.step(StepRequest(session, (6,), expected_position=1))
     assert (answer.replayed, answer.position) == (True, 2)
 
 
 @pytest.mark.parametrize("appended", [False, True])
 async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_session_is(
     appended: bool,
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
     store = ContendedStore()
-    bench = make_bench(store=store)
-    session = await start(bench, 5)
+    harness = make_harness(store=store)
+    session = await start(harness, 5)
     store.lost = True
     with pytest.raises(Unavailable):
-        await bench.engine.step(StepRequest(session, (6,)))
+        await harness.engine.step(StepRequest(session, (6,)))
     store.lost = False
     if appended:
         await store.append(session, 1, (6,), LastStep(1, of_tokens((6,)), None))
-    answer = await bench.engine.step(StepRequest(session, (7,)))
-    fed = [5, 6, 7] if appended else [5, 7]
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, fed)
+    answer = await harness.engine.step(StepRequest(session, (7,)))
+    input_ids = [5, 6, 7] if appended else [5, 7]
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
 
 
-async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    resident = bench.engine._slab.peek(session)
+async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    resident = harness.engine._pool.peek(session)
     assert resident is not None
     for revision in range(1, 20):  # elsewhere; 16 tokens are kept
-        await bench.store.append(session, revision, (6,), LastStep(revision, b"", None))
-    answer = await bench.engine.step(StepRequest(session, (8,), expected_position=20))
+        await harness.store.append(session, revision, (6,), LastStep(revision, b"", None))
+    answer = await harness.engine.step(StepRequest(session, (8,), expected_position=20))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 21)
 
 
-async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_brought_up(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    await bench.store.append(session, 1, (6, 7), LastStep(1, b"", None))
-    bench.runner.calls.clear()
-    answer = await bench.engine.predict(PredictRequest(session=session))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7])
+async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_brought_up(
+    harness: EngineHarness,
+) -> None:
+    session = await start(harness, 5)
+    await harness.store.append(session, 1, (6, 7), LastStep(1, b"", None))
+    harness.runner.calls.clear()
+    answer = await harness.engine.predict(PredictRequest(session=session))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7])
     assert (answer.state, answer.position) == (StateSource.RESIDENT, 3)
-    assert bench.runner.calls[0] == ("advance", [[6, 7]])
-    bench.runner.calls.clear()
-    await bench.engine.predict(PredictRequest(session=session))
-    assert bench.runner.roles() == ["head"]
+    assert harness.runner.calls[0] == ("advance", [[6, 7]])
+    harness.runner.calls.clear()
+    await harness.engine.predict(PredictRequest(session=session))
+    assert harness.runner.roles() == ["head"]
 
 
-async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6)
-    record = await bench.store.get(session)
+async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6)
+    record = await harness.store.get(session)
     assert record is not None
     # Elsewhere, somebody rewinds the session and steps it to the same position on another path.
-    rewound = await bench.store.rewind(session, record.revision, 1)
+    rewound = await harness.store.rewind(session, record.revision, 1)
     assert rewound is not None
-    await bench.store.append(session, rewound.revision, (7,), LastStep(1, b"", None))
-    answer = await bench.engine.step(StepRequest(session, (8,), expected_position=2))
+    await harness.store.append(session, rewound.revision, (7,), LastStep(1, b"", None))
+    answer = await harness.engine.step(StepRequest(session, (8,), expected_position=2))
     assert answer.state is StateSource.REBUILT
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7, 8])
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7, 8])
 
 
 # Failures and clients who leave
 
 
-async def test_a_failed_run_commits_nothing_and_the_state_stays(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.poison = 6
+async def test_a_failed_run_commits_nothing_and_the_state_stays(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
-        await bench.engine.step(StepRequest(session, (6,)))
-    view = await bench.engine.get_session(session)
+        await harness.engine.step(StepRequest(session, (6,)))
+    view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    answer = await bench.engine.step(StepRequest(session, (7,)))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 7])
+    answer = await harness.engine.step(StepRequest(session, (7,)))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7])
 
 
 async def test_an_output_that_is_no_number_is_a_failed_run(
-    bench: EngineHarness, caplog: pytest.LogCaptureFixture
+    harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = await start(bench, 5)
-    bench.runner.hot = 6
+    session = await start(harness, 5)
+    harness.runner.hot = 6
     for tokens in ((6,), (6, 7)):
         with pytest.raises(WaneError, match="failed to run"):
-            await bench.engine.step(StepRequest(session, tokens))
+            await harness.engine.step(StepRequest(session, tokens))
     with pytest.raises(WaneError, match="failed to run"):
-        await bench.engine.score(ScoreRequest((6, 7)))
+        await harness.engine.score(ScoreRequest((6, 7)))
     assert "not finite" in caplog.text
-    view = await bench.engine.get_session(session)
+    view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
 
 
-async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    session = await start(bench, 5)
-    bench.runner.poison = 200
+async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_harness: MakeBench) -> None:
+    harness = make_harness()
+    session = await start(harness, 5)
+    harness.runner.poison = 200
     with pytest.raises(WaneError, match="failed to run"):
-        await bench.engine.step(StepRequest(session, (*[6] * 600, 200)))
-    view = await bench.engine.get_session(session)
+        await harness.engine.step(StepRequest(session, (*[6] * 600, 200)))
+    view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    assert [one.token_id for one in (await bench.engine.predict(PredictRequest(session=session))).predictions] == [
-        token for token, _ in expected(bench, [5])
+    assert [one.token_id for one in (await harness.engine.predict(PredictRequest(session=session))).predictions] == [
+        token for token, _ in expected(harness, [5])
     ]
 
 
-async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.gate.clear()
-    other = asyncio.create_task(bench.engine.predict(PredictRequest((9,))))
-    await bench.runner.until_busy()
-    step = asyncio.create_task(bench.engine.step(StepRequest(session, (6,), expected_position=1)))
+async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.gate.clear()
+    other = asyncio.create_task(harness.engine.predict(PredictRequest((9,))))
+    await harness.runner.until_busy()
+    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,), expected_position=1)))
     await turn()
     step.cancel()
     await turn()
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await other
     assert step.cancelled()
-    view = await bench.engine.get_session(session)
+    view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    assert ("step", [[6]]) not in bench.runner.calls
-    assert bench.sample("wane_skipped_items_total", reason="abandoned") == 1
+    assert ("step", [[6]]) not in harness.runner.calls
+    assert harness.sample("wane_skipped_items_total", reason="abandoned") == 1
 
 
 async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_no_trace(
-    bench: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    first = asyncio.create_task(bench.engine.step(StepRequest(session, (6,))))
-    await bench.runner.until_busy()
-    second = asyncio.create_task(bench.engine.step(StepRequest(session, (7,))))
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    first = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    await harness.runner.until_busy()
+    second = asyncio.create_task(harness.engine.step(StepRequest(session, (7,))))
     await turn()
     second.cancel()
     await turn()
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     assert (await first).position == 2
-    assert (await bench.engine.get_session(session)).position == 2
+    assert (await harness.engine.get_session(session)).position == 2
 
 
 async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_can_replay_it(
-    bench: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
     step = StepRequest(session, (6,), expected_position=1)
-    gone = asyncio.create_task(bench.engine.step(step))
-    await bench.runner.until_busy()
+    gone = asyncio.create_task(harness.engine.step(step))
+    await harness.runner.until_busy()
     gone.cancel()
     await turn()
     assert gone.cancelled()
-    bench.runner.gate.set()
-    again = await bench.engine.step(step)  # waits for the session's turn, so behind the commit
+    harness.runner.gate.set()
+    again = await harness.engine.step(step)  # waits for the session's turn, so behind the commit
     assert (again.replayed, again.position) == (True, 2)
-    assert [(one.token_id, one.logprob) for one in again.predictions] == expected(bench, [5, 6])
+    assert [(one.token_id, one.logprob) for one in again.predictions] == expected(harness, [5, 6])
 
 
 async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
-    bench: EngineHarness, caplog: pytest.LogCaptureFixture
+    harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     gc.collect()
     caplog.clear()  # of what tests before this one have left
-    session = await start(bench, 5)
-    bench.runner.poison = 6
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    gone = asyncio.create_task(bench.engine.step(StepRequest(session, (6,), expected_position=1)))
-    await bench.runner.until_busy()
+    session = await start(harness, 5)
+    harness.runner.poison = 6
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    gone = asyncio.create_task(harness.engine.step(StepRequest(session, (6,), expected_position=1)))
+    await harness.runner.until_busy()
     gone.cancel()
     await turn()
-    bench.runner.gate.set()
-    await bench.engine.drain()
+    harness.runner.gate.set()
+    await harness.engine.drain()
     await turn()
     del gone  # which remembers the step
     gc.collect()
     assert {record.name for record in caplog.records} == {"wane.engine"}  # the run's failure, and no task's
-    assert (await bench.engine.get_session(session)).position == 1
+    assert (await harness.engine.get_session(session)).position == 1
 
 
-async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
+async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
     tokens = tuple(10 + index % 50 for index in range(1100))
-    gone = asyncio.create_task(bench.engine.step(StepRequest(session, tokens)))
-    await bench.runner.until_busy()
+    gone = asyncio.create_task(harness.engine.step(StepRequest(session, tokens)))
+    await harness.runner.until_busy()
     gone.cancel()
     await turn()
-    bench.runner.gate.set()
-    await bench.engine.drain()
-    assert (await bench.engine.get_session(session)).position == 1101
+    harness.runner.gate.set()
+    await harness.engine.drain()
+    assert (await harness.engine.get_session(session)).position == 1101
 
 
-async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.gate.clear()
-    other = asyncio.create_task(bench.engine.predict(PredictRequest((9,))))
-    await bench.runner.until_busy()
+async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.gate.clear()
+    other = asyncio.create_task(harness.engine.predict(PredictRequest((9,))))
+    await harness.runner.until_busy()
     now = asyncio.get_running_loop().time()
     with pytest.raises(DeadlineExceeded):
-        await bench.engine.step(StepRequest(session, (6,), deadline=now))
-    bench.runner.gate.set()
+        await harness.engine.step(StepRequest(session, (6,), deadline=now))
+    harness.runner.gate.set()
     await other
-    assert (await bench.engine.get_session(session)).position == 1
+    assert (await harness.engine.get_session(session)).position == 1
 
 
 async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_commits(
-    bench: EngineHarness, travel: Callable[[float], None]
+    harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
     step = StepRequest(session, (6,), expected_position=1)
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(bench.engine.step(replace(step, deadline=deadline)))
-    await bench.runner.until_busy()
+    late = asyncio.create_task(harness.engine.step(replace(step, deadline=deadline)))
+    await harness.runner.until_busy()
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded, match="it still commits: repeat it"):
         await late
-    bench.runner.gate.set()
-    again = await bench.engine.step(step)
+    harness.runner.gate.set()
+    again = await harness.engine.step(step)
     assert (again.replayed, again.position) == (True, 2)
 
 
 async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the_session(
-    bench: EngineHarness, travel: Callable[[float], None]
+    harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    step = asyncio.create_task(bench.engine.step(StepRequest(session, (6,))))
-    await bench.runner.until_busy()
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    await harness.runner.until_busy()
     deadline = asyncio.get_running_loop().time() + 3600
-    rewind = asyncio.create_task(bench.engine.rewind(session, 0, deadline))
-    end = asyncio.create_task(bench.engine.delete_session(session, deadline))
+    rewind = asyncio.create_task(harness.engine.rewind(session, 0, deadline))
+    end = asyncio.create_task(harness.engine.delete_session(session, deadline))
     await turn()
     travel(2 * 3600)
     for late in (rewind, end):
         with pytest.raises(DeadlineExceeded):
             await late
-    bench.runner.gate.set()
+    harness.runner.gate.set()
     await step
-    assert (await bench.engine.get_session(session)).position == 2
+    assert (await harness.engine.get_session(session)).position == 2
 
 
-async def test_two_steps_of_one_session_are_never_in_one_batch(bench: EngineHarness) -> None:
-    one, two = await start(bench), await start(bench)
+async def test_two_steps_of_one_session_are_never_in_one_batch(harness: EngineHarness) -> None:
+    one, two = await start(harness), await start(harness)
     steps = [StepRequest(session, (token,)) for token in (6, 7, 8) for session in (one, two)]
-    await asyncio.gather(*map(bench.engine.step, steps))
-    assert bench.runner.calls == [("step", [[token], [token]]) for token in (6, 7, 8)]
+    await asyncio.gather(*map(harness.engine.step, steps))
+    assert harness.runner.calls == [("step", [[token], [token]]) for token in (6, 7, 8)]
 
 
-async def test_only_so_many_may_wait_for_one_session(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    waiting = [asyncio.create_task(bench.engine.step(StepRequest(session, (6,)))) for _ in range(65)]
-    await bench.runner.until_busy()
+async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    waiting = [asyncio.create_task(harness.engine.step(StepRequest(session, (6,)))) for _ in range(65)]
+    await harness.runner.until_busy()
     with pytest.raises(Overloaded, match=f"64 requests are waiting for session '{session}'"):
-        await bench.engine.step(StepRequest(session, (6,)))
-    bench.runner.gate.set()
+        await harness.engine.step(StepRequest(session, (6,)))
+    harness.runner.gate.set()
     await asyncio.gather(*waiting)
-    assert (await bench.engine.get_session(session)).position == 66
+    assert (await harness.engine.get_session(session)).position == 66
 
 
 # Parked, rebuilt, rewound
 
 
-async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6, 7)
-    bench.engine._slab.drop(session)
-    view = await bench.engine.get_session(session)
+async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6, 7)
+    harness.engine._pool.drop(session)
+    view = await harness.engine.get_session(session)
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
-    answer = await bench.engine.step(StepRequest(session, (8,)))
+    answer = await harness.engine.step(StepRequest(session, (8,)))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7, 8])
-    assert (await bench.engine.step(StepRequest(session, (9,)))).state is StateSource.RESIDENT
-    assert bench.sample("wane_sessions_rebuilt_total") == 1
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7, 8])
+    assert (await harness.engine.step(StepRequest(session, (9,)))).state is StateSource.RESIDENT
+    assert harness.sample("wane_sessions_rebuilt_total") == 1
 
 
 async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_bound(
-    bench: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    fed = [10 + index for index in range(20)]
-    session = await start(bench, *fed)
-    assert (await bench.engine.get_session(session)).error_bound == 0.0
-    bench.engine._slab.drop(session)
-    answer = await bench.engine.step(StepRequest(session, (6,)))
+    input_ids = [10 + index for index in range(20)]
+    session = await start(harness, *input_ids)
+    assert (await harness.engine.get_session(session)).error_bound == 0.0
+    harness.engine._pool.drop(session)
+    answer = await harness.engine.step(StepRequest(session, (6,)))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, None)
-    tail = fed[-16:]
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([*tail, 6]))
-    after = await bench.engine.step(StepRequest(session, (7,)))
+    tail = input_ids[-16:]
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits([*tail, 6]))
+    after = await harness.engine.step(StepRequest(session, (7,)))
     assert (after.state, after.error_bound) == (StateSource.RESIDENT, None)
 
 
-async def test_a_tail_of_exactly_tail_tokens_is_still_whole(bench: EngineHarness) -> None:
-    fed = [10 + index for index in range(16)]
-    session = await start(bench, *fed)
-    bench.engine._slab.drop(session)
-    answer = await bench.engine.predict(PredictRequest(session=session))
+async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarness) -> None:
+    input_ids = [10 + index for index in range(16)]
+    session = await start(harness, *input_ids)
+    harness.engine._pool.drop(session)
+    answer = await harness.engine.predict(PredictRequest(session=session))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, fed)
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
 
 
-async def test_predicting_from_a_parked_session_makes_it_resident(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6)
-    bench.engine._slab.drop(session)
-    first = await bench.engine.predict(PredictRequest(session=session))
-    second = await bench.engine.predict(PredictRequest(session=session))
+async def test_predicting_from_a_parked_session_makes_it_resident(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6)
+    harness.engine._pool.drop(session)
+    first = await harness.engine.predict(PredictRequest(session=session))
+    second = await harness.engine.predict(PredictRequest(session=session))
     assert (first.state, second.state) == (StateSource.REBUILT, StateSource.RESIDENT)
 
 
-async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_bench: MakeBench) -> None:
+async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_harness: MakeBench) -> None:
     slot_bytes = 4 * (4 + 4 + 4)
-    bench = make_bench(state_budget_bytes=8 * slot_bytes)
-    sessions = [await start(bench, 10 + index, 20 + index) for index in range(12)]
-    counts = (await bench.engine.report())["sessions"]
+    harness = make_harness(state_budget_bytes=8 * slot_bytes)
+    sessions = [await start(harness, 10 + index, 20 + index) for index in range(12)]
+    counts = (await harness.engine.report())["sessions"]
     # Of eight slots two are reserved, and a step takes one more for the state that it makes.
     assert counts == {"resident": 5, "parked": 7, "rebuilt": 0}
     for index, session in enumerate(sessions):
-        answer = await bench.engine.step(StepRequest(session, (7,)))
+        answer = await harness.engine.step(StepRequest(session, (7,)))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(
-            bench, [10 + index, 20 + index, 7]
+            harness, [10 + index, 20 + index, 7]
         )
-    assert bench.sample("wane_sessions_evicted_total") > 0
-    bench.engine._slab.check_integrity()
+    assert harness.sample("wane_sessions_evicted_total") > 0
+    harness.engine._pool.check_integrity()
 
 
-async def test_a_rewound_session_goes_on_from_where_it_was_cut(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6, 7)
-    view = await bench.engine.rewind(session, 1)
+async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6, 7)
+    view = await harness.engine.rewind(session, 1)
     assert (view.position, view.state, view.error_bound) == (1, StateSource.REBUILT, 0.0)
-    answer = await bench.engine.step(StepRequest(session, (8,)))
+    answer = await harness.engine.step(StepRequest(session, (8,)))
     assert (answer.position, answer.state) == (2, StateSource.REBUILT)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 8])
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 8])
 
 
-async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
+async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
     step = StepRequest(session, (6,), expected_position=1, idempotency_key="k")
-    await bench.engine.step(step)
-    await bench.engine.rewind(session, 1)
-    assert (await bench.engine.step(step)).replayed is False
+    await harness.engine.step(step)
+    await harness.engine.rewind(session, 1)
+    assert (await harness.engine.step(step)).replayed is False
 
 
-async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6)
-    assert (await bench.engine.rewind(session, 2)).position == 2
-    assert (await bench.engine.rewind(session, 0)).position == 0
-    answer = await bench.engine.step(StepRequest(session, (7,)))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [7])
+async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6)
+    assert (await harness.engine.rewind(session, 2)).position == 2
+    assert (await harness.engine.rewind(session, 0)).position == 0
+    answer = await harness.engine.step(StepRequest(session, (7,)))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [7])
 
 
 async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_the_last_step(
-    bench: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    session = await start(bench, *range(10, 30))
+    session = await start(harness, *range(10, 30))
     step = StepRequest(session, (6,), expected_position=20)
-    await bench.engine.step(step)
-    bench.clock.now_s += 10
-    view = await bench.engine.rewind(session, 21)
+    await harness.engine.step(step)
+    harness.clock.now_s += 10
+    view = await harness.engine.rewind(session, 21)
     assert (view.position, view.state, view.error_bound, view.idle_s) == (21, StateSource.RESIDENT, 0.0, 0.0)
-    assert await bench.engine.get_session(session) == view
-    assert (await bench.engine.step(step)).replayed is True
+    assert await harness.engine.get_session(session) == view
+    assert (await harness.engine.step(step)).replayed is True
 
 
 @pytest.mark.parametrize("position", [-1, 3, 4, 21])
-async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(bench: EngineHarness, position: int) -> None:
-    session = await start(bench, *range(10, 30))
+async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(
+    harness: EngineHarness, position: int
+) -> None:
+    session = await start(harness, *range(10, 30))
     with pytest.raises(InvalidRequest, match=f"position is {position}.* positions 5 to 20"):
-        await bench.engine.rewind(session, position)
-    assert (await bench.engine.rewind(session, 5)).position == 5
+        await harness.engine.rewind(session, position)
+    assert (await harness.engine.rewind(session, 5)).position == 5
 
 
 # Modes
 
 
-async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(bench: EngineHarness) -> None:
-    session = await start(bench, *range(10, 20), mode=Mode.WINDOW)
-    bench.runner.calls.clear()
-    answer = await bench.engine.step(StepRequest(session, (6,)))
-    assert bench.runner.calls == [("window", [[17, 18, 19, 6]])]
+async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(harness: EngineHarness) -> None:
+    session = await start(harness, *range(10, 20), mode=Mode.WINDOW)
+    harness.runner.calls.clear()
+    answer = await harness.engine.step(StepRequest(session, (6,)))
+    assert harness.runner.calls == [("window", [[17, 18, 19, 6]])]
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert answer.error_bound is None
-    assert len(bench.engine._slab) == 0
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([17, 18, 19, 6]))
+    assert len(harness.engine._pool) == 0
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits([17, 18, 19, 6]))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("count", [0, 3, 4, 5, 20])
 async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
-    bench: EngineHarness, mode: Mode, count: int
+    harness: EngineHarness, mode: Mode, count: int
 ) -> None:
-    session = await start(bench, *range(10, 10 + count), mode=mode)
-    view = await bench.engine.get_session(session)
-    answer = await bench.engine.predict(PredictRequest(session=session))
+    session = await start(harness, *range(10, 10 + count), mode=mode)
+    view = await harness.engine.get_session(session)
+    answer = await harness.engine.predict(PredictRequest(session=session))
     assert (view.state, view.error_bound) == (answer.state, answer.error_bound)
 
 
-async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(bench: EngineHarness) -> None:
-    fed = [10 + index for index in range(20)]
-    session = await start(bench, *fed)
-    answer = await bench.engine.step(StepRequest(session, (6,), mode=Mode.WINDOW))
+async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(harness: EngineHarness) -> None:
+    input_ids = [10 + index for index in range(20)]
+    session = await start(harness, *input_ids)
+    answer = await harness.engine.step(StepRequest(session, (6,), mode=Mode.WINDOW))
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.WINDOW, StateSource.WINDOW, None)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([*fed[-3:], 6]))
-    answer = await bench.engine.step(StepRequest(session, (7,)))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(
+        harness.runner.logits([*input_ids[-3:], 6])
+    )
+    answer = await harness.engine.step(StepRequest(session, (7,)))
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [*fed, 6, 7])
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [*input_ids, 6, 7])
 
 
-async def test_a_step_that_asks_for_a_window_rebuilds_no_state(bench: EngineHarness) -> None:
-    session = await start(bench, 5, 6)
-    bench.engine._slab.drop(session)
-    bench.runner.calls.clear()
-    await bench.engine.step(StepRequest(session, (7,), mode=Mode.WINDOW))
-    assert bench.runner.roles() == ["window"]
-    assert bench.engine._slab.peek(session) is None
+async def test_a_step_that_asks_for_a_window_rebuilds_no_state(harness: EngineHarness) -> None:
+    session = await start(harness, 5, 6)
+    harness.engine._pool.drop(session)
+    harness.runner.calls.clear()
+    await harness.engine.step(StepRequest(session, (7,), mode=Mode.WINDOW))
+    assert harness.runner.roles() == ["window"]
+    assert harness.engine._pool.peek(session) is None
 
 
-async def test_both_answers_recurrently_and_measures_the_window_beside_it(bench: EngineHarness) -> None:
-    session = await start(bench, *range(10, 20))
-    answer = await bench.engine.step(StepRequest(session, (6,), mode=Mode.BOTH))
+async def test_both_answers_recurrently_and_measures_the_window_beside_it(harness: EngineHarness) -> None:
+    session = await start(harness, *range(10, 20))
+    answer = await harness.engine.step(StepRequest(session, (6,), mode=Mode.BOTH))
     assert answer.modes is not None
     assert answer.agreement is not None
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [*range(10, 20), 6])
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [*range(10, 20), 6])
     assert answer.modes[Mode.RECURRENT].predictions == answer.predictions
     window = [(one.token_id, one.logprob) for one in answer.modes[Mode.WINDOW].predictions]
-    assert window == ranked(bench.runner.logits([17, 18, 19, 6]))
+    assert window == ranked(harness.runner.logits([17, 18, 19, 6]))
     assert 0 < answer.agreement.total_variation < 1
     assert answer.error_bound == 0.0
     assert answer.agreement.error_bound is None
-    assert (await bench.engine.step(StepRequest(session, (7,)))).state is StateSource.RESIDENT
+    assert (await harness.engine.step(StepRequest(session, (7,)))).state is StateSource.RESIDENT
 
 
-async def test_a_sessions_own_mode_holds_unless_the_step_names_another(bench: EngineHarness) -> None:
-    session = await start(bench, 5, mode=Mode.BOTH)
-    assert (await bench.engine.step(StepRequest(session, (6,)))).mode is Mode.BOTH
-    assert (await bench.engine.step(StepRequest(session, (6,), mode=Mode.AUTO))).mode is Mode.BOTH
-    answer = await bench.engine.step(StepRequest(session, (6,), mode=Mode.RECURRENT))
+async def test_a_sessions_own_mode_holds_unless_the_step_names_another(harness: EngineHarness) -> None:
+    session = await start(harness, 5, mode=Mode.BOTH)
+    assert (await harness.engine.step(StepRequest(session, (6,)))).mode is Mode.BOTH
+    assert (await harness.engine.step(StepRequest(session, (6,), mode=Mode.AUTO))).mode is Mode.BOTH
+    answer = await harness.engine.step(StepRequest(session, (6,), mode=Mode.RECURRENT))
     assert (answer.mode, answer.window, answer.modes) == (Mode.RECURRENT, None, None)
 
 
 async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own_shrinks(
-    bench: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    session = await start(bench, *range(10, 30))
-    await bench.engine.rewind(session, 6)
+    session = await start(harness, *range(10, 30))
+    await harness.engine.rewind(session, 6)
     with pytest.raises(InvalidRequest, match="window is 3, but only the last 2 tokens are kept"):
-        await bench.engine.predict(PredictRequest(session=session, mode=Mode.WINDOW, window=3))
-    answer = await bench.engine.predict(PredictRequest(session=session, mode=Mode.WINDOW))
+        await harness.engine.predict(PredictRequest(session=session, mode=Mode.WINDOW, window=3))
+    answer = await harness.engine.predict(PredictRequest(session=session, mode=Mode.WINDOW))
     assert answer.window == 2
 
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.BOTH])
 async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
-    bench: EngineHarness, mode: Mode | None
+    harness: EngineHarness, mode: Mode | None
 ) -> None:
-    session = await start(bench, *range(10, 30), mode=mode)
-    exact = await bench.engine.predict(PredictRequest(session=session, tolerance=0.0))
+    session = await start(harness, *range(10, 30), mode=mode)
+    exact = await harness.engine.predict(PredictRequest(session=session, tolerance=0.0))
     assert exact.error_bound == 0.0
-    bench.engine._slab.drop(session)
-    bench.runner.calls.clear()
+    harness.engine._pool.drop(session)
+    harness.runner.calls.clear()
     with pytest.raises(InvalidRequest, match=r"tolerance is 0\.5, but .* has no error bound") as caught:
-        await bench.engine.predict(PredictRequest(session=session, tolerance=0.5))
+        await harness.engine.predict(PredictRequest(session=session, tolerance=0.5))
     assert caught.value.field == "tolerance"
-    assert bench.runner.calls == []
+    assert harness.runner.calls == []
 
 
-async def test_a_window_for_a_session_that_answers_recurrently_is_refused(bench: EngineHarness) -> None:
-    session = await start(bench, *range(10, 20))
+async def test_a_window_for_a_session_that_answers_recurrently_is_refused(harness: EngineHarness) -> None:
+    session = await start(harness, *range(10, 20))
     with pytest.raises(InvalidRequest, match="answers by mode recurrent; it is for window and both") as caught:
-        await bench.engine.predict(PredictRequest(session=session, window=3))
+        await harness.engine.predict(PredictRequest(session=session, window=3))
     assert caught.value.field == "window"
-    own = await start(bench, *range(10, 20), mode=Mode.WINDOW)
-    assert (await bench.engine.predict(PredictRequest(session=own, window=3))).window == 3
+    own = await start(harness, *range(10, 20), mode=Mode.WINDOW)
+    assert (await harness.engine.predict(PredictRequest(session=own, window=3))).window == 3
 
 
 # Life
 
 
-async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.clock.now_s += 3600
-    assert (await bench.engine.get_session(session)).idle_s == 3600
-    bench.clock.now_s += 1
+async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.clock.now_s += 3600
+    assert (await harness.engine.get_session(session)).idle_s == 3600
+    harness.clock.now_s += 1
     with pytest.raises(UnknownSession, match="expired"):
-        await bench.engine.step(StepRequest(session, (6,)))
-    assert len(bench.engine._slab) == 0
+        await harness.engine.step(StepRequest(session, (6,)))
+    assert len(harness.engine._pool) == 0
 
 
-async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(bench: EngineHarness) -> None:
-    await start(bench, 5)
-    bench.clock.now_s += 3601
-    assert (await bench.engine.report())["sessions"] == {"resident": 0, "parked": 0, "rebuilt": 0}
-    assert bench.engine._slab.used_bytes == 0
+async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(harness: EngineHarness) -> None:
+    await start(harness, 5)
+    harness.clock.now_s += 3601
+    assert (await harness.engine.report())["sessions"] == {"resident": 0, "parked": 0, "rebuilt": 0}
+    assert harness.engine._pool.used_bytes == 0
 
 
 async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_does_not(
-    bench: EngineHarness,
+    harness: EngineHarness,
 ) -> None:
-    session = await start(bench, 5)
-    bench.clock.now_s += 10
-    await bench.engine.get_session(session)
-    assert (await bench.engine.get_session(session)).idle_s == 10
-    await bench.engine.predict(PredictRequest(session=session))
-    assert (await bench.engine.get_session(session)).idle_s == 0
+    session = await start(harness, 5)
+    harness.clock.now_s += 10
+    await harness.engine.get_session(session)
+    assert (await harness.engine.get_session(session)).idle_s == 10
+    await harness.engine.predict(PredictRequest(session=session))
+    assert (await harness.engine.get_session(session)).idle_s == 0
 
 
-async def test_a_replay_is_a_use(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
+async def test_a_replay_is_a_use(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
     for _ in range(3):
-        bench.clock.now_s += 2000
-        answer = await bench.engine.step(StepRequest(session, (5,), expected_position=0))
+        harness.clock.now_s += 2000
+        answer = await harness.engine.step(StepRequest(session, (5,), expected_position=0))
         assert answer.replayed
-    assert (await bench.engine.get_session(session)).idle_s == 0
+    assert (await harness.engine.get_session(session)).idle_s == 0
 
 
-async def test_a_session_that_is_only_predicted_from_keeps_its_state(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
+async def test_a_session_that_is_only_predicted_from_keeps_its_state(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
     for _ in range(3):
-        bench.clock.now_s += 2000
-        answer = await bench.engine.predict(PredictRequest(session=session))
-        await bench.engine.report()
+        harness.clock.now_s += 2000
+        answer = await harness.engine.predict(PredictRequest(session=session))
+        await harness.engine.report()
     assert answer.state is StateSource.RESIDENT
 
 
-async def test_a_deleted_session_is_unknown(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    await bench.engine.delete_session(session)
-    assert len(bench.engine._slab) == 0
+async def test_a_deleted_session_is_unknown(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    await harness.engine.delete_session(session)
+    assert len(harness.engine._pool) == 0
     for attempt in (
-        bench.engine.get_session(session),
-        bench.engine.delete_session(session),
-        bench.engine.rewind(session, 0),
-        bench.engine.step(StepRequest(session, (6,))),
-        bench.engine.predict(PredictRequest(session=session)),
+        harness.engine.get_session(session),
+        harness.engine.delete_session(session),
+        harness.engine.rewind(session, 0),
+        harness.engine.step(StepRequest(session, (6,))),
+        harness.engine.predict(PredictRequest(session=session)),
     ):
         with pytest.raises(UnknownSession):
             await attempt
 
 
-async def test_an_owners_id_is_kept_and_cannot_be_taken_twice(bench: EngineHarness) -> None:
-    assert (await bench.engine.create_session("mine:1", Mode.WINDOW)).session == "mine:1"
+async def test_an_owners_id_is_kept_and_cannot_be_taken_twice(harness: EngineHarness) -> None:
+    assert (await harness.engine.create_session("mine:1", Mode.WINDOW)).session == "mine:1"
     with pytest.raises(SessionExists, match="mine:1"):
-        await bench.engine.create_session("mine:1")
+        await harness.engine.create_session("mine:1")
 
 
 @pytest.mark.parametrize("session", ["", "a b", "x" * 129, "a/b", "ü", ".", "..", ".\n"])
-async def test_a_bad_session_id_is_refused(bench: EngineHarness, session: str) -> None:
+async def test_a_bad_session_id_is_refused(harness: EngineHarness, session: str) -> None:
     with pytest.raises(InvalidRequest, match="1 to 128"):
-        await bench.engine.create_session(session)
+        await harness.engine.create_session(session)
 
 
 @pytest.mark.parametrize("session", ["...", "a.", ".a", "..a", "x" * 128])
-async def test_an_id_may_have_dots_beside_something_else(bench: EngineHarness, session: str) -> None:
-    assert (await bench.engine.create_session(session)).session == session
+async def test_an_id_may_have_dots_beside_something_else(harness: EngineHarness, session: str) -> None:
+    assert (await harness.engine.create_session(session)).session == session
 
 
-async def test_more_sessions_than_the_store_keeps_are_refused(make_bench: MakeBench) -> None:
-    bench = make_bench(session_budget_bytes=2 * entry_bytes("x" * 22, 34))
-    await start(bench)
-    await start(bench)
+async def test_more_sessions_than_the_store_keeps_are_refused(make_harness: MakeBench) -> None:
+    harness = make_harness(session_budget_bytes=2 * entry_bytes("x" * 22, 34))
+    await start(harness)
+    await start(harness)
     with pytest.raises(Overloaded, match="the 2 sessions that there are take"):
-        await bench.engine.create_session()
+        await harness.engine.create_session()
 
 
-async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(bench: EngineHarness) -> None:
-    session = await start(bench, 5)
-    bench.runner.busy.clear()
-    bench.runner.gate.clear()
-    step = asyncio.create_task(bench.engine.step(StepRequest(session, (6,))))
-    await bench.runner.until_busy()
-    draining = asyncio.create_task(bench.engine.drain())
+async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    await harness.runner.until_busy()
+    draining = asyncio.create_task(harness.engine.drain())
     await turn()
     assert not draining.done()
     with pytest.raises(Unavailable, match="stopping"):
-        await bench.engine.step(StepRequest(session, (7,)))
-    bench.runner.gate.set()
+        await harness.engine.step(StepRequest(session, (7,)))
+    harness.runner.gate.set()
     assert (await step).position == 2
     await draining
 
@@ -834,65 +842,65 @@ CUT = {"certified": True, "window": 130, "max_window": 140, "tail_tokens": 140} 
 
 
 async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebuilding_does_not_add_to_it(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(**CUT)
-    epsilon = bench.manifest.certificate.error_bound_at
+    harness = make_harness(**CUT)
+    epsilon = harness.manifest.certificate.error_bound_at
     tokens = [5 + index % 90 for index in range(200)]
-    session = (await bench.engine.create_session()).session
-    stayed = await bench.engine.step(StepRequest(session, tuple(tokens)))
+    session = (await harness.engine.create_session()).session
+    stayed = await harness.engine.step(StepRequest(session, tuple(tokens)))
     assert (stayed.error_bound, stayed.state_error_bound, stayed.top1_proved) == (0.0, 0.0, True)
-    bench.engine._slab.drop(session)
+    harness.engine._pool.drop(session)
     bounds = []
     for token in range(5, 10):
         tokens.append(token)
-        answer = await bench.engine.step(StepRequest(session, (token,)))
+        answer = await harness.engine.step(StepRequest(session, (token,)))
         bounds.append(answer.error_bound)
-        assert answer.error_bound == (await bench.engine.get_session(session)).error_bound
+        assert answer.error_bound == (await harness.engine.get_session(session)).error_bound
     assert bounds == [epsilon(141), epsilon(142), epsilon(143), epsilon(144), epsilon(145)]
-    bench.engine._slab.drop(session)
-    again = await bench.engine.predict(PredictRequest(session=session))
+    harness.engine._pool.drop(session)
+    again = await harness.engine.predict(PredictRequest(session=session))
     assert (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(140))
-    recurrent = await bench.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
+    recurrent = await harness.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
     assert again.predictions[0].token_id == recurrent.predictions[0].token_id
 
 
-async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_bench: MakeBench) -> None:
-    bench = make_bench(**CUT)
-    epsilon = bench.manifest.certificate.error_bound_at
-    session = (await bench.engine.create_session(mode=Mode.WINDOW)).session
-    answer = await bench.engine.step(StepRequest(session, (5,) * 150))
-    view = await bench.engine.get_session(session)
+async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_harness: MakeBench) -> None:
+    harness = make_harness(**CUT)
+    epsilon = harness.manifest.certificate.error_bound_at
+    session = (await harness.engine.create_session(mode=Mode.WINDOW)).session
+    answer = await harness.engine.step(StepRequest(session, (5,) * 150))
+    view = await harness.engine.get_session(session)
     assert answer.error_bound == view.error_bound == epsilon(130)
-    loose = await bench.engine.predict(PredictRequest(session=session, tolerance=epsilon(130)))
+    loose = await harness.engine.predict(PredictRequest(session=session, tolerance=epsilon(130)))
     assert loose.error_bound == epsilon(130)
     with pytest.raises(InvalidRequest, match="tolerance is 1e-09, but the session's answer has an error bound of"):
-        await bench.engine.predict(PredictRequest(session=session, tolerance=1e-9))
+        await harness.engine.predict(PredictRequest(session=session, tolerance=1e-9))
 
 
-async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_bench: MakeBench) -> None:
-    bench = make_bench(**CUT, radius=1e-7)
-    session = (await bench.engine.create_session()).session
-    await bench.engine.step(StepRequest(session, (5,) * 150))
-    bench.engine._slab.drop(session)
-    epsilon = bench.manifest.certificate.error_bound_at(140)
+async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_harness: MakeBench) -> None:
+    harness = make_harness(**CUT, radius=1e-7)
+    session = (await harness.engine.create_session()).session
+    await harness.engine.step(StepRequest(session, (5,) * 150))
+    harness.engine._pool.drop(session)
+    epsilon = harness.manifest.certificate.error_bound_at(140)
     assert epsilon is not None
-    answer = await bench.engine.predict(PredictRequest(session=session, tolerance=epsilon / 2))
+    answer = await harness.engine.predict(PredictRequest(session=session, tolerance=epsilon / 2))
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
     assert answer.state is StateSource.REBUILT
-    resident = await bench.engine.predict(PredictRequest(session=session))
+    resident = await harness.engine.predict(PredictRequest(session=session))
     assert (resident.state, resident.error_bound) == (StateSource.RESIDENT, epsilon)  # the run's own bound is not kept
 
 
 async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_the_window_may_be(
-    make_bench: MakeBench,
+    make_harness: MakeBench,
 ) -> None:
-    bench = make_bench(**CUT)
-    session = (await bench.engine.create_session()).session
-    await bench.engine.step(StepRequest(session, (5,) * 150))
-    bench.engine._slab.drop(session)
-    answer = await bench.engine.predict(PredictRequest(session=session, mode=Mode.BOTH))
-    certificate = bench.manifest.certificate
+    harness = make_harness(**CUT)
+    session = (await harness.engine.create_session()).session
+    await harness.engine.step(StepRequest(session, (5,) * 150))
+    harness.engine._pool.drop(session)
+    answer = await harness.engine.predict(PredictRequest(session=session, mode=Mode.BOTH))
+    certificate = harness.manifest.certificate
     assert answer.agreement is not None
     assert answer.error_bound == certificate.error_bound_at(140)
     assert answer.agreement.error_bound == certificate.error_bound_at(130)

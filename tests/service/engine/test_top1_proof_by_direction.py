@@ -96,7 +96,7 @@ def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
         small, random = model(seed, 1, front), np.random.default_rng(seed)
         windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
         both = proofs(small, windows)
-        small.engine._answering.direction = None
+        small.engine._answer_builder.direction = None
         for window, sharp, plain in zip(windows, both, proofs(small, windows), strict=True):
             assert plain is None or sharp == plain
             if sharp is not None and plain is None:
@@ -108,7 +108,7 @@ def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
 def test_what_rounding_may_have_moved_is_not_proved() -> None:
     small, random = model(0, 1, front=True), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
-    direction = small.engine._answering.direction
+    direction = small.engine._answer_builder.direction
     assert direction is not None and 0 < direction.rounding < 1e-4
     before = proofs(small, windows)
     direction.rounding = 1e3
@@ -134,7 +134,7 @@ def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_
     small, random = model(0, 1, front=False, beside=False), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
     proofs(small, windows)
-    assert small.engine._answering.direction is None
+    assert small.engine._answer_builder.direction is None
 
 
 class Held:
@@ -155,7 +155,7 @@ def test_an_answer_does_not_wait_behind_a_queue_of_proofs() -> None:
 
     async def ask() -> list[bool]:
         held = Held()
-        small.engine._answering.direction = held  # type: ignore[assignment]
+        small.engine._answer_builder.direction = held  # type: ignore[assignment]
         held.go.set()
         while not held.asked:  # for a window whose radius settles nothing
             window = tuple(random.integers(VOCABULARY, size=8).tolist())

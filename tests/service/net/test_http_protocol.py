@@ -41,7 +41,7 @@ LONG = b"GET / HTTP/1.1\r\nx: " + b"y" * 3000
 
 
 def engine_of(server: SlowClient) -> FakeEngine:
-    engine: FakeEngine = server.app.state.catalog.engine
+    engine: FakeEngine = server.app.state.registry.engine
     return engine
 
 
@@ -58,7 +58,7 @@ async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Ev
 
 async def deafness(server: SlowClient) -> None:
     """Waits until no connection of the server takes more requests."""
-    await until(lambda: all(connection.deaf for connection in server.server_state.connections))  # type: ignore[union-attr]
+    await until(lambda: all(connection.discarding for connection in server.server_state.connections))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
@@ -87,8 +87,8 @@ async def test_a_malformed_request_is_answered_behind_those_that_came_with_it(ba
 async def test_a_request_that_is_refused_waits_for_the_answer_before(
     reason: str, status: int, bad: list[bytes]
 ) -> None:
-    patience = {"header_timeout_s": SOON_S, "body_timeout_s": SOON_S, "max_header_bytes": 2048}
-    async with serving(**patience) as server, held(server) as (engine, wait):
+    connection_limits = {"header_timeout_s": SOON_S, "body_timeout_s": SOON_S, "max_header_bytes": 2048}
+    async with serving(**connection_limits) as server, held(server) as (engine, wait):
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(PREDICT)
         await engine.waiting.wait()

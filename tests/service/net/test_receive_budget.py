@@ -48,7 +48,7 @@ async def filled(server: SlowClient) -> AsyncIterator[None]:
     """Two connections that hold back the end of the largest body there may be."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
-        await until(lambda: server.intake.taken >= 2 * (len(MOST) - 100))
+        await until(lambda: server.receive_budget.taken >= 2 * (len(MOST) - 100))
         yield
 
 
@@ -64,8 +64,8 @@ HELD = [
 async def test_what_comes_in_is_counted_until_its_client_has_gone(first: bytes) -> None:
     async with serving(**BUDGET) as server:
         async with connected(server, first):
-            await until(lambda: server.intake.taken >= len(LARGE) - 1)
-        await until(lambda: server.intake.taken == 0)
+            await until(lambda: server.receive_budget.taken >= len(LARGE) - 1)
+        await until(lambda: server.receive_budget.taken == 0)
 
 
 async def test_what_comes_in_is_counted_until_it_is_answered() -> None:
@@ -73,11 +73,11 @@ async def test_what_comes_in_is_counted_until_it_is_answered() -> None:
         for body in (LARGE, MOST, LARGE):
             async with connected(server, post(body).replace(b"connection: close\r\n", b"")) as reader:
                 assert (await reader.readline()).endswith(b" 200 OK\r\n")
-                await until(lambda: server.intake.taken == 0)  # though the connection is kept alive
+                await until(lambda: server.receive_budget.taken == 0)  # though the connection is kept alive
         async with connected(server, HANDSHAKE + frame(0x81, LARGE) * 10) as reader:
             for _ in range(10):
                 await reader.readuntil(b'"predictions"')
-            await until(lambda: server.intake.taken == 0)
+            await until(lambda: server.receive_budget.taken == 0)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ async def test_there_is_room_again_for_all_once_those_who_took_it_have_gone() ->
         for _ in range(3):
             async with filled(server):
                 assert status_of(await dialogue(server, post(LARGE))) == 429
-            await until(lambda: server.intake.taken == 0)
+            await until(lambda: server.receive_budget.taken == 0)
             assert status_of(await dialogue(server, post(LARGE))) == 200
 
 
 def test_a_budget_is_one_over_all_shares_and_does_not_count_what_is_small() -> None:
-    intake = ReceiveBudget(3 * SMALL_BYTES)
-    one, other = ReceiveShare(intake), ReceiveShare(intake)
-    assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and intake.taken == 2 * SMALL_BYTES
-    assert not other.is_now(SMALL_BYTES + 1) and intake.taken == 2 * SMALL_BYTES
-    assert one.is_now(SMALL_BYTES + 1) and other.is_now(SMALL_BYTES + 1) and intake.taken == 2 * SMALL_BYTES + 2
-    assert one.is_now(0) and other.is_now(1) and intake.taken == 0
+    receive_budget = ReceiveBudget(3 * SMALL_BYTES)
+    one, other = ReceiveShare(receive_budget), ReceiveShare(receive_budget)
+    assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and receive_budget.taken == 2 * SMALL_BYTES
+    assert not other.is_now(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES
+    assert one.is_now(SMALL_BYTES + 1) and other.is_now(SMALL_BYTES + 1) and receive_budget.taken == 2 * SMALL_BYTES + 2
+    assert one.is_now(0) and other.is_now(1) and receive_budget.taken == 0

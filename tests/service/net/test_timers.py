@@ -54,11 +54,11 @@ async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
     rung: list[str] = []
     done = asyncio.Event()
     when = now() + 0.01
-    alarm = timers().at(when, lambda: rung.append("never"))
+    timer = timers().at(when, lambda: rung.append("never"))
     timers().at(when + 0.02, done.set)
-    alarm.cancel()
+    timer.cancel()
     await done.wait()
-    alarm.cancel()  # once more changes nothing
+    timer.cancel()  # once more changes nothing
     assert rung == []
 
 

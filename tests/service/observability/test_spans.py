@@ -37,8 +37,8 @@ def spans() -> Spans:
 @pytest.fixture
 def app(spans: Spans) -> FastAPI:
     """In place of the one that is not traced."""
-    catalog = cast(ModelRegistry, FakeRegistry())
-    return create_app(Settings(), catalog, Metrics(), on_load_failure=never, tracing=spans.tracing)
+    registry = cast(ModelRegistry, FakeRegistry())
+    return create_app(Settings(), registry, Metrics(), on_load_failure=never, tracing=spans.tracing)
 
 
 async def step(client: httpx.AsyncClient, headers: dict[str, str], session: str = "s") -> httpx.Response:

@@ -136,7 +136,7 @@ async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engi
     session = (await engine.create_session()).session
     await engine.step(StepRequest(session, tokens))
     stayed = await engine.predict(PredictRequest(session=session, top_k=50))
-    engine._slab.drop(session)
+    engine._pool.drop(session)
     rebuilt = await engine.predict(PredictRequest(session=session, top_k=50))
     assert (stayed.state, rebuilt.state) == (StateSource.RESIDENT, StateSource.REBUILT)
     assert rebuilt.error_bound == 0.0
@@ -156,7 +156,7 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
     for answer, tokens in zip(answers, texts, strict=True):
         whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=50))
         assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
-    engine._slab.check_integrity()
+    engine._pool.check_integrity()
 
 
 @pytest.mark.parametrize("token", [1336, 5, 2047])

@@ -41,111 +41,111 @@ def believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def catalog(tmp_path: Path, believed: None) -> AsyncIterator[ModelRegistry]:
+async def registry(tmp_path: Path, believed: None) -> AsyncIterator[ModelRegistry]:
     """Two bundles, loaded."""
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / path.name)
-    catalog = make(tmp_path)
-    await catalog.load()
-    yield catalog
-    await catalog.close()
+    registry = make(tmp_path)
+    await registry.load()
+    yield registry
+    await registry.close()
 
 
 @each_bundle
 async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
-    catalog = make(path)
-    assert (catalog.ready, catalog.status) == (False, "loading")
+    registry = make(path)
+    assert (registry.ready, registry.status) == (False, "loading")
     with pytest.raises(Unavailable, match="loading"):
-        catalog.get()
-    await catalog.load()
-    assert (catalog.ready, catalog.status, catalog.device) == (True, "ready", "cpu")
-    answer = await catalog.get().predict(PredictRequest((1, 2, 3)))
+        registry.get()
+    await registry.load()
+    assert (registry.ready, registry.status, registry.device) == (True, "ready", "cpu")
+    answer = await registry.get().predict(PredictRequest((1, 2, 3)))
     assert sum(one.probability for one in answer.predictions) <= 1
-    await catalog.close()
-    assert (catalog.ready, catalog.status) == (False, "draining")
+    await registry.close()
+    assert (registry.ready, registry.status) == (False, "draining")
     with pytest.raises(Unavailable, match="stopping"):
-        catalog.get()
+        registry.get()
 
 
-async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(catalog: ModelRegistry) -> None:
-    catalog.leave()
-    assert (catalog.ready, catalog.status) == (False, "draining")
-    assert (await catalog.get().predict(PredictRequest((1, 2, 3)))).predictions
-    await catalog.close()
+async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(registry: ModelRegistry) -> None:
+    registry.leave()
+    assert (registry.ready, registry.status) == (False, "draining")
+    assert (await registry.get().predict(PredictRequest((1, 2, 3)))).predictions
+    await registry.close()
     with pytest.raises(Unavailable, match="stopping"):
-        catalog.get()
+        registry.get()
 
 
 async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_them(tmp_path: Path) -> None:
-    catalog = make(tmp_path)
+    registry = make(tmp_path)
     for reason in ("loading", "stopping"):
         with pytest.raises(Unavailable, match=reason):
-            catalog.list()
+            registry.list()
         with pytest.raises(Unavailable, match=reason):
-            await catalog.report()
-        await catalog.close()
+            await registry.report()
+        await registry.close()
 
 
-async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(catalog: ModelRegistry) -> None:
-    names = sorted(engine.name for engine in catalog.list())
-    assert catalog.default == ("gated-stable" if "gated-stable" in names else names[0])
-    assert catalog.list()[0] is catalog.get() is catalog.get(catalog.default)
+async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(registry: ModelRegistry) -> None:
+    names = sorted(engine.name for engine in registry.list())
+    assert registry.default == ("gated-stable" if "gated-stable" in names else names[0])
+    assert registry.list()[0] is registry.get() is registry.get(registry.default)
     with pytest.raises(UnknownModel, match=f"no model 'nobody'; there are {names[0]}"):
-        catalog.get("nobody")
+        registry.get("nobody")
 
 
-async def test_a_session_is_found_on_its_model_and_on_no_other(catalog: ModelRegistry) -> None:
-    engines = catalog.list()
+async def test_a_session_is_found_on_its_model_and_on_no_other(registry: ModelRegistry) -> None:
+    engines = registry.list()
     session = (await engines[-1].create_session()).session
-    assert await catalog.engine_for(session) is engines[-1]
-    assert await catalog.engine_for(session, engines[-1].name) is engines[-1]
+    assert await registry.engine_for(session) is engines[-1]
+    assert await registry.engine_for(session, engines[-1].name) is engines[-1]
     if len(engines) > 1:
         with pytest.raises(InvalidRequest, match=f"is of model '{engines[-1].name}'"):
-            await catalog.engine_for(session, engines[0].name)
+            await registry.engine_for(session, engines[0].name)
         with pytest.raises(UnknownSession):
             await engines[0].step(StepRequest(session, (1,)))
     with pytest.raises(UnknownSession, match="'nobody'"):
-        await catalog.engine_for("nobody")
+        await registry.engine_for("nobody")
 
 
-async def test_the_report_lists_every_model(catalog: ModelRegistry) -> None:
-    report = await catalog.report()
+async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
+    report = await registry.report()
     assert report["device"] == "cpu"
     assert isinstance(report["models"], list)
-    assert [model["model"] for model in report["models"]] == [engine.name for engine in catalog.list()]
+    assert [model["model"] for model in report["models"]] == [engine.name for engine in registry.list()]
 
 
 async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(believed: None) -> None:
-    catalog = make(PATHS[0], tail_tokens=1)
-    await catalog.load()
-    engine = catalog.get()
+    registry = make(PATHS[0], tail_tokens=1)
+    await registry.load()
+    engine = registry.get()
     longest = engine.manifest.max_window
     assert longest > 1
     session = (await engine.create_session()).session
     await engine.step(StepRequest(session, (1,) * (2 * longest)))
     record = await engine._sessions.read(session)
     assert len(record.tail) == longest
-    await catalog.close()
+    await registry.close()
 
 
 async def test_a_catalog_that_is_closed_while_it_loads_leaves_the_sessions_to_the_next_process(
     believed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog, loop, open_graphs = make(PATHS[0]), asyncio.get_running_loop(), loader.open_graphs
+    registry, loop, open_graphs = make(PATHS[0]), asyncio.get_running_loop(), loader.open_graphs
 
     def and_close(bundle: Bundle, settings: Settings) -> loader.Opened:
-        asyncio.run_coroutine_threadsafe(catalog.close(), loop).result()
+        asyncio.run_coroutine_threadsafe(registry.close(), loop).result()
         return open_graphs(bundle, settings)
 
     monkeypatch.setattr(loader, "open_graphs", and_close)
-    await catalog.load()
-    assert (catalog.store, catalog.ready, catalog.status) == (None, False, "draining")
+    await registry.load()
+    assert (registry.store, registry.ready, registry.status) == (None, False, "draining")
 
 
 async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
-    catalog: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+    registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, opening, go_on, closed = catalog._store, threading.Event(), threading.Event(), asyncio.Event()
+    store, opening, go_on, closed = registry._store, threading.Event(), threading.Event(), asyncio.Event()
     assert store is not None
 
     def slow(found: FoundBundle) -> loader.Opened:
@@ -157,12 +157,12 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
         closed.set()
 
     monkeypatch.setattr(store, "close", close)
-    monkeypatch.setattr(catalog._changes, "_read", slow)
-    catalog._digests[catalog.default] = "another"
-    monkeypatch.setattr(catalog.get(), "version", "0")
-    load = asyncio.create_task(catalog.load_model(catalog.default))
+    monkeypatch.setattr(registry._changes, "_read", slow)
+    registry._digests[registry.default] = "another"
+    monkeypatch.setattr(registry.get(), "version", "0")
+    load = asyncio.create_task(registry.load_model(registry.default))
     await asyncio.to_thread(opening.wait)
-    closing = asyncio.create_task(catalog.close())
+    closing = asyncio.create_task(registry.close())
     try:
         async with asyncio.timeout(PATIENCE_S):
             await closed.wait()
@@ -204,10 +204,10 @@ async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> Non
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    catalog = make(tmp_path)
+    registry = make(tmp_path)
     with pytest.raises(BundleError, match=r"weights\.safetensors"):
-        await catalog.load()
-    assert not catalog.ready
+        await registry.load()
+    assert not registry.ready
 
 
 async def test_a_graph_that_computes_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,9 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
     path = edited(STABLE, tmp_path, *keys, value=value)
     with pytest.raises(CertificateError, match=message):
         Bundle.read(path)
-    catalog = make(path)
-    await catalog.load()
-    engine = catalog.get()
+    registry = make(path)
+    await registry.load()
+    engine = registry.get()
     certificate = engine.manifest.certificate
     assert (certificate.contractive, certificate.certified, certificate.layers) == (False, False, ())
     assert (certificate.error_bound, certificate.state_error, certificate.rounding) == ((), (), None)
@@ -270,7 +270,7 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
     for request in (PredictRequest(tokens), PredictRequest(tokens, tolerance=0.9)):
         auto = await engine.predict(request)
         assert (auto.mode, auto.state, auto.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
-    await catalog.close()
+    await registry.close()
 
 
 async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certificate(
@@ -282,28 +282,28 @@ async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certifi
     path = shutil.copytree(STABLE, tmp_path / STABLE.name)
     edit_manifest(path, "certificate", value=claimed.model_dump(mode="json"))
     assert Bundle.read(path).manifest.certificate == claimed, "of the weights it says nothing wrong"
-    catalog = make(path)
-    await catalog.load()
-    certificate = catalog.get().manifest.certificate
+    registry = make(path)
+    await registry.load()
+    certificate = registry.get().manifest.certificate
     assert not certificate.certified
     assert certificate.reason is not None
     said = r"^the certificate does not hold: .*hidden is .* from the oracle.* has to be 2 times that, is .*e-1[0-9]$"
     assert re.search(said, certificate.reason)
     assert certificate.reason.removeprefix("the certificate does not hold: ") in caplog.text
-    await catalog.close()
+    await registry.close()
 
 
 async def test_a_model_that_is_not_certified_by_its_own_word_says_why(
     believed: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    catalog = make(FOLDER / "lstm")
-    await catalog.load()
-    certificate = catalog.get().manifest.certificate
+    registry = make(FOLDER / "lstm")
+    await registry.load()
+    certificate = registry.get().manifest.certificate
     assert not certificate.certified
     assert certificate.reason is not None
     assert f"model lstm is not certified: {certificate.reason}" in caplog.text
-    await catalog.close()
+    await registry.close()
 
 
 async def test_a_graph_that_is_not_the_weights_is_fatal_with_a_certificate_that_does_not_hold_too(

@@ -35,34 +35,34 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-async def looks(watch: RepositoryPoller, times: int) -> None:
+async def looks(poller: RepositoryPoller, times: int) -> None:
     for _ in range(times):
-        await watch.look()
+        await poller.look()
 
 
 async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: Path) -> None:
     loads = Loads()
-    watch = RepositoryPoller(Repository(folder), loads)
-    await looks(watch, 2)
+    poller = RepositoryPoller(Repository(folder), loads)
+    await looks(poller, 2)
     assert loads.names == []
     put(folder, "2")
-    await watch.look()
+    await poller.look()
     assert loads.names == [], "it may still be on its way"
-    await looks(watch, 3)
+    await looks(poller, 3)
     assert loads.names == [MODEL]
 
 
 async def test_a_bundle_that_is_still_being_copied_is_left_alone(folder: Path) -> None:
     loads = Loads()
-    watch = RepositoryPoller(Repository(folder), loads)
+    poller = RepositoryPoller(Repository(folder), loads)
     path = put(folder, "1", name="other")
     weights = (path / "weights.safetensors").read_bytes()
     for end in (1, 2, 3):
         (path / "weights.safetensors").write_bytes(weights[:end])
-        await watch.look()
+        await poller.look()
     assert loads.names == []
     (path / "weights.safetensors").write_bytes(weights)
-    await looks(watch, 2)
+    await looks(poller, 2)
     assert loads.names == ["other"]
 
 
@@ -71,22 +71,22 @@ async def test_what_could_not_be_loaded_is_tried_again_when_it_changes(
 ) -> None:
     loads = Loads()
     loads.failure = LoadFailed(MODEL, "its weights are none")
-    watch = RepositoryPoller(Repository(folder), loads)
+    poller = RepositoryPoller(Repository(folder), loads)
     for version in ("2", "3"):
         put(folder, version)
-        await looks(watch, 4)
+        await looks(poller, 4)
     assert loads.names == [MODEL, MODEL]
     assert "small has changed, and was not loaded: model 'small' was not loaded: its weights are none" in caplog.text
 
 
 async def test_a_bundle_that_goes_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
     loads = Loads()
-    watch = RepositoryPoller(Repository(folder), loads)
+    poller = RepositoryPoller(Repository(folder), loads)
     shutil.move(folder / MODEL, folder.parent / "away")
-    await looks(watch, 2)
+    await looks(poller, 2)
     assert loads.names == []
     shutil.move(folder.parent / "away", folder / MODEL)
-    await looks(watch, 2)
+    await looks(poller, 2)
     assert loads.names == [MODEL]
 
 
@@ -94,17 +94,17 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
-    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
     replaced = asyncio.Event()
-    replace = catalog._changes.replace
+    replace = registry._changes.replace
 
     def noted(*arguments: object) -> None:
         replace(*arguments)  # type: ignore[arg-type]
         replaced.set()
 
-    monkeypatch.setattr(catalog._changes, "replace", noted)
-    await catalog.load()
+    monkeypatch.setattr(registry._changes, "replace", noted)
+    await registry.load()
     put(folder, "2")
     await asyncio.wait_for(replaced.wait(), 60)
-    assert catalog.get().version == "2"
-    await catalog.close()
+    assert registry.get().version == "2"
+    await registry.close()

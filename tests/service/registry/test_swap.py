@@ -46,16 +46,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def catalog(folder: Path) -> AsyncIterator[ModelRegistry]:
+async def registry(folder: Path) -> AsyncIterator[ModelRegistry]:
     """Version 1, served."""
-    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
-    await catalog.load()
-    yield catalog
-    await catalog.close()
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+    await registry.load()
+    yield registry
+    await registry.close()
 
 
-async def step(catalog: ModelRegistry, session: str, *tokens: int, position: int | None = None) -> Answer:
-    engine = await catalog.engine_for(session)
+async def step(registry: ModelRegistry, session: str, *tokens: int, position: int | None = None) -> Answer:
+    engine = await registry.engine_for(session)
     return await engine.step(StepRequest(session, tokens, expected_position=position))
 
 
@@ -63,64 +63,64 @@ def first(answer: Answer) -> tuple[int, float]:
     return answer.predictions[0].token_id, answer.predictions[0].logprob
 
 
-async def test_sessions_go_on_under_the_new_version_from_their_tails(catalog: ModelRegistry, folder: Path) -> None:
-    session = (await catalog.get().create_session()).session
-    before = await step(catalog, session, *TOKENS, position=0)
+async def test_sessions_go_on_under_the_new_version_from_their_tails(registry: ModelRegistry, folder: Path) -> None:
+    session = (await registry.get().create_session()).session
+    before = await step(registry, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
-    new = await catalog.load_model(MODEL)
-    assert (new.version, catalog.get()) == ("2", new)
+    new = await registry.load_model(MODEL)
+    assert (new.version, registry.get()) == ("2", new)
     assert (await new.get_session(session)).model_version == "2"
-    after = await step(catalog, session, 9, position=4)
+    after = await step(registry, session, 9, position=4)
     assert (after.position, after.state, after.error_bound) == (5, StateSource.REBUILT, 0.0)
     whole = await new.predict(PredictRequest((*TOKENS, 9), mode=Mode.RECURRENT))
     assert first(after) == pytest.approx(first(whole), abs=FLOAT32)
     assert first(after)[1] != pytest.approx(first(before)[1], abs=FLOAT32)
-    again = await step(catalog, session, 10, position=5)
+    again = await step(registry, session, 10, position=5)
     assert again.state is StateSource.RESIDENT
 
 
-async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(catalog: ModelRegistry, folder: Path) -> None:
-    session = (await catalog.get().create_session()).session
-    await step(catalog, session, *TOKENS, position=0)
+async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(registry: ModelRegistry, folder: Path) -> None:
+    session = (await registry.get().create_session()).session
+    await step(registry, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
-    await catalog.load_model(MODEL)
-    again = await step(catalog, session, *TOKENS, position=0)
+    await registry.load_model(MODEL)
+    again = await step(registry, session, *TOKENS, position=0)
     assert (again.replayed, again.position) == (True, 4)
 
 
-async def test_what_is_served_already_is_left_as_it_is(catalog: ModelRegistry) -> None:
-    engine = catalog.get()
-    assert await catalog.load_model(MODEL) is engine
+async def test_what_is_served_already_is_left_as_it_is(registry: ModelRegistry) -> None:
+    engine = registry.get()
+    assert await registry.load_model(MODEL) is engine
     assert not engine.retired
 
 
 async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_version(
-    catalog: ModelRegistry, folder: Path
+    registry: ModelRegistry, folder: Path
 ) -> None:
-    old = catalog.get()
-    wave = catalog.presence.enter()
+    old = registry.get()
+    epoch = registry.epochs.enter()
     put(folder, "2", "lstm-stable")
-    new = await catalog.load_model(MODEL)
-    assert catalog.get() is new
+    new = await registry.load_model(MODEL)
+    assert registry.get() is new
     assert old.retired
-    assert IndexEntry(MODEL, "1", "UNLOADING", "until its last requests are answered") in await catalog.index()
+    assert IndexEntry(MODEL, "1", "UNLOADING", "until its last requests are answered") in await registry.index()
     assert (await old.predict(PredictRequest(TOKENS))).predictions
-    wave.leave()
-    await catalog.settled()
-    assert await catalog.index() == [IndexEntry(MODEL, "2", "READY")]
+    epoch.leave()
+    await registry.settled()
+    assert await registry.index() == [IndexEntry(MODEL, "2", "READY")]
     with pytest.raises(Unavailable):
         await old.predict(PredictRequest(TOKENS))
 
 
-async def test_an_old_version_answers_what_runs_for_a_caller_who_left(catalog: ModelRegistry, folder: Path) -> None:
-    old = catalog.get()
+async def test_an_old_version_answers_what_runs_for_a_caller_who_left(registry: ModelRegistry, folder: Path) -> None:
+    old = registry.get()
     session = (await old.create_session()).session
     running = asyncio.create_task(old.step(StepRequest(session, TOKENS)))
     put(folder, "2", "lstm-stable")
-    await catalog.load_model(MODEL)
-    await catalog.settled()
+    await registry.load_model(MODEL)
+    await registry.settled()
     assert (await running).position == 4
-    assert (await catalog.get().get_session(session)).position == 4
+    assert (await registry.get().get_session(session)).position == 4
 
 
 @pytest.mark.parametrize(
@@ -136,27 +136,27 @@ async def test_an_old_version_answers_what_runs_for_a_caller_who_left(catalog: M
     ids=["hash", "json", "version", "field", "twice"],
 )  # fmt: skip
 async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
-    catalog: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
+    registry: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = catalog.get()
+    engine = registry.get()
     session = (await engine.create_session()).session
-    await step(catalog, session, *TOKENS)
+    await step(registry, session, *TOKENS)
     path = put(folder, "2", "lstm-stable")
     assert callable(spoil)
     spoil(path)
     with pytest.raises(LoadFailed, match=f"model 'small' was not loaded: .*{reason}") as caught:
-        await catalog.load_model(MODEL)
+        await registry.load_model(MODEL)
     assert str(folder) not in caught.value.message, "clients are told nothing of the server's folders"
-    assert catalog.get() is engine
-    assert (await step(catalog, session, 9)).state is StateSource.RESIDENT
+    assert registry.get() is engine
+    assert (await step(registry, session, 9)).state is StateSource.RESIDENT
     assert reason in caplog.text
-    index = await catalog.index()
+    index = await registry.index()
     assert IndexEntry(MODEL, "1", "READY") in index
     assert all(reason in entry.reason for entry in index if entry.condition == "UNAVAILABLE")
 
 
 async def test_a_graph_that_is_not_the_weights_is_not_loaded(
-    catalog: ModelRegistry, folder: Path, monkeypatch: pytest.MonkeyPatch
+    registry: ModelRegistry, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     path = put(folder, "2", "lstm-stable")
@@ -167,32 +167,32 @@ async def test_a_graph_that_is_not_the_weights_is_not_loaded(
         edit_manifest(path, "files", name, value=digests[name])
     before = named_threads()
     with pytest.raises(LoadFailed):
-        await catalog.load_model(MODEL)
-    assert catalog.get().version == "1"
+        await registry.load_model(MODEL)
+    assert registry.get().version == "1"
     assert named_threads() == before
 
 
-async def test_a_model_that_no_bundle_holds_is_not_known(catalog: ModelRegistry) -> None:
+async def test_a_model_that_no_bundle_holds_is_not_known(registry: ModelRegistry) -> None:
     with pytest.raises(UnknownModel, match="no bundle of model 'nobody'; the bundles hold small"):
-        await catalog.load_model("nobody")
+        await registry.load_model("nobody")
     with pytest.raises(UnknownModel, match="no model 'nobody'"):
-        await catalog.unload_model("nobody")
+        await registry.unload_model("nobody")
 
 
-async def test_a_model_that_was_not_there_at_start_can_be_loaded(catalog: ModelRegistry, folder: Path) -> None:
+async def test_a_model_that_was_not_there_at_start_can_be_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "3", "lstm-stable", name="other")
-    assert IndexEntry("other", "3", "UNAVAILABLE", "not loaded") in await catalog.index()
-    await catalog.load_model("other")
-    assert [engine.name for engine in catalog.list()] == [MODEL, "other"]
+    assert IndexEntry("other", "3", "UNAVAILABLE", "not loaded") in await registry.index()
+    await registry.load_model("other")
+    assert [engine.name for engine in registry.list()] == [MODEL, "other"]
 
 
 async def test_of_several_bundles_of_a_model_the_highest_version_is_served(
-    catalog: ModelRegistry, folder: Path
+    registry: ModelRegistry, folder: Path
 ) -> None:
     for version in ("9", "10"):
         path = put(folder, version, "lstm-stable", name=f"other-{version}")
         edit_manifest(path, "name", value=MODEL)
-    assert (await catalog.load_model(MODEL)).version == "10"
+    assert (await registry.load_model(MODEL)).version == "10"
     served = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
     await served.load()
     assert served.get().version == "10"
@@ -200,143 +200,143 @@ async def test_of_several_bundles_of_a_model_the_highest_version_is_served(
 
 
 async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_on(
-    folder: Path, catalog: ModelRegistry
+    folder: Path, registry: ModelRegistry
 ) -> None:
-    old = catalog.get()
+    old = registry.get()
     session = (await old.create_session()).session
-    await step(catalog, session, *TOKENS)
+    await step(registry, session, *TOKENS)
     retokenize(put(folder, "2"))
-    new = await catalog.load_model(MODEL)
+    new = await registry.load_model(MODEL)
     assert new.tokenizer != old.tokenizer
-    assert await catalog.engine_for(session) is old
-    assert (await step(catalog, session, 9)).state is StateSource.RESIDENT
+    assert await registry.engine_for(session) is old
+    assert (await step(registry, session, 9)).state is StateSource.RESIDENT
     assert (await old.get_session(session)).model_version == "1"
-    fresh = (await catalog.get().create_session()).session
-    assert await catalog.engine_for(fresh) is new
+    fresh = (await registry.get().create_session()).session
+    assert await registry.engine_for(fresh) is new
     with pytest.raises(TokenizerChanged, match="another tokenizer than that of version 2 of model small"):
         await new.step(StepRequest(session, (9,)))
-    index = await catalog.index()
+    index = await registry.index()
     assert index == [
         IndexEntry(MODEL, "1", "READY", "for the sessions of its tokenizer only"),
         IndexEntry(MODEL, "2", "READY"),
     ]
-    report = (await catalog.report())["models"]
+    report = (await registry.report())["models"]
     assert isinstance(report, list)
     assert [one["model_version"] for one in report] == ["2", "1"]
 
 
-async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: Path, catalog: ModelRegistry) -> None:
-    session = (await catalog.get().create_session()).session
-    await step(catalog, session, *TOKENS)
+async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: Path, registry: ModelRegistry) -> None:
+    session = (await registry.get().create_session()).session
+    await step(registry, session, *TOKENS)
     retokenize(put(folder, "2"))
-    await catalog.load_model(MODEL)
+    await registry.load_model(MODEL)
     put(folder, "3", "lstm-stable")
-    third = await catalog.load_model(MODEL)
-    assert await catalog.engine_for(session) is third
-    await catalog.settled()
-    assert [entry.version for entry in await catalog.index()] == ["2", "3"]
+    third = await registry.load_model(MODEL)
+    assert await registry.engine_for(session) is third
+    await registry.settled()
+    assert [entry.version for entry in await registry.index()] == ["2", "3"]
 
 
 async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder: Path) -> None:
-    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, session_ttl_s=0.05), Metrics())
-    await catalog.load()
-    old = catalog.get()
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, session_ttl_s=0.05), Metrics())
+    await registry.load()
+    old = registry.get()
     retokenize(put(folder, "2"))
-    await catalog.load_model(MODEL)
-    for watching in list(catalog._retirement._lingering.values()):
+    await registry.load_model(MODEL)
+    for watching in list(registry._retired_engines._lingering.values()):
         await asyncio.wait([watching])
-    await catalog.settled()
+    await registry.settled()
     assert old.retired
-    assert await catalog.index() == [IndexEntry(MODEL, "2", "READY")]
-    await catalog.close()
+    assert await registry.index() == [IndexEntry(MODEL, "2", "READY")]
+    await registry.close()
 
 
-async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path, catalog: ModelRegistry) -> None:
-    session = (await catalog.get().create_session()).session
+async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path, registry: ModelRegistry) -> None:
+    session = (await registry.get().create_session()).session
     retokenize(put(folder, "2"))
-    await catalog.load_model(MODEL)
-    catalog._retirement.retire(*catalog._retirement.lingering)
+    await registry.load_model(MODEL)
+    registry._retired_engines.retire(*registry._retired_engines.lingering)
     with pytest.raises(TokenizerChanged, match="start a new session"):
-        await catalog.engine_for(session)
+        await registry.engine_for(session)
 
 
 async def test_a_model_that_was_unloaded_is_unknown_and_its_sessions_are_back_when_it_is(
-    catalog: ModelRegistry,
+    registry: ModelRegistry,
 ) -> None:
-    session = (await catalog.get().create_session()).session
-    await step(catalog, session, *TOKENS)
-    await catalog.unload_model(MODEL)
+    session = (await registry.get().create_session()).session
+    await step(registry, session, *TOKENS)
+    await registry.unload_model(MODEL)
     with pytest.raises(UnknownModel, match="there are none"):
-        catalog.get()
+        registry.get()
     with pytest.raises(UnknownSession):
-        await catalog.engine_for(session)
-    assert catalog.ready and catalog.list() == []
-    await catalog.settled()
-    assert await catalog.index() == [IndexEntry(MODEL, "1", "UNAVAILABLE", "not loaded")]
-    await catalog.load_model(MODEL)
-    again = await step(catalog, session, 9, position=4)
+        await registry.engine_for(session)
+    assert registry.ready and registry.list() == []
+    await registry.settled()
+    assert await registry.index() == [IndexEntry(MODEL, "1", "UNAVAILABLE", "not loaded")]
+    await registry.load_model(MODEL)
+    again = await step(registry, session, 9, position=4)
     assert (again.position, again.state) == (5, StateSource.REBUILT)
 
 
 async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder: Path) -> None:
     edit_manifest(folder / MODEL, "version", value="1")
-    catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, tail_tokens=1), Metrics())
-    await catalog.load()
-    store = catalog._store
-    assert store is not None and store.tail_tokens == catalog.get().manifest.max_window == 256
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, tail_tokens=1), Metrics())
+    await registry.load()
+    store = registry._store
+    assert store is not None and store.tail_tokens == registry.get().manifest.max_window == 256
     put(folder, "2", "lstm-stable")
-    await catalog.load_model(MODEL)
-    assert store.tail_tokens == catalog.get().manifest.max_window == 512
-    await catalog.close()
+    await registry.load_model(MODEL)
+    assert store.tail_tokens == registry.get().manifest.max_window == 512
+    await registry.close()
 
 
-async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(catalog: ModelRegistry, folder: Path) -> None:
+async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
-        await catalog.load_model(MODEL, asyncio.get_running_loop().time())
-    await asyncio.wait(catalog._changes.tasks)
-    assert catalog.get().version == "2"
+        await registry.load_model(MODEL, asyncio.get_running_loop().time())
+    await asyncio.wait(registry._changes.tasks)
+    assert registry.get().version == "2"
 
 
 async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done(
-    catalog: ModelRegistry, folder: Path
+    registry: ModelRegistry, folder: Path
 ) -> None:
     put(folder, "2", "lstm-stable")
-    first, second = await asyncio.gather(catalog.load_model(MODEL), catalog.load_model(MODEL))
-    assert first is second is catalog.get()
+    first, second = await asyncio.gather(registry.load_model(MODEL), registry.load_model(MODEL))
+    assert first is second is registry.get()
 
 
-async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(catalog: ModelRegistry, folder: Path) -> None:
+async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
-    loading = asyncio.create_task(catalog.load_model(MODEL))
-    while catalog._changes.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
+    loading = asyncio.create_task(registry.load_model(MODEL))
+    while registry._changes.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
-    await catalog.close()
+    await registry.close()
     with pytest.raises(Unavailable, match="stopping"):
         await loading
 
 
 async def test_models_cannot_be_changed_before_they_are_there_or_after(folder: Path) -> None:
-    catalog = ModelRegistry(Settings(bundles=folder, device="cpu"), Metrics())
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu"), Metrics())
     for _ in range(2):
         with pytest.raises(Unavailable):
-            await catalog.load_model(MODEL)
+            await registry.load_model(MODEL)
         with pytest.raises(Unavailable):
-            await catalog.unload_model(MODEL)
+            await registry.unload_model(MODEL)
         with pytest.raises(Unavailable):
-            await catalog.index()
-        await catalog.close()
+            await registry.index()
+        await registry.close()
 
 
 async def test_metrics_are_of_the_version_that_is_served(
-    catalog: ModelRegistry, folder: Path, caplog: pytest.LogCaptureFixture
+    registry: ModelRegistry, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    session = (await catalog.get().create_session()).session
-    await step(catalog, session, *TOKENS)
-    metrics = catalog._metrics
+    session = (await registry.get().create_session()).session
+    await step(registry, session, *TOKENS)
+    metrics = registry._metrics
     put(folder, "2", "lstm-stable")
-    await catalog.load_model(MODEL)
+    await registry.load_model(MODEL)
     text = metrics.render()[0].decode()
     assert 'wane_model_info{device="cpu",model="small",version="2"} 1.0' in text
     assert 'version="1"' not in text
@@ -351,26 +351,26 @@ async def swap_by_turns() -> None:
         folder = Path(parent) / "bundles"
         folder.mkdir()
         put(folder, "1")
-        catalog = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
-        await catalog.load()
-        session = (await catalog.get().create_session()).session
+        registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+        await registry.load()
+        session = (await registry.get().create_session()).session
         used: list[int] = []
         running: list[int] = []
         for version in range(2, SWAPS + 2):
-            await step(catalog, session, *TOKENS)
+            await step(registry, session, *TOKENS)
             put(folder, str(version), "lstm-stable" if version % 2 else "rnn-stable")
-            await catalog.load_model(MODEL)
-            await catalog.settled()
-            assert left(Engine) == [catalog.get()]
+            await registry.load_model(MODEL)
+            await registry.settled()
+            assert left(Engine) == [registry.get()]
             used.append(bytes_in_use())
             running.append(threads())
-        withheld = bytes_withheld()
-        assert (await step(catalog, session, 9)).position == SWAPS * len(TOKENS) + 1
-        await catalog.close()
+        keepalive_hold = bytes_withheld()
+        assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
+        await registry.close()
     assert growth(running, kinds=2) <= 0, f"after each swap there are {running} threads"
     kept = growth(used[2:], kinds=2)  # until both have been there, what all of them share is made
     assert kept < KEPT_BYTES, f"a swap keeps {kept:,.0f} bytes; after each of them there are {used} in use"
-    assert withheld < WITHHELD_BYTES, f"{withheld:,} bytes are free, and were not given back"
+    assert keepalive_hold < WITHHELD_BYTES, f"{keepalive_hold:,} bytes are free, and were not given back"
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:

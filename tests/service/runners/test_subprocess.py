@@ -14,41 +14,41 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def aside() -> Iterator[SubprocessRunner]:
+def shadow_process() -> Iterator[SubprocessRunner]:
     runner = SubprocessRunner(PATH)
     yield runner
     runner.kill()
     runner.wait()
 
 
-def test_a_run_aside_is_the_run_itself_bit_for_bit(aside: SubprocessRunner) -> None:
+def test_a_run_aside_is_the_run_itself_bit_for_bit(shadow_process: SubprocessRunner) -> None:
     bundle, here = opened(PATH)
     tokens = np.array([[2, 3, 4]])
     state = {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
     for role in ("window", "advance"):
         feeds = {"tokens": tokens, "lengths": np.array([3]), **(state if role == "advance" else {})}
-        expected, found = here.run(role, feeds), aside.run(role, feeds)
+        expected, found = here.run(role, feeds), shadow_process.run(role, feeds)
         assert set(found) == set(expected)
         for name, array in expected.items():
             assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
             assert found[name].tobytes() == array.tobytes()
 
 
-def test_the_time_that_runs_take_is_told(aside: SubprocessRunner) -> None:
-    before_s = aside.cpu_s
-    aside.run("window", {"tokens": np.full((1, 64), 2), "lengths": np.array([64])})
-    assert aside.cpu_s > before_s
+def test_the_time_that_runs_take_is_told(shadow_process: SubprocessRunner) -> None:
+    before_s = shadow_process.cpu_s
+    shadow_process.run("window", {"tokens": np.full((1, 64), 2), "lengths": np.array([64])})
+    assert shadow_process.cpu_s > before_s
 
 
-def test_a_run_that_fails_says_why_and_the_next_one_does_not(aside: SubprocessRunner) -> None:
+def test_a_run_that_fails_says_why_and_the_next_one_does_not(shadow_process: SubprocessRunner) -> None:
     with pytest.raises(RuntimeError, match="lengths"):
-        aside.run("window", {"tokens": np.array([[2, 3]])})
-    assert "logits" in aside.run("window", {"tokens": np.array([[2, 3]]), "lengths": np.array([2])})
+        shadow_process.run("window", {"tokens": np.array([[2, 3]])})
+    assert "logits" in shadow_process.run("window", {"tokens": np.array([[2, 3]]), "lengths": np.array([2])})
 
 
-def test_the_process_stands_back_for_every_other(aside: SubprocessRunner) -> None:
-    aside.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
-    assert os.sched_getscheduler(aside._process.pid) == os.SCHED_IDLE
+def test_the_process_stands_back_for_every_other(shadow_process: SubprocessRunner) -> None:
+    shadow_process.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
+    assert os.sched_getscheduler(shadow_process._process.pid) == os.SCHED_IDLE
 
 
 def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:

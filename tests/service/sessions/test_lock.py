@@ -18,7 +18,7 @@ class Visitors:
     """Tasks that take a session's turn, note that they have it, and keep it until they are told to go."""
 
     def __init__(self) -> None:
-        self.turns = SessionLocks()
+        self.locks = SessionLocks()
         self.inside: list[str] = []
         self.go: dict[str, asyncio.Event] = {}
 
@@ -27,7 +27,7 @@ class Visitors:
         return asyncio.create_task(self._visit(name, session))
 
     async def _visit(self, name: str, session: str) -> None:
-        async with self.turns.turn(session):
+        async with self.locks.turn(session):
             self.inside.append(name)
             await self.go[name].wait()
             self.inside.remove(name)
@@ -41,7 +41,7 @@ async def test_one_has_the_turn_and_the_others_follow_in_order() -> None:
         assert visitors.inside == [name]
         visitors.go[name].set()
     await asyncio.gather(*tasks)
-    assert not visitors.turns._waiting
+    assert not visitors.locks._waiting
 
 
 async def test_sessions_do_not_wait_for_each_other() -> None:
@@ -66,12 +66,12 @@ async def test_who_leaves_the_queue_is_passed_over() -> None:
     visitors.go["c"].set()
     await asyncio.gather(first, last)
     assert gone.cancelled()
-    assert not visitors.turns._waiting
+    assert not visitors.locks._waiting
 
 
 async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -> None:
     visitors = Visitors()
-    async with visitors.turns.turn("s"):
+    async with visitors.locks.turn("s"):
         gone, last = (visitors.come(name) for name in "ab")
         await until_settled()
     gone.cancel()  # the turn is its own already, but it has not come to take it
@@ -80,17 +80,17 @@ async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -
     assert visitors.inside == ["b"]
     visitors.go["b"].set()
     await last
-    assert not visitors.turns._waiting
+    assert not visitors.locks._waiting
 
 
 async def test_a_failure_with_the_turn_gives_it_back() -> None:
-    turns = SessionLocks()
+    locks = SessionLocks()
     with pytest.raises(ZeroDivisionError):
-        async with turns.turn("s"):
+        async with locks.turn("s"):
             raise ZeroDivisionError
-    assert not turns._waiting
-    async with turns.turn("s"):
-        assert list(turns._waiting) == ["s"]
+    assert not locks._waiting
+    async with locks.turn("s"):
+        assert list(locks._waiting) == ["s"]
 
 
 async def test_only_so_many_may_wait_and_those_who_left_do_not_count() -> None:

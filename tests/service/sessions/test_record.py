@@ -15,11 +15,11 @@ def test_a_token_takes_two_bytes_where_every_id_fits_in_them(size: int, width: i
 
 def test_eos_goes_with_the_first_token_that_is_cut_off() -> None:
     tail = TokenHistory.start(0, 300)
-    fed = [0]
+    input_ids = [0]
     for position in range(1, 8):
-        fed.append(100 + position)
+        input_ids.append(100 + position)
         tail = tail.append([100 + position], position, keep=4)
-        assert tail.ids().tolist() == (fed if position <= 4 else fed[-4:])
+        assert tail.ids().tolist() == (input_ids if position <= 4 else input_ids[-4:])
 
 
 def test_many_tokens_at_once_are_cut_as_one_by_one() -> None:
@@ -41,11 +41,11 @@ def test_many_tokens_at_once_are_cut_as_one_by_one() -> None:
 def test_a_tail_of_fewer_tokens_than_the_position_begins_without_eos(count: int, position: int, ids: list[int]) -> None:
     tail = TokenHistory.start(0, 300).ending(range(100, 100 + count), position, keep=4)
     assert tail.ids().tolist() == ids
-    fed = ids[:]
+    input_ids = ids[:]
     for after in range(position + 1, position + 8):
-        fed.append(50 + after)
+        input_ids.append(50 + after)
         tail = tail.append([50 + after], after, keep=4)
-        assert tail.ids().tolist() == (fed if after <= 4 else fed[-4:])
+        assert tail.ids().tolist() == (input_ids if after <= 4 else input_ids[-4:])
 
 
 def test_the_latest_tokens_can_be_taken_off_but_not_all() -> None:

@@ -23,96 +23,96 @@ TOKENS = tuple(range(10, 30))
 
 
 @pytest.fixture
-def bench(make_bench: MakeBench) -> EngineHarness:
+def harness(make_harness: MakeBench) -> EngineHarness:
     """Its model is certified; sessions keep 16 tokens."""
-    return make_bench(certified=True, window=4, max_window=140)
+    return make_harness(certified=True, window=4, max_window=140)
 
 
-def epsilon(bench: EngineHarness, known: int) -> float | None:
-    return bench.manifest.certificate.error_bound_at(known)
+def epsilon(harness: EngineHarness, known: int) -> float | None:
+    return harness.manifest.certificate.error_bound_at(known)
 
 
-async def test_a_history_of_all_tokens_is_the_whole_sequence(bench: EngineHarness) -> None:
-    view = await bench.engine.create_session("s", history=History((5, 6, 7), 3))
+async def test_a_history_of_all_tokens_is_the_whole_sequence(harness: EngineHarness) -> None:
+    view = await harness.engine.create_session("s", history=History((5, 6, 7), 3))
     assert (view.position, view.state, view.error_bound, view.created) == (3, StateSource.REBUILT, 0.0, True)
-    answer = await bench.engine.step(StepRequest("s", (8,), expected_position=3))
+    answer = await harness.engine.step(StepRequest("s", (8,), expected_position=3))
     assert (answer.position, answer.state, answer.error_bound) == (4, StateSource.REBUILT, 0.0)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(bench, [5, 6, 7, 8])
-    assert (await bench.engine.rewind("s", 0)).error_bound == 0.0
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7, 8])
+    assert (await harness.engine.rewind("s", 0)).error_bound == 0.0
 
 
-async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(bench: EngineHarness) -> None:
-    view = await bench.engine.create_session("s", history=History((5, 6, 7), 10))
-    assert (view.position, view.state, view.error_bound) == (10, StateSource.REBUILT, epsilon(bench, 3))
-    asked = await bench.engine.predict(PredictRequest(session="s"))
-    assert [(one.token_id, one.logprob) for one in asked.predictions] == ranked(bench.runner.logits([5, 6, 7]))
-    assert (asked.position, asked.state, asked.error_bound) == (10, StateSource.REBUILT, epsilon(bench, 3))
+async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(harness: EngineHarness) -> None:
+    view = await harness.engine.create_session("s", history=History((5, 6, 7), 10))
+    assert (view.position, view.state, view.error_bound) == (10, StateSource.REBUILT, epsilon(harness, 3))
+    asked = await harness.engine.predict(PredictRequest(session="s"))
+    assert [(one.token_id, one.logprob) for one in asked.predictions] == ranked(harness.runner.logits([5, 6, 7]))
+    assert (asked.position, asked.state, asked.error_bound) == (10, StateSource.REBUILT, epsilon(harness, 3))
     for position, token in enumerate((8, 9), 11):
-        answer = await bench.engine.step(StepRequest("s", (token,), expected_position=position - 1))
+        answer = await harness.engine.step(StepRequest("s", (token,), expected_position=position - 1))
         known = [5, 6, 7, 8, 9][: position - 7]
-        assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits(known))
-        assert (answer.position, answer.error_bound) == (position, epsilon(bench, len(known)))
-        assert (await bench.engine.get_session("s")).error_bound == epsilon(bench, len(known))
+        assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits(known))
+        assert (answer.position, answer.error_bound) == (position, epsilon(harness, len(known)))
+        assert (await harness.engine.get_session("s")).error_bound == epsilon(harness, len(known))
     with pytest.raises(PositionConflict, match="at position 12"):
-        await bench.engine.step(StepRequest("s", (8,), expected_position=4))
-    replay = await bench.engine.step(StepRequest("s", (9,), expected_position=11))
-    assert (replay.replayed, replay.error_bound) == (True, epsilon(bench, 5))
+        await harness.engine.step(StepRequest("s", (8,), expected_position=4))
+    replay = await harness.engine.step(StepRequest("s", (9,), expected_position=11))
+    assert (replay.replayed, replay.error_bound) == (True, epsilon(harness, 5))
 
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20])
 async def test_every_mode_answers_from_no_more_than_is_known(
-    bench: EngineHarness, mode: Mode | None, count: int
+    harness: EngineHarness, mode: Mode | None, count: int
 ) -> None:
-    view = await bench.engine.create_session("s", mode, history=History(TOKENS[:count], 100))
+    view = await harness.engine.create_session("s", mode, history=History(TOKENS[:count], 100))
     held = min(count, 16)
     known = min(held, 4) if mode is Mode.WINDOW else held
-    assert (view.position, view.error_bound) == (100, epsilon(bench, known))
-    asked = await bench.engine.predict(PredictRequest(session="s"))
-    assert asked.predictions[0].token_id == bench.runner.logits(TOKENS[:count][-known:]).argmax()
+    assert (view.position, view.error_bound) == (100, epsilon(harness, known))
+    asked = await harness.engine.predict(PredictRequest(session="s"))
+    assert asked.predictions[0].token_id == harness.runner.logits(TOKENS[:count][-known:]).argmax()
     assert (asked.error_bound, asked.state) == (view.error_bound, view.state)
     if mode in (Mode.WINDOW, Mode.BOTH):
         assert asked.window == min(held, 4)
     if asked.agreement is not None:
-        assert asked.agreement.error_bound == epsilon(bench, min(held, 4))
-    answer = await bench.engine.step(StepRequest("s", (7,)))
+        assert asked.agreement.error_bound == epsilon(harness, min(held, 4))
+    answer = await harness.engine.step(StepRequest("s", (7,)))
     grown = min(held + 1, 4) if mode is Mode.WINDOW else held + 1
-    assert (answer.position, answer.error_bound) == (101, epsilon(bench, grown))
+    assert (answer.position, answer.error_bound) == (101, epsilon(harness, grown))
 
 
-async def test_without_a_certificate_a_truncated_session_has_no_bound(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    assert (await bench.engine.create_session("s", history=History((5, 6), 9))).error_bound is None
-    assert (await bench.engine.step(StepRequest("s", (7,)))).error_bound is None
+async def test_without_a_certificate_a_truncated_session_has_no_bound(make_harness: MakeBench) -> None:
+    harness = make_harness()
+    assert (await harness.engine.create_session("s", history=History((5, 6), 9))).error_bound is None
+    assert (await harness.engine.step(StepRequest("s", (7,)))).error_bound is None
 
 
-async def test_of_a_long_history_the_last_tokens_are_kept(bench: EngineHarness) -> None:
+async def test_of_a_long_history_the_last_tokens_are_kept(harness: EngineHarness) -> None:
     for name, position in (("whole", 20), ("truncated", 70)):
-        view = await bench.engine.create_session(name, history=History(TOKENS, position))
-        assert (view.position, view.error_bound) == (position, epsilon(bench, 16))
+        view = await harness.engine.create_session(name, history=History(TOKENS, position))
+        assert (view.position, view.error_bound) == (position, epsilon(harness, 16))
         with pytest.raises(InvalidRequest, match=f"positions {position - 15} to {position}"):
-            await bench.engine.rewind(name, position - 16)
-        await bench.engine.step(StepRequest(name, (7,)))
-        bench.engine._slab.drop(name)
-        answer = await bench.engine.predict(PredictRequest(session=name))
-        assert answer.predictions[0].token_id == bench.runner.logits([*TOKENS[-15:], 7]).argmax()
-        assert answer.error_bound == epsilon(bench, 16)
+            await harness.engine.rewind(name, position - 16)
+        await harness.engine.step(StepRequest(name, (7,)))
+        harness.engine._pool.drop(name)
+        answer = await harness.engine.predict(PredictRequest(session=name))
+        assert answer.predictions[0].token_id == harness.runner.logits([*TOKENS[-15:], 7]).argmax()
+        assert answer.error_bound == epsilon(harness, 16)
 
 
-async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_further(bench: EngineHarness) -> None:
-    await bench.engine.create_session("s", history=History((5, 6, 7), 10))
-    await bench.engine.step(StepRequest("s", (8, 9)))
+async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_further(harness: EngineHarness) -> None:
+    await harness.engine.create_session("s", history=History((5, 6, 7), 10))
+    await harness.engine.step(StepRequest("s", (8, 9)))
     with pytest.raises(InvalidRequest, match="positions 8 to 12"):
-        await bench.engine.rewind("s", 7)
-    view = await bench.engine.rewind("s", 8)
-    assert (view.position, view.state, view.error_bound) == (8, StateSource.REBUILT, epsilon(bench, 1))
-    answer = await bench.engine.step(StepRequest("s", (6,), expected_position=8))
-    assert answer.predictions[0].token_id == bench.runner.logits([5, 6]).argmax()
+        await harness.engine.rewind("s", 7)
+    view = await harness.engine.rewind("s", 8)
+    assert (view.position, view.state, view.error_bound) == (8, StateSource.REBUILT, epsilon(harness, 1))
+    answer = await harness.engine.step(StepRequest("s", (6,), expected_position=8))
+    assert answer.predictions[0].token_id == harness.runner.logits([5, 6]).argmax()
 
 
-async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_bound(make_bench: MakeBench) -> None:
+async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_bound(make_harness: MakeBench) -> None:
     tokens = tuple(10 + index % 7 for index in range(150))
-    before, after = (make_bench(certified=True, window=4, max_window=140, tail_tokens=140) for _ in range(2))
+    before, after = (make_harness(certified=True, window=4, max_window=140, tail_tokens=140) for _ in range(2))
     await before.engine.create_session("s")
     was = await before.engine.step(StepRequest("s", tokens, top_k=100))
     view = await after.engine.create_session("s", history=History(tokens[-100:], 150))
@@ -137,10 +137,10 @@ async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_b
     ],
 )
 async def test_a_history_that_cannot_be_is_refused(
-    bench: EngineHarness, tokens: tuple[int, ...], position: int, field: str, message: str
+    harness: EngineHarness, tokens: tuple[int, ...], position: int, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        await bench.engine.create_session("s", history=History(tokens, position))
+        await harness.engine.create_session("s", history=History(tokens, position))
     assert caught.value.extra() == {"field": field}
 
 
@@ -159,12 +159,12 @@ CREATIONS = [
 
 @pytest.mark.parametrize("first", range(len(CREATIONS)))
 async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refused(
-    bench: EngineHarness, first: int
+    harness: EngineHarness, first: int
 ) -> None:
     mode, history = CREATIONS[first]
-    created = await bench.engine.create_session("s", mode, history=history)
-    bench.clock.now_s += 5
-    again = await bench.engine.create_session("s", mode, history=history)
+    created = await harness.engine.create_session("s", mode, history=history)
+    harness.clock.now_s += 5
+    again = await harness.engine.create_session("s", mode, history=history)
     assert (created.created, again.created) == (True, False)
     assert (again.position, again.mode, again.state, again.error_bound, again.idle_s) == (
         (created.position, created.mode, created.state, created.error_bound, 0.0)
@@ -172,28 +172,28 @@ async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refuse
     for index, (other_mode, other_history) in enumerate(CREATIONS):
         if index != first:
             with pytest.raises(SessionExists):
-                await bench.engine.create_session("s", other_mode, history=other_history)
-    await bench.engine.step(StepRequest("s", (7,)))
+                await harness.engine.create_session("s", other_mode, history=other_history)
+    await harness.engine.step(StepRequest("s", (7,)))
     with pytest.raises(SessionExists):
-        await bench.engine.create_session("s", mode, history=history)
+        await harness.engine.create_session("s", mode, history=history)
 
 
-async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(bench: EngineHarness) -> None:
+async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(harness: EngineHarness) -> None:
     ann, bob = Owner("ann", 1), Owner("bob", 1)
-    assert (await bench.engine.create_session("s", owner=ann)).created
-    assert not (await bench.engine.create_session("s", owner=ann)).created
-    assert (await bench.engine.create_session("s", owner=bob)).created
+    assert (await harness.engine.create_session("s", owner=ann)).created
+    assert not (await harness.engine.create_session("s", owner=ann)).created
+    assert (await harness.engine.create_session("s", owner=bob)).created
     with pytest.raises(QuotaExceeded):
-        await bench.engine.create_session("t", owner=ann)
+        await harness.engine.create_session("t", owner=ann)
 
 
-async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_id(bench: EngineHarness) -> None:
-    await bench.engine.create_session("s", history=History((5, 6), 9))
-    await bench.engine.predict(PredictRequest(session="s"))
-    bench.clock.now_s += bench.settings.session_ttl_s + 1
-    await bench.engine.create_session("s", history=History((7, 8), 9))
-    answer = await bench.engine.predict(PredictRequest(session="s"))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(bench.runner.logits([7, 8]))
+async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_id(harness: EngineHarness) -> None:
+    await harness.engine.create_session("s", history=History((5, 6), 9))
+    await harness.engine.predict(PredictRequest(session="s"))
+    harness.clock.now_s += harness.settings.session_ttl_s + 1
+    await harness.engine.create_session("s", history=History((7, 8), 9))
+    answer = await harness.engine.predict(PredictRequest(session="s"))
+    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits([7, 8]))
     assert answer.state is StateSource.REBUILT
 
 
@@ -213,7 +213,7 @@ async def test_whatever_is_claimed_of_a_session_that_was_brought_back_is_true(
         tokens.append(int(random.integers(EVERYTHING)))
         step = StepRequest("s", (tokens[-1],), mode, top_k=EVERYTHING)
         tally.check(small, tokens, await small.engine.step(step))
-        small.engine._slab.drop("s")
+        small.engine._pool.drop("s")
     await small.engine.rewind("s", len(tokens) - 3)
     del tokens[-3:]
     tally.check(small, tokens, await small.engine.predict(PredictRequest(session="s", top_k=EVERYTHING)))

@@ -15,152 +15,152 @@ def make_residents(slots: int = 8) -> StateCache:
     return StateCache(STATE, 4, slots * SLOT_BYTES)
 
 
-def keep(residents: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
+def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
     """A state of the session, of so much everywhere; its slot."""
-    with residents.lease() as slot:
+    with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
-        residents.scatter([slot], outputs)
-        residents.put(session, CachedState(slot, revision=1, cut=0, position=1), touched_s)
+        state_cache.scatter([slot], outputs)
+        state_cache.put(session, CachedState(slot, revision=1, dropped_tokens=0, position=1), touched_s)
     return slot
 
 
 def test_what_is_known_of_a_resident_comes_back_with_its_state() -> None:
-    residents = make_residents()
-    with residents.lease() as slot:
-        residents.put("s", CachedState(slot, revision=2**40, cut=7, position=2**41), 1.0)
-    assert residents.peek("s") == residents.find("s", 2.0) == CachedState(slot, 2**40, 7, 2**41)
-    assert residents.used_bytes == SLOT_BYTES
-    residents.drop("s")
-    assert residents.peek("s") is None
-    assert residents.used_bytes == 0
-    residents.check_integrity(idle=True)
+    state_cache = make_residents()
+    with state_cache.lease() as slot:
+        state_cache.put("s", CachedState(slot, revision=2**40, dropped_tokens=7, position=2**41), 1.0)
+    assert state_cache.peek("s") == state_cache.find("s", 2.0) == CachedState(slot, 2**40, 7, 2**41)
+    assert state_cache.used_bytes == SLOT_BYTES
+    state_cache.drop("s")
+    assert state_cache.peek("s") is None
+    assert state_cache.used_bytes == 0
+    state_cache.check_integrity(idle=True)
 
 
 def test_a_new_state_of_a_session_takes_the_place_of_the_old_one() -> None:
-    residents = make_residents()
+    state_cache = make_residents()
     for _ in range(100):
-        keep(residents, "s")
-    assert len(residents) == 1
-    assert residents.used_bytes == SLOT_BYTES
-    residents.check_integrity(idle=True)
+        keep(state_cache, "s")
+    assert len(state_cache) == 1
+    assert state_cache.used_bytes == SLOT_BYTES
+    state_cache.check_integrity(idle=True)
 
 
 def test_the_least_recently_used_session_is_evicted_first() -> None:
     evicted: list[None] = []
-    residents = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
+    state_cache = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
     for name in "abcdef":
-        keep(residents, name)
-    assert residents.find("a", 1.0) is not None  # used: now b is the oldest
-    assert residents.peek("b") is not None  # looked at: still the oldest
-    with residents.lease():
-        assert residents.peek("b") is None
-        assert residents.peek("a") is not None
+        keep(state_cache, name)
+    assert state_cache.find("a", 1.0) is not None  # used: now b is the oldest
+    assert state_cache.peek("b") is not None  # looked at: still the oldest
+    with state_cache.lease():
+        assert state_cache.peek("b") is None
+        assert state_cache.peek("a") is not None
     assert len(evicted) == 1
-    residents.check_integrity(idle=True)
+    state_cache.check_integrity(idle=True)
 
 
 def test_a_state_in_use_is_never_evicted_and_a_full_slab_refuses() -> None:
-    residents = make_residents()
-    slots = [residents.acquire() for _ in range(residents.capacity - RESERVED - 1)]
-    slot = keep(residents, "s")
-    with residents.hold(slot), pytest.raises(Overloaded, match="all 8 states are in use"):
-        residents.acquire()
-    assert residents.peek("s") is not None
-    slots.append(residents.acquire())
-    assert residents.peek("s") is None
+    state_cache = make_residents()
+    slots = [state_cache.acquire() for _ in range(state_cache.capacity - RESERVED - 1)]
+    slot = keep(state_cache, "s")
+    with state_cache.hold(slot), pytest.raises(Overloaded, match="all 8 states are in use"):
+        state_cache.acquire()
+    assert state_cache.peek("s") is not None
+    slots.append(state_cache.acquire())
+    assert state_cache.peek("s") is None
     for slot in slots:
-        residents.release(slot)
-    residents.check_integrity(idle=True)
+        state_cache.release(slot)
+    state_cache.check_integrity(idle=True)
 
 
 def test_states_of_sessions_long_idle_are_dropped() -> None:
-    residents = make_residents()
-    keep(residents, "old", 1.0)
-    keep(residents, "new", 5.0)
-    residents.drop_idle(since_s=2.0)
-    assert residents.peek("old") is None
-    assert residents.peek("new") is not None
+    state_cache = make_residents()
+    keep(state_cache, "old", 1.0)
+    keep(state_cache, "new", 5.0)
+    state_cache.drop_idle(since_s=2.0)
+    assert state_cache.peek("old") is None
+    assert state_cache.peek("new") is not None
 
 
 def test_a_state_that_is_used_is_not_idle() -> None:
-    residents = make_residents()
+    state_cache = make_residents()
     for name in "ab":
-        keep(residents, name, 1.0)
-    residents.find("a", now_s=5.0)
-    residents.drop_idle(since_s=2.0)
-    assert residents.peek("a") is not None
-    assert residents.peek("b") is None
+        keep(state_cache, name, 1.0)
+    state_cache.find("a", now_s=5.0)
+    state_cache.drop_idle(since_s=2.0)
+    assert state_cache.peek("a") is not None
+    assert state_cache.peek("b") is None
 
 
 SPOILT: dict[str, Callable[[StateCache], object]] = {
-    "4 slots are those of 3 sessions": lambda residents: residents._order.pop("b"),
-    "a slot is that of a session which has another": lambda residents: residents._order.__setitem__("b", 2),
-    "a slot with a state is free": lambda residents: residents._users.__setitem__(3, 0),
-    "not the least recently used": lambda residents: residents._order.move_to_end("a"),
-    "a slot is lost": lambda residents: residents._free.pop(),
-    "5 slots are in use for 4 sessions, and by no request": lambda residents: residents.acquire(),
+    "4 slots are those of 3 sessions": lambda state_cache: state_cache._order.pop("b"),
+    "a slot is that of a session which has another": lambda state_cache: state_cache._order.__setitem__("b", 2),
+    "a slot with a state is free": lambda state_cache: state_cache._users.__setitem__(3, 0),
+    "not the least recently used": lambda state_cache: state_cache._order.move_to_end("a"),
+    "a slot is lost": lambda state_cache: state_cache._free.pop(),
+    "5 slots are in use for 4 sessions, and by no request": lambda state_cache: state_cache.acquire(),
 }
 
 
 @pytest.mark.parametrize("what", SPOILT)
 def test_every_fault_of_the_bookkeeping_is_found_and_mending_it_costs_all_states(what: str) -> None:
-    residents = make_residents()
+    state_cache = make_residents()
     for index, name in enumerate("abcd"):
-        keep(residents, name, float(index))
-    residents.release(residents.acquire())
-    residents.check_integrity(idle=True)
-    SPOILT[what](residents)
-    faults = residents.faults(idle=True)
+        keep(state_cache, name, float(index))
+    state_cache.release(state_cache.acquire())
+    state_cache.check_integrity(idle=True)
+    SPOILT[what](state_cache)
+    faults = state_cache.faults(idle=True)
     assert any(what in fault.text for fault in faults)
-    residents.mend(faults, idle=True)
-    assert (len(residents), residents.used_bytes) == (0, 0)
-    residents.check_integrity(idle=True)
-    assert sorted(residents.acquire() for _ in range(6)) == [2, 3, 4, 5, 6, 7]
+    state_cache.mend(faults, idle=True)
+    assert (len(state_cache), state_cache.used_bytes) == (0, 0)
+    state_cache.check_integrity(idle=True)
+    assert sorted(state_cache.acquire() for _ in range(6)) == [2, 3, 4, 5, 6, 7]
 
 
 def test_mending_leaves_slots_to_the_requests_that_use_them() -> None:
-    residents = make_residents()
-    mine = residents.acquire()
-    kept = keep(residents, "s")
-    residents.retain(kept)  # by a request, which reads it
-    residents.mend([Fault("the bookkeeping is wrong")])
-    assert len(residents) == 0
-    assert residents.used_bytes == 2 * SLOT_BYTES
-    residents.release(mine)
-    residents.release(kept)
-    residents.check_integrity(idle=True)
+    state_cache = make_residents()
+    mine = state_cache.acquire()
+    kept = keep(state_cache, "s")
+    state_cache.retain(kept)  # by a request, which reads it
+    state_cache.mend([Fault("the bookkeeping is wrong")])
+    assert len(state_cache) == 0
+    assert state_cache.used_bytes == 2 * SLOT_BYTES
+    state_cache.release(mine)
+    state_cache.release(kept)
+    state_cache.check_integrity(idle=True)
 
 
 def test_a_resident_state_that_was_written_to_is_forgotten_and_the_others_stay() -> None:
-    residents = make_residents()
-    keep(residents, "a")
-    slot = keep(residents, "b", 1.0)
-    residents.scatter([slot], {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))})
-    faults = residents.faults()
+    state_cache = make_residents()
+    keep(state_cache, "a")
+    slot = keep(state_cache, "b", 1.0)
+    state_cache.scatter([slot], {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))})
+    faults = state_cache.faults()
     assert faults == [Fault("a resident state was written to", "b")]
-    residents.mend(faults)
-    assert residents.peek("b") is None
-    assert residents.peek("a") is not None
-    residents.check_integrity(idle=True)
+    state_cache.mend(faults)
+    assert state_cache.peek("b") is None
+    assert state_cache.peek("a") is not None
+    state_cache.check_integrity(idle=True)
 
 
 def test_a_resident_state_that_changed_by_itself_is_found_once_it_has_been_looked_at() -> None:
-    residents = make_residents()
-    keep(residents, "a", value=1.0)
-    slot = keep(residents, "b", value=2.0)
-    residents.check_integrity()
-    residents._arrays["b"][slot, 1, 0] = 2.5
-    faults = residents.faults()
+    state_cache = make_residents()
+    keep(state_cache, "a", value=1.0)
+    slot = keep(state_cache, "b", value=2.0)
+    state_cache.check_integrity()
+    state_cache._arrays["b"][slot, 1, 0] = 2.5
+    faults = state_cache.faults()
     assert faults == [Fault("a resident state has changed by itself", "b")]
-    residents.mend(faults)
-    keep(residents, "b", value=3.0)
-    residents.check_integrity(idle=True)
+    state_cache.mend(faults)
+    keep(state_cache, "b", value=3.0)
+    state_cache.check_integrity(idle=True)
 
 
 def test_only_the_states_asked_for_are_looked_at() -> None:
-    residents = make_residents()
-    first, second = keep(residents, "a"), keep(residents, "b")
-    residents.check_integrity()
-    residents._arrays["a"][second, 0] = 9.0
-    assert residents.faults(range(first, second)) == []
-    assert [fault.session for fault in residents.faults(range(second, second + 1))] == ["b"]
+    state_cache = make_residents()
+    first, second = keep(state_cache, "a"), keep(state_cache, "b")
+    state_cache.check_integrity()
+    state_cache._arrays["a"][second, 0] = 9.0
+    assert state_cache.faults(range(first, second)) == []
+    assert [fault.session for fault in state_cache.faults(range(second, second + 1))] == ["b"]

@@ -18,8 +18,8 @@ def make_slab(slots: int = 8) -> StatePool:
 
 
 def test_the_budget_sets_the_number_of_slots() -> None:
-    slab = StatePool(STATE, 4, 10 * SLOT_BYTES + SLOT_BYTES - 1)
-    assert (slab.slot_bytes, slab.capacity) == (SLOT_BYTES, 10)
+    pool = StatePool(STATE, 4, 10 * SLOT_BYTES + SLOT_BYTES - 1)
+    assert (pool.slot_bytes, pool.capacity) == (SLOT_BYTES, 10)
 
 
 def test_a_budget_for_too_few_states_is_refused_with_the_bytes_it_takes() -> None:
@@ -28,9 +28,9 @@ def test_a_budget_for_too_few_states_is_refused_with_the_bytes_it_takes() -> Non
 
 
 def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
-    slab = make_slab()
-    first, second = slab.acquire(), slab.acquire()
-    slab.scatter(
+    pool = make_slab()
+    first, second = pool.acquire(), pool.acquire()
+    pool.scatter(
         [second, None, first],
         {
             "next.a": np.array([[1, 2], [3, 4], [5, 6]], np.float32),
@@ -38,127 +38,127 @@ def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
             "hidden": np.arange(12, dtype=np.float32).reshape(3, 4),
         },
     )
-    values = slab.gather([first, ZERO, second])
+    values = pool.gather([first, ZERO, second])
     assert values["a"].tolist() == [[5, 6], [0, 0], [1, 2]]
     assert values["b"][:, :, 0].tolist() == [[6, 7, 8], [0, 0, 0], [0, 1, 2]]
-    assert slab.gather_hidden([second, first]).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    assert slab.miscounts() == []
+    assert pool.gather_hidden([second, first]).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert pool.miscounts() == []
 
 
 def test_a_state_goes_to_another_slab_as_bytes() -> None:
-    slab, other = make_slab(), make_slab()
+    pool, other = make_slab(), make_slab()
     outputs = {
         "next.a": np.array([[1, 2]], np.float32),
         "next.b": np.arange(3, dtype=np.float32).reshape(1, 3, 1),
         "hidden": np.arange(4, dtype=np.float32).reshape(1, 4),
     }
-    here, there = slab.acquire(), other.acquire()
-    slab.scatter([here], outputs)
-    packed = slab.pack(here)
+    here, there = pool.acquire(), other.acquire()
+    pool.scatter([here], outputs)
+    packed = pool.pack(here)
     assert len(packed) == SLOT_BYTES
     other.unpack(there, packed)
     assert other.written(there) == 1
-    assert other.checksum(there) == slab.checksum(here)
+    assert other.checksum(there) == pool.checksum(here)
     assert all((other.gather([there])[name] == outputs[f"next.{name}"]).all() for name in "ab")
     assert (other.gather_hidden([there]) == outputs["hidden"]).all()
 
 
 def test_what_is_no_state_of_the_model_is_not_taken_for_one() -> None:
-    slab = make_slab()
+    pool = make_slab()
     with pytest.raises(ValueError, match=f"a state of 4 bytes, where this model's has {SLOT_BYTES}"):
-        slab.unpack(slab.acquire(), b"\0" * 4)
+        pool.unpack(pool.acquire(), b"\0" * 4)
 
 
 def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
-    slab = make_slab()
-    with slab.lease() as slot:
-        slab.retain(slot)
-    assert slab.used_bytes == SLOT_BYTES
-    with slab.hold(slot):
-        slab.release(slot)
-        assert slab.used_bytes == SLOT_BYTES
-    assert slab.used_bytes == 0
-    assert slab.miscounts() == []
+    pool = make_slab()
+    with pool.lease() as slot:
+        pool.retain(slot)
+    assert pool.used_bytes == SLOT_BYTES
+    with pool.hold(slot):
+        pool.release(slot)
+        assert pool.used_bytes == SLOT_BYTES
+    assert pool.used_bytes == 0
+    assert pool.miscounts() == []
 
 
 def test_a_slot_is_used_again_and_a_full_slab_refuses() -> None:
-    slab = make_slab()
-    slots = [slab.acquire() for _ in range(slab.capacity - RESERVED)]
+    pool = make_slab()
+    slots = [pool.acquire() for _ in range(pool.capacity - RESERVED)]
     with pytest.raises(Overloaded, match="all 8 states are in use"):
-        slab.acquire()
-    slab.release(slots[3])
-    assert slab.acquire() == slots[3]
-    assert slab.miscounts() == []
+        pool.acquire()
+    pool.release(slots[3])
+    assert pool.acquire() == slots[3]
+    assert pool.miscounts() == []
 
 
 def test_the_reserved_slots_need_no_counting() -> None:
-    slab = make_slab()
+    pool = make_slab()
     for _ in range(3):
-        slab.release(ZERO)
-    assert slab.used_bytes == 0
-    assert slab.miscounts() == []
+        pool.release(ZERO)
+    assert pool.used_bytes == 0
+    assert pool.miscounts() == []
 
 
 def test_many_slots_are_released_as_one_by_one() -> None:
-    slab = make_slab()
-    one, other = slab.acquire(), slab.acquire()
-    slab.retain(one)
-    slab.release_all([one, ZERO, START, other])
-    assert slab.used == 1
-    slab.release_all([one])
-    assert slab.used == 0
-    assert slab.miscounts() == []
+    pool = make_slab()
+    one, other = pool.acquire(), pool.acquire()
+    pool.retain(one)
+    pool.release_all([one, ZERO, START, other])
+    assert pool.used == 1
+    pool.release_all([one])
+    assert pool.used == 0
+    assert pool.miscounts() == []
     with pytest.raises(AssertionError, match="once too often"):
-        slab.release_all([one])
+        pool.release_all([one])
 
 
 def test_a_free_slot_can_neither_be_retained_nor_released() -> None:
-    slab = make_slab()
-    slot = slab.acquire()
-    slab.release(slot)
+    pool = make_slab()
+    slot = pool.acquire()
+    pool.release(slot)
     with pytest.raises(AssertionError, match="retained"):
-        slab.retain(slot)
+        pool.retain(slot)
     with pytest.raises(AssertionError, match="once too often"):
-        slab.release(slot)
+        pool.release(slot)
 
 
 def test_the_zero_state_cannot_be_written_to() -> None:
-    slab = make_slab()
+    pool = make_slab()
     with pytest.raises(AssertionError, match="zero state"):
-        slab.scatter([ZERO], {})
+        pool.scatter([ZERO], {})
 
 
 def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
-    slab = make_slab()
-    slot = slab.acquire()
-    before = slab.checksum(slot)
-    assert slab.written(slot) == 0
+    pool = make_slab()
+    slot = pool.acquire()
+    before = pool.checksum(slot)
+    assert pool.written(slot) == 0
     values = {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))}
-    slab.scatter([slot], {name: value.astype(np.float32) for name, value in values.items()})
-    assert slab.written(slot) == 1
-    assert slab.checksum(slot) != before
+    pool.scatter([slot], {name: value.astype(np.float32) for name, value in values.items()})
+    assert pool.written(slot) == 1
+    assert pool.checksum(slot) != before
 
 
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda slab: slab._free.append(5), "freed twice"),
-        (lambda slab: slab._free.append(99), "free that there is not"),
-        (lambda slab: slab._free.remove(5), "lost"),
-        (lambda slab: slab._users.__setitem__(5, 1), "both in use and free"),
-        (lambda slab: slab._users.__setitem__(4, -1), "released once too often"),
-        (lambda slab: slab._users.__setitem__(4, 0), "lost"),
-        (lambda slab: slab._arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
+        (lambda pool: pool._free.append(5), "freed twice"),
+        (lambda pool: pool._free.append(99), "free that there is not"),
+        (lambda pool: pool._free.remove(5), "lost"),
+        (lambda pool: pool._users.__setitem__(5, 1), "both in use and free"),
+        (lambda pool: pool._users.__setitem__(4, -1), "released once too often"),
+        (lambda pool: pool._users.__setitem__(4, 0), "lost"),
+        (lambda pool: pool._arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )
 def test_every_miscount_is_found_and_recounting_ends_it(spoil: Callable[[StatePool], object], what: str) -> None:
-    slab = make_slab()
-    slots = [slab.acquire() for _ in range(4)]
-    slab.release(slots[3])
+    pool = make_slab()
+    slots = [pool.acquire() for _ in range(4)]
+    pool.release(slots[3])
     assert slots[2:] == [4, 5]
-    assert slab.miscounts() == []
-    spoil(slab)
-    assert any(what in text for text in slab.miscounts())
-    slab.recount()
-    assert slab.miscounts() == []
+    assert pool.miscounts() == []
+    spoil(pool)
+    assert any(what in text for text in pool.miscounts())
+    pool.recount()
+    assert pool.miscounts() == []

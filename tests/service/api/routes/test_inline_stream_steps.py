@@ -13,7 +13,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from tests.service.api.test_fast_path import MakeBench, Serve, ServerHarness, hold, position, serve  # noqa: F401  (a fixture)
-from tests.service.conftest import make_bench  # noqa: F401  (a fixture)
+from tests.service.conftest import make_harness  # noqa: F401  (a fixture)
 from tests.service.slow_client import WAIT_S, until
 from wane.service.api.body import parse
 from wane.service.api.routes.stream import Stream, only_token
@@ -120,7 +120,7 @@ async def test_a_message_is_charged_for_once_whichever_way_it_goes(
     monkeypatch.setattr(Principal, "charge", lambda _, requests, before=0.0: charged.append(requests))
     headers = {"authorization": f"Bearer {KEY}"}
     async with serve(api_keys=f"alice:{KEY}") as stage:
-        await stage.bench.engine.create_session("mine", owner=Owner("alice"))
+        await stage.harness.engine.create_session("mine", owner=Owner("alice"))
         async with opened(stage, "mine", additional_headers=headers) as socket:
             charged.clear()
             assert (await ask(socket, step(tokens=[6, 7])))["position"] == 2
@@ -140,7 +140,7 @@ async def test_a_message_over_the_rate_of_its_key_is_told_so(
         raise RateLimited("too many", 1.0)
 
     async with serve(api_keys=f"alice:{KEY}") as stage:
-        await stage.bench.engine.create_session("mine", owner=Owner("alice"))
+        await stage.harness.engine.create_session("mine", owner=Owner("alice"))
         async with opened(stage, "mine", additional_headers={"authorization": f"Bearer {KEY}"}) as socket:
             monkeypatch.setattr(Principal, "charge", refuse)
             assert (await ask(socket, step()))["error"]["code"] == "rate_limited"
@@ -151,11 +151,11 @@ async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace_and_the_socke
     async with serve(request_timeout_ms=1500) as stage, opened(stage) as first, opened(stage, "b") as second:
         hold(stage)
         await first.send(step())
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         error = (await ask(second, step()))["error"]
         assert error["code"] == "deadline_exceeded" and "still commits" not in error["detail"]
         assert "it still commits" in json.loads(await first.recv())["error"]["detail"]
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         assert (await ask(second, step(expected_position=1)))["position"] == 2
         assert (await ask(first, step(expected_position=2)))["position"] == 3
 
@@ -164,15 +164,15 @@ async def test_a_client_that_leaves_takes_back_what_has_not_begun(serve: Serve) 
     async with serve() as stage, opened(stage) as first:
         hold(stage)
         await first.send(step())
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         async with opened(stage, "b") as second:
             await second.send(step())
-            await until(lambda: stage.bench.engine._batcher.waiting == 1)
+            await until(lambda: stage.harness.engine._batcher.waiting == 1)
         await until(lambda: stage.metrics.registry.get_sample_value("wane_websockets") == 1)
-        stage.bench.runner.gate.set()
+        stage.harness.runner.gate.set()
         assert json.loads(await first.recv())["position"] == 2
         assert await position(stage, "b") == 1
-        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_step_whose_client_leaves_while_it_runs_is_appended(serve: Serve) -> None:  # noqa: F811
@@ -180,17 +180,17 @@ async def test_a_step_whose_client_leaves_while_it_runs_is_appended(serve: Serve
         hold(stage)
         async with opened(stage) as socket:
             await socket.send(step())
-            await stage.bench.runner.until_busy()
-        stage.bench.runner.gate.set()
+            await stage.harness.runner.until_busy()
+        stage.harness.runner.gate.set()
         await until(lambda: stage.metrics.registry.get_sample_value("wane_websockets") == 0)
         async with opened(stage) as socket:
             assert (await ask(socket, step()))["position"] == 3
-        await asyncio.wait_for(stage.catalog_.presence.depart(), WAIT_S)
+        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_run_that_fails_is_told_and_closes(serve: Serve) -> None:  # noqa: F811
     async with serve() as stage, opened(stage) as socket:
-        stage.bench.runner.poison = 6
+        stage.harness.runner.poison = 6
         assert (await ask(socket, step()))["error"]["status"] == 500
         assert await position(stage, "a") == 1
 
@@ -201,26 +201,26 @@ async def test_a_step_that_another_writer_was_before_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serve() as stage, opened(stage) as socket:
-        lost = stage.bench.lose_next_comparison(monkeypatch)
+        lost = stage.harness.lose_next_comparison(monkeypatch)
         assert (await ask(socket, step()))["position"] == 2
         assert (len(lost), by_task) == (1, [step()])
 
 
-async def test_a_full_queue_refuses_once(serve: Serve, make_bench: MakeBench) -> None:  # noqa: F811
+async def test_a_full_queue_refuses_once(serve: Serve, make_harness: MakeBench) -> None:  # noqa: F811
     async with (
-        serve(make_bench(max_queue=1)) as stage,
+        serve(make_harness(max_queue=1)) as stage,
         opened(stage) as first,
         opened(stage, "b") as second,
         opened(stage, "c") as third,
     ):
         hold(stage)
         await first.send(step())
-        await stage.bench.runner.until_busy()
+        await stage.harness.runner.until_busy()
         await second.send(step())
-        await until(lambda: stage.bench.engine._batcher.waiting == 1)
+        await until(lambda: stage.harness.engine._batcher.waiting == 1)
         assert (await ask(third, step()))["error"]["status"] == 429
-        assert stage.bench.sample("wane_refused_items_total") == 1
-        stage.bench.runner.gate.set()
+        assert stage.harness.sample("wane_refused_items_total") == 1
+        stage.harness.runner.gate.set()
         assert [json.loads(await socket.recv())["position"] for socket in (first, second)] == [2, 2]
 
 

@@ -50,7 +50,7 @@ async def test_a_step_that_fails_fails_alone_and_takes_its_session_s_later_ones_
 
 
 async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replaced_meanwhile(
-    client: httpx.AsyncClient, catalog: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = FakeEngine(), FakeEngine()
     engines = iter((old, new))
@@ -58,7 +58,7 @@ async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replace
     async def engine_for(session: str, model: str | None = None) -> FakeEngine:
         return next(engines)
 
-    monkeypatch.setattr(catalog, "engine_for", engine_for)
+    monkeypatch.setattr(registry, "engine_for", engine_for)
     await client.post(PATH, json={"steps": [{"session": "a", "tokens": [token]} for token in (1, 2)]})
     assert [request.tokens for request in old.asked if isinstance(request, StepRequest)] == [(1,), (2,)]
     assert not new.asked
@@ -74,9 +74,9 @@ async def test_what_the_engine_raises_stands_in_the_step_s_place(client: httpx.A
 
 
 async def test_a_server_that_serves_nothing_refuses_the_whole_call(
-    client: httpx.AsyncClient, catalog: FakeRegistry
+    client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
-    catalog.failure = Unavailable("loading")
+    registry.failure = Unavailable("loading")
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]})
     assert_problem(response, 503, "unavailable")
 

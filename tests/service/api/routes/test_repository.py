@@ -55,21 +55,21 @@ async def test_a_load_says_what_is_served_and_an_unload_what_is_not(client: http
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_failures_carry_an_error(client: httpx.AsyncClient, catalog: FakeRegistry, path: str) -> None:
+async def test_failures_carry_an_error(client: httpx.AsyncClient, registry: FakeRegistry, path: str) -> None:
     assert "line 1" in assert_error(await client.post(path, content=b"{,"), 400, "not_json")
     assert "there is no such field" in assert_error(await client.post(path, json={"redy": 1}), 422, "invalid_request")
     assert_error(await client.post(path, content=b" " * 65537), 413, "too_large")
     refused = await client.get(path)
     assert_error(refused, 405, "method_not_allowed")
     assert refused.headers["allow"] == "POST"
-    catalog.failure = Unavailable("going away")
+    registry.failure = Unavailable("going away")
     assert assert_error(await client.post(path), 503, "unavailable") == "going away"
-    catalog.failure = RuntimeError("a secret")
+    registry.failure = RuntimeError("a secret")
     assert "secret" not in assert_error(await client.post(path), 500, "internal")
 
 
-async def test_a_load_that_fails_says_why(client: httpx.AsyncClient, catalog: FakeRegistry) -> None:
-    catalog.failure = LoadFailed("fake", "its weights are none")
+async def test_a_load_that_fails_says_why(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+    registry.failure = LoadFailed("fake", "its weights are none")
     error = assert_error(await client.post(ROUTES[1]), 422, "load_failed")
     assert error == "model 'fake' was not loaded: its weights are none"
 

@@ -30,7 +30,7 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
-    turn, sizes, turns = 0, list[int](), list[int]()
+    turn, sizes, locks = 0, list[int](), list[int]()
 
     async def count_turns() -> None:
         nonlocal turn
@@ -42,7 +42,7 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
         for one in (value, *(value.values() if isinstance(value, dict) else ())):
             if isinstance(one, list):
                 sizes.append(len(one))
-                turns.append(turn)
+                locks.append(turn)
         return orjson.dumps(value, **given)
 
     monkeypatch.setattr(encode, "VALUES_AT_ONCE", 4, raising=False)
@@ -52,7 +52,7 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
     counting.cancel()
     assert content == whole
     assert sizes == [4, 4, 2] * 2
-    assert len(set(turns)) == len(turns)
+    assert len(set(locks)) == len(locks)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(cl
 
 
 async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
-    client: httpx.AsyncClient, catalog: FakeRegistry
+    client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
-    catalog.engine.failure_after_first_token = Unavailable("going away")
+    registry.engine.failure_after_first_token = Unavailable("going away")
     response = await client.post("/v1/score", json={"input": "ab", "stream": True})
     assert response.status_code == 200
     name, document = events(response.text)[-1]
@@ -99,9 +99,9 @@ async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
 
 
 async def test_before_the_first_byte_of_a_score_a_failure_is_a_problem(
-    client: httpx.AsyncClient, catalog: FakeRegistry
+    client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
-    catalog.engine.failure = Unavailable("going away")
+    registry.engine.failure = Unavailable("going away")
     assert_problem(await client.post("/v1/score", json={"input": "ab", "stream": True}), 503, "unavailable")
 
 

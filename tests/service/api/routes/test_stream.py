@@ -45,9 +45,9 @@ def url_of(server: SocketServer | LiveServer, path: str = PATH) -> str:
 
 
 @pytest.fixture(params=["framework", "line"])
-async def server(request: pytest.FixtureRequest, app: FastAPI, catalog: FakeRegistry) -> AsyncIterator[SocketServer]:
+async def server(request: pytest.FixtureRequest, app: FastAPI, registry: FakeRegistry) -> AsyncIterator[SocketServer]:
     """By way of the framework, as on another server, and with a line of our own."""
-    server = SocketServer(app, catalog)
+    server = SocketServer(app, registry)
     if request.param == "line":
         options = WEBSOCKETS | protocols(Settings(max_body_bytes=LIMIT), Metrics())
         server.config = uvicorn.Config(app, port=0, **options, ws_max_size=LIMIT, log_config=None)
@@ -208,10 +208,10 @@ async def test_a_failure_that_ends_the_stream_is_its_last_message(
     ("session", "code", "close"), [("unknown", "unknown_session", 4404), ("s", "unavailable", 1012)]
 )
 async def test_a_stream_of_nothing_is_told_why_and_closed(
-    server: SocketServer, catalog: FakeRegistry, session: str, code: str, close: int
+    server: SocketServer, registry: FakeRegistry, session: str, code: str, close: int
 ) -> None:
     if code == "unavailable":
-        catalog.failure = Unavailable("loading")
+        registry.failure = Unavailable("loading")
     async with opened(server, f"/v1/sessions/{session}/stream") as socket:
         assert json.loads(await socket.recv())["error"]["code"] == code
         assert await closed(socket) == (close, code)
@@ -242,7 +242,7 @@ async def test_a_stream_without_messages_is_closed_in_time(
 
 
 async def test_a_server_that_drains_closes_with_1012(
-    server: SocketServer, engine: FakeEngine, catalog: FakeRegistry
+    server: SocketServer, engine: FakeEngine, registry: FakeRegistry
 ) -> None:
     async with opened(server) as socket:
         await ask(socket, {"tokens": [1]})

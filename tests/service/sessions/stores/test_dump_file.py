@@ -60,7 +60,7 @@ async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: 
     await store.open()
     found = store.look("s")
     assert found is not None
-    assert (found.position, found.tail.ids().tolist(), found.cut, found.earliest) == (9, [5, 6], 7, 8)
+    assert (found.position, found.tail.ids().tolist(), found.dropped_tokens, found.earliest) == (9, [5, 6], 7, 8)
 
 
 def test_no_sessions_are_a_file_too(tmp_path: Path) -> None:

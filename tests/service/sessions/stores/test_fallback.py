@@ -60,7 +60,7 @@ async def degrading(port: int) -> AsyncIterator[Degrading]:
 
 async def step(store: FallbackStore | RedisStore, token: int, session: str = "s") -> SessionRecord:
     """One token more, from what is remembered."""
-    here = store.recall(session, to_step=True) or await store.get(session)
+    here = store.get_cached(session, to_step=True) or await store.get(session)
     assert here is not None
     after = await store.append(session, here.revision, (token,), STEP._replace(start=here.position))
     assert after is not None
@@ -98,7 +98,7 @@ async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_t
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
         await step(store, 5)
-        between.cut()
+        between.dropped_tokens()
         lost = await step(store, 6)
         theirs = await step(other, 7)
         assert (lost.position, theirs.position) == (2, 2)
@@ -120,7 +120,7 @@ async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflic
     async with proxy(server.port) as between, degrading(between.port) as store:
         monkeypatch.setattr(store.shared.trips, "on_back", lambda: None)
         await store.create(record())
-        between.cut()
+        between.dropped_tokens()
         await step(store, 6)
         await step(other, 7)
         between.mend()
@@ -154,7 +154,7 @@ async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_th
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
         await step(store, 5)
-        between.cut()
+        between.dropped_tokens()
         await step(store, 6)
         await step(other, 6)  # the same tokens, and a step of its own
         between.mend()
@@ -299,7 +299,7 @@ async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_stor
         await store.until_settled()
         found = await store.get("s")
         assert found is not None
-        assert (found.position, found.tail.ids().tolist(), found.cut) == (10, [7, 8, 10], 7)
+        assert (found.position, found.tail.ids().tolist(), found.dropped_tokens) == (10, [7, 8, 10], 7)
         assert found.snapshot is None
 
 
@@ -347,7 +347,7 @@ async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_o
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
-        between.cut()
+        between.dropped_tokens()
         await step(store, 6)
         await step(other, 7)
         between.mend()
@@ -361,7 +361,7 @@ async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
-        between.cut()
+        between.dropped_tokens()
         await step(store, 5)
         await other.delete("s")
         between.mend()
@@ -399,7 +399,7 @@ async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_
     async with proxy(server.port) as between, degrading(between.port) as store:
         for session in ("s", "t"):
             await store.create(record(session))
-        between.cut()
+        between.dropped_tokens()
         for session in ("s", "t"):
             await step(store, 5, session)
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
@@ -419,7 +419,7 @@ async def test_a_session_that_a_full_store_does_not_take_goes_on_and_no_step_is_
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
-        between.cut()
+        between.dropped_tokens()
         await step(store, 5)
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
         between.mend()

@@ -47,12 +47,12 @@ async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() 
         await store.append("s", revision, (10 + revision,), STEP)
     full = await store.get("s")
     assert full is not None
-    assert (full.cut, full.earliest) == (2, 3)
+    assert (full.dropped_tokens, full.earliest) == (2, 3)
     assert await store.rewind("s", 5, 4) is None
     rewound = await store.rewind("s", 6, 4)
     assert rewound is not None
     assert rewound.tail.ids().tolist() == [12, 13]
-    assert (rewound.position, rewound.revision, rewound.last, rewound.cut) == (4, 1 << 32, None, 2)
+    assert (rewound.position, rewound.revision, rewound.last, rewound.dropped_tokens) == (4, 1 << 32, None, 2)
 
 
 async def test_a_whole_tail_has_lost_nothing_and_goes_back_to_0() -> None:
@@ -61,7 +61,7 @@ async def test_a_whole_tail_has_lost_nothing_and_goes_back_to_0() -> None:
     await store.append("s", 0, (1, 2, 3, 4), STEP)
     whole = await store.get("s")
     assert whole is not None
-    assert (whole.cut, whole.earliest) == (0, 0)
+    assert (whole.dropped_tokens, whole.earliest) == (0, 0)
 
 
 async def test_an_id_is_taken_until_it_is_deleted() -> None:

@@ -76,7 +76,9 @@ async def test_replicas_count_an_owner_s_sessions_together(common: RedisServer, 
     assert made.count(True) == 10
     assert {type(outcome) for outcome in made} == {bool, QuotaExceeded}
     assert await other.create(record("bob/0"), 1)
-    (kept,) = [number for number in range(16) if one.recall(f"alice/{number}") or other.recall(f"alice/{number}")][:1]
+    (kept,) = [
+        number for number in range(16) if one.get_cached(f"alice/{number}") or other.get_cached(f"alice/{number}")
+    ][:1]
     assert await other.delete(f"alice/{kept}")
     assert await one.create(record("alice/new"), 10)
     with pytest.raises(QuotaExceeded, match="alice has 10 sessions"):
@@ -106,7 +108,7 @@ async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
 async def test_while_the_store_is_away_sessions_that_are_not_durable_count(server: RedisServer) -> None:
     async with proxy(server.port) as line, degrading(line.port) as store:
         assert await store.create(record("alice/0"), 2)
-        line.cut()
+        line.dropped_tokens()
         assert await store.create(record("alice/1"), 2)
         assert await store.create(record("alice/2"), 2)
         with pytest.raises(QuotaExceeded):
@@ -127,7 +129,7 @@ async def test_what_is_made_while_the_store_is_away_by_an_owner_without_a_quota_
 ) -> None:
     async with proxy(server.port) as line, degrading(line.port) as store:
         assert await store.create(record("alice/0"))
-        line.cut()
+        line.dropped_tokens()
         assert await store.create(record("alice/1"))
         line.mend()
         await store.until_settled()

@@ -36,7 +36,7 @@ def record(session: str = "s", **changes: Any) -> SessionRecord:
 async def begin(store: RedisStore, session: str = "s") -> SessionRecord:
     """A session that is there."""
     assert await store.create(record(session))
-    found = store.recall(session)
+    found = store.get_cached(session)
     assert found is not None
     return found
 
@@ -73,7 +73,7 @@ async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: M
     found = await store.get("s")
     assert found is not None
     assert found.tail.ids().tolist() == here.tail.ids().tolist() == [12, 13, 14, 15]
-    assert (found.cut, found.earliest) == (2, 3)
+    assert (found.dropped_tokens, found.earliest) == (2, 3)
 
 
 async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServer, make_store: MakeStore) -> None:
@@ -84,7 +84,7 @@ async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServe
         assert await one.create(begun)
         found = await other.get(name)
         assert found is not None
-        assert (found.position, found.tail, found.cut) == (position, begun.tail, begun.cut)
+        assert (found.position, found.tail, found.dropped_tokens) == (position, begun.tail, begun.dropped_tokens)
         grown = begun.tail
         for index in range(4):
             position += 1
@@ -138,9 +138,9 @@ async def test_of_two_replicas_that_append_at_one_place_one_loses_and_knows_what
     )
     won = [result for result in results if result is not None]
     assert len(won) == 1
-    assert one.recall("s") is not None
+    assert one.get_cached("s") is not None
     for store in (one, other):
-        recalled = store.recall("s")
+        recalled = store.get_cached("s")
         assert recalled is not None
         assert recalled.tail == won[0].tail
         assert recalled.revision == won[0].revision
@@ -164,7 +164,7 @@ async def test_a_session_that_was_deleted_and_begun_anew_is_another_one(
     again = await begin(other)
     assert await other.append("s", again.revision, (8,), STEP)
     assert await one.append("s", old.revision, (9,), STEP) is None
-    recalled = one.recall("s")
+    recalled = one.get_cached("s")
     assert recalled is not None
     assert recalled.tail.ids().tolist() == [0, 8]
     assert not follows(recalled.revision, old.revision)
@@ -177,7 +177,7 @@ async def test_an_append_to_what_is_gone_is_lost_and_it_is_forgotten(
     here = await begin(one)
     await other.delete("s")
     assert await one.append("s", here.revision, (7,), STEP) is None
-    assert one.recall("s") is None
+    assert one.get_cached("s") is None
 
 
 async def test_what_is_appended_follows_and_what_is_rewound_does_not(
@@ -208,7 +208,7 @@ async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
     found = await store.get("s")
     assert found is not None
     assert found.snapshot == SNAPSHOT
-    recalled = store.recall("s")
+    recalled = store.get_cached("s")
     assert recalled is not None
     assert recalled.snapshot == SNAPSHOT
     here = await store.rewind("s", here.revision, 2) or here
@@ -357,7 +357,7 @@ async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once
     async with proxy(server.port) as between:
         store = await make_store(f"redis://127.0.0.1:{between.port}/0", timeout_s=1.0)
         here = await begin(store)
-        between.cut()
+        between.dropped_tokens()
         with pytest.raises(Unavailable):
             await store.append("s", here.revision, (7,), STEP)
         assert not store.standing.reachable
@@ -420,18 +420,18 @@ async def test_what_a_later_version_has_written_is_not_touched(common: RedisServ
 async def test_where_others_step_too_the_store_is_asked_first(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    assert one.recall("s", to_step=True) is not None
+    assert one.get_cached("s", to_step=True) is not None
     for _ in range(20):
         found = await other.get("s")
         assert found is not None
         await other.append("s", found.revision, (7,), STEP)
         await one.append("s", here.revision, (8,), STEP)  # lost
-        here = one.recall("s") or here
-    assert one.recall("s", to_step=True) is None
-    assert one.recall("s") is not None
+        here = one.get_cached("s") or here
+    assert one.get_cached("s", to_step=True) is None
+    assert one.get_cached("s") is not None
     for _ in range(40):
         here = await one.append("s", here.revision, (8,), STEP) or await one.get("s") or here
-    assert one.recall("s", to_step=True) is not None
+    assert one.get_cached("s", to_step=True) is not None
 
 
 @pytest.mark.parametrize("carried_out", [True, False])
