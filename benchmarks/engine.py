@@ -63,9 +63,11 @@ class Subject:
         self.bundle = bundle = Bundle.read(path)
         self.manifest = bundle.manifest
         self.runner = OnnxRunner(bundle, "cpu", threads=1)
-        settings = Settings(max_batch=BATCH)
+        settings = Settings(max_batch_size=BATCH)
         store = MemoryStore(
-            max(settings.tail_tokens, bundle.manifest.max_window), settings.session_ttl_s, settings.session_budget_bytes
+            max(settings.session_history_tokens, bundle.manifest.max_window),
+            settings.session_ttl_s,
+            settings.session_budget_bytes,
         )
         self.engine = Engine(
             bundle.manifest, bundle.vocabulary, MarginProof(bundle.weights()), self.runner, store, settings, Metrics()
@@ -73,7 +75,7 @@ class Subject:
         self.engine.warm_up()
         self.pool = StatePool(bundle.manifest.state, bundle.manifest.architecture.hidden, settings.state_budget_bytes)
         self.batcher = Batcher(
-            self.runner, self.pool, Metrics(), "batcher", max_batch=BATCH, max_queue=settings.max_queue
+            self.runner, self.pool, Metrics(), "batcher", max_batch_size=BATCH, max_queue=settings.max_queue
         )
         random = np.random.default_rng(0)
         size = bundle.manifest.vocabulary.size

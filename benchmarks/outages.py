@@ -80,8 +80,8 @@ async def measure(stack: Stack, kills: int) -> dict[str, float]:
                 await asyncio.to_thread(victim.wait_ready)
                 outages.append((killed_s, clock()))
             await asyncio.sleep(storm[-1][1] - clock())
-        tail_tokens = max(Settings().tail_tokens, Bundle.open(BUNDLE).manifest.max_window)
-        if wrong := [*failures(players), *await histories(players, stack.store, tail_tokens)]:
+        session_history_tokens = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
+        if wrong := [*failures(players), *await histories(players, stack.store, session_history_tokens)]:
             raise SystemExit("\n".join(wrong))
     before = statistics.median(p99_ms(players, [span]) for span in calm)
     beside = statistics.median(p99_ms(players, [span], outages) for span in storm)

@@ -132,7 +132,9 @@ class Subject:
         )
         self.engine.warm_up(bundle.propagation())
         self.pool = StatePool(manifest.state, manifest.architecture.hidden, settings.state_budget_bytes)
-        self.batcher = Batcher(runner, self.pool, Metrics(), "state", max_batch=WIDTH, max_queue=settings.max_queue)
+        self.batcher = Batcher(
+            runner, self.pool, Metrics(), "state", max_batch_size=WIDTH, max_queue=settings.max_queue
+        )
         self.parallel = ChunkedRunner(manifest, self.batcher, self.pool, self.throughput)
         self.ends: dict[tuple[str, str], Feeds] = {}
         self.told: dict[tuple[str, str], dict[str, object]] = {}

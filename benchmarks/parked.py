@@ -80,8 +80,8 @@ class Plain:
 class Objects:
     """A dict of Python objects."""
 
-    def __init__(self, tail_tokens: int) -> None:
-        self._keep = tail_tokens
+    def __init__(self, session_history_tokens: int) -> None:
+        self._keep = session_history_tokens
         self._sessions: dict[str, Plain] = {}
         self._ints = list(range(VOCABULARY))
 
@@ -103,10 +103,10 @@ class Objects:
 class Stored:
     """The server's store."""
 
-    def __init__(self, tail_tokens: int, models: ModelRegistry | None = None) -> None:
+    def __init__(self, session_history_tokens: int, models: ModelRegistry | None = None) -> None:
         self.models = models
         self.later_s = 0.0
-        self.store = MemoryStore(tail_tokens, TTL_S, 2**40, clock=lambda: time.monotonic() + self.later_s)
+        self.store = MemoryStore(session_history_tokens, TTL_S, 2**40, clock=lambda: time.monotonic() + self.later_s)
         self._empty = TokenHistory.start(0, VOCABULARY)
 
     async def start(self, session: str) -> None:
@@ -153,7 +153,7 @@ async def measure(way: str, count: int, tail: int) -> Result:
     # A name is one string, whoever else refers to it: those of the list are the sessions' own.
     before = resident_bytes() - sum(map(sys.getsizeof, names))
     await fill(kept, names, tail)
-    result: Result = {"way": way, "sessions": count, "tail_tokens": tail, "before_bytes": before}
+    result: Result = {"way": way, "sessions": count, "session_history_tokens": tail, "before_bytes": before}
     result["filled_bytes"] = resident_bytes()
     for _ in range(CHURNS):
         changed = random.sample(range(count), count // CHURNED)
@@ -203,7 +203,7 @@ def show(results: list[Result]) -> None:
         each = (result["churned_bytes"] - result["before_bytes"]) / count
         table.add_row(
             result["way"],
-            str(result["tail_tokens"]),
+            str(result["session_history_tokens"]),
             f"{result['filled_bytes'] / GIB:.3f}",
             f"{result['churned_bytes'] / GIB:.3f}",
             f"{each:.0f}",

@@ -42,8 +42,8 @@ CONNECTIONS = 32
 SESSIONS_EACH = 8
 FIRST_TOKENS = 100
 COUNTERS = {
-    "rebuilt": "wane_sessions_rebuilt_total",
-    "caught_up": "wane_sessions_caught_up_total",
+    "rebuilt": "wane_state_rebuilds_total",
+    "caught_up": "wane_state_replays_total",
     "conflicts": "wane_step_conflicts_total",
 }
 COLUMNS = (

@@ -65,7 +65,12 @@ class Replica:
         kind, _, every = policy.partition(":")
         shared = {} if kind == "memory" else {"store": url, "store_policy": kind, "store_timeout_ms": 10_000}
         tail = max(256, bundle.manifest.max_window)
-        settings = Settings(tail_tokens=tail, snapshot_tokens=int(every or 32), max_batch=CLIENTS, **shared)
+        settings = Settings(
+            session_history_tokens=tail,
+            state_checkpoint_interval_tokens=int(every or 32),
+            max_batch_size=CLIENTS,
+            **shared,
+        )
         metrics = Metrics()
         self.store: Store = make_store(settings, tail, metrics)
         self.vocabulary = bundle.vocabulary

@@ -69,8 +69,8 @@ WAYS = ("undisturbed", "fair", "first come")
 class FirstCome(Scheduler[WorkItem]):
     """One line: the oldest item, and all of its role behind it that fit into a batch."""
 
-    def __init__(self, max_batch: int) -> None:
-        self._max_batch = max_batch
+    def __init__(self, max_batch_size: int) -> None:
+        self._max_batch = max_batch_size
         self._line: deque[WorkItem] = deque()
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class Subject:
     async def round(self, way: str, within_s: float) -> Round:
         """One way, from its sessions' begin to their end."""
         batcher = self.engine._batcher
-        most = self.settings.max_batch
+        most = self.settings.max_batch_size
         batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._cost_model)
         resident, parked = await self.sessions(RESIDENT), await self.sessions(PARKED)
         for session in resident:
@@ -215,7 +215,7 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
         "within_s": within_s,
         "tail": TAIL,
         "window": manifest.window,
-        "max_batch": subject.settings.max_batch,
+        "max_batch_size": subject.settings.max_batch_size,
         "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, "
         f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
         "ways": {way: summary(of_way) for way, of_way in found.items()},

@@ -135,7 +135,7 @@ def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None =
     named = {
         "patience": ConnectionLimits.of(settings),
         "refusals": RejectedConnections(metrics),
-        "intake": ReceiveBudget(max(settings.max_bodies_bytes, 2 * settings.max_body_bytes)),
+        "intake": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
     }
     return {
         "http": partial(InlineHttpProtocol, fast_path=fast_path, believe=believe, **named),
@@ -173,7 +173,7 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, registry, notice_s=settings.drain_notice_ms / 1000, keys=app.state.keys)
+    server = Server(config, registry, notice_s=settings.shutdown_delay_ms / 1000, keys=app.state.keys)
     server.run()
     if tracing is not None:
         tracing.close()

@@ -58,7 +58,7 @@ class Settings(BaseModel):
         "request is (x-forwarded-for), for the log; none: nobody is",
     )
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
-    watch_s: float | None = Field(
+    model_poll_interval_s: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
@@ -78,17 +78,17 @@ class Settings(BaseModel):
         le=256,
         description="threads that one model's runner computes with (onnxruntime intra-op)",
     )
-    inline_us: int = Field(
+    inline_batch_max_us: int = Field(
         default=1000,
         ge=0,
         description="a batch of steps of one token that is expected to take no longer is run by the event loop itself "
         "and not handed to the runner's thread",
     )
-    max_batch: int = Field(default=64, ge=1, le=4096, description="requests that one run may answer")
+    max_batch_size: int = Field(default=64, ge=1, le=4096, description="requests that one run may answer")
     max_queue: int = Field(
         default=1024, ge=1, description="requests that may wait for one model's runner; more are answered 429"
     )
-    max_inputs: int = Field(default=256, ge=1, description="inputs that one batched request may hold")
+    max_batch_inputs: int = Field(default=256, ge=1, description="inputs that one batched request may hold")
     max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
     max_scored_tokens: int = Field(
         default=262_144,
@@ -96,7 +96,7 @@ class Settings(BaseModel):
         description="longest input that is only scored; the inputs of one batch may have as many tokens in all",
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
-    max_bodies_bytes: int = Field(
+    receive_budget_bytes: int = Field(
         default=256 * 2**20,
         ge=1,
         description="memory for bodies and WebSockets' messages that are being received or not yet answered, of all "
@@ -107,7 +107,7 @@ class Settings(BaseModel):
     )
     max_generated_tokens: int = Field(default=4096, ge=1, description="most tokens that one request may generate")
     top_k_limit: int = Field(default=100, ge=1, description="most predictions that one answer may list")
-    tail_tokens: int = Field(
+    session_history_tokens: int = Field(
         default=256,
         ge=1,
         description="latest tokens kept of a session; raised to the largest maximum window loaded",
@@ -150,7 +150,7 @@ class Settings(BaseModel):
     store_timeout_ms: int = Field(
         default=1000, ge=1, description="time that Redis has to answer; then it is taken to be away"
     )
-    store_away: Literal["reject", "degrade"] = Field(
+    store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
         description="while Redis is away, requests to sessions are refused with 503; or sessions go on where they were "
         "seen last, answers say durable: false, and what Redis has wins when it is back",
@@ -160,10 +160,11 @@ class Settings(BaseModel):
         description="what Redis keeps of a session beside its tail: nothing (tail) or its state now and then (state); "
         "auto keeps states of models that are not certified. For single models: auto,NAME=state,NAME=tail",
     )
-    snapshot_tokens: int | None = Field(
+    state_checkpoint_interval_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="where states are kept, one is every so many tokens, at most tail_tokens; none: 32, or those",
+        description="tokens between two states that the shared store keeps of a session, at most "
+        "session_history_tokens; none: 32, or those",
     )
     request_timeout_ms: int = Field(
         default=30_000, ge=1, description="deadline of a request that names none, and the longest it may name"
@@ -187,7 +188,7 @@ class Settings(BaseModel):
     stream_idle_s: float = Field(
         default=600, gt=0, allow_inf_nan=False, description="time without a message after which a WebSocket is closed"
     )
-    drain_notice_ms: int = Field(
+    shutdown_delay_ms: int = Field(
         default=0,
         ge=0,
         description="time that a server which is to stop goes on taking requests while /readyz is 503 already: longer "
@@ -283,12 +284,14 @@ class Settings(BaseModel):
             raise ValueError("it is for sessions in memory, and the store is another")
         return value
 
-    @field_validator("snapshot_tokens")
+    @field_validator("state_checkpoint_interval_tokens")
     @classmethod
     def _is_within_a_tail(cls, value: int | None, info: ValidationInfo) -> int | None:
-        tail = int(info.data.get("tail_tokens", value or 1))
+        tail = int(info.data.get("session_history_tokens", value or 1))
         if value is not None and value > tail:
-            raise ValueError(f"it must be at most tail_tokens, which is {tail}: a tail reaches back to the last state")
+            raise ValueError(
+                f"it must be at most session_history_tokens, which is {tail}: a tail reaches back to the last state"
+            )
         return value
 
     def states_every(self, model: str, *, certified: bool) -> int | None:
@@ -299,7 +302,7 @@ class Settings(BaseModel):
             policy = "tail" if certified else "state"
         if policy != "state" or self.store == IN_MEMORY:
             return None
-        return self.snapshot_tokens or min(SNAPSHOT_TOKENS, self.tail_tokens)
+        return self.state_checkpoint_interval_tokens or min(SNAPSHOT_TOKENS, self.session_history_tokens)
 
     @property
     def default_model_is_chosen(self) -> bool:

@@ -57,7 +57,7 @@ class Costs:
     wire_s: float = 5e-5
     """One way through the system's network, on one machine; between machines it is a parameter."""
 
-    max_batch: int = 64
+    max_batch_size: int = 64
     max_queue: int = 1024
     trips: int = 2
     """Trips to the store that a replica has under way at a time."""

@@ -51,8 +51,8 @@ Result = dict[str, Any]
 
 def totals(stack: Stack) -> dict[str, float]:
     """The replicas' own counts, and the bytes that HAProxy and Redis have carried."""
-    names = ("wane_batch_items_count", "wane_batch_items_sum", "wane_store_trip_commands_count")
-    found = dict.fromkeys((*names, "wane_store_trip_commands_sum", "wane_sessions_rebuilt_total"), 0.0)
+    names = ("wane_batch_items_count", "wane_batch_items_sum", "wane_store_roundtrip_commands_count")
+    found = dict.fromkeys((*names, "wane_store_roundtrip_commands_sum", "wane_state_rebuilds_total"), 0.0)
     for replica in stack.replicas:
         text = _get(f"{replica.url}/metrics")
         for name in found:
@@ -92,8 +92,8 @@ def load(stack: Stack, name: str, connections: int, seconds: float, port: int | 
         "store_us": 1e6 * taken[STORE].all_s / steps,
         "client_us": 1e6 * own_s / steps,
         "batches": apart["wane_batch_items_count"],
-        "trips": apart["wane_store_trip_commands_count"],
-        "commands": apart["wane_store_trip_commands_sum"],
+        "trips": apart["wane_store_roundtrip_commands_count"],
+        "commands": apart["wane_store_roundtrip_commands_sum"],
         "front_bytes": apart["front_bytes"],
         "store_bytes": apart["store_bytes"],
     }

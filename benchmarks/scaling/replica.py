@@ -76,7 +76,7 @@ class Replica:
         self._runs = RunCosts(PIECE)
         for tokens, seconds in costs.windows:
             self._runs.observe("window", 1, int(tokens), seconds)
-        self._queue = queue(costs.max_batch, self._runs)
+        self._queue = queue(costs.max_batch_size, self._runs)
         self._running = False
         self._found = 1.0
         self._line: deque[Item] = deque()

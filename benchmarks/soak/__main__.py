@@ -76,7 +76,7 @@ async def sample(server: Server, samples: Samples) -> None:
         samples.seconds.append(time.monotonic() - begun_s)
         samples.resident_mib.append(server.resident_bytes() / 2**20)
         samples.states.append(sum_of(counts, "wane_sessions_resident"))
-        samples.rebuilt.append(sum_of(counts, "wane_sessions_rebuilt_total"))
+        samples.rebuilt.append(sum_of(counts, "wane_state_rebuilds_total"))
         samples.requests.append(sum_of(counts, "wane_http_requests_total"))
         await asyncio.sleep(SAMPLED_S)
 

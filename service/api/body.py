@@ -266,7 +266,7 @@ class Decoder:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        fields = MOST_FIELDS * (settings.max_inputs + 4)
+        fields = MOST_FIELDS * (settings.max_batch_inputs + 4)
         tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
         self._most = BodyLimits(values=tokens + fields, fields=fields, containers=fields)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
@@ -286,7 +286,7 @@ class Decoder:
             return self._decode(data, model)
         place, most = over
         self._check_part(data[:place], model)
-        limit = "the limit follows from max_input_tokens, max_scored_tokens and max_inputs"
+        limit = "the limit follows from max_input_tokens, max_scored_tokens and max_batch_inputs"
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def _decode(self, raw: bytes | str, model: type[B]) -> B:

@@ -73,7 +73,7 @@ class Batcher:
         metrics: Metrics,
         model: str,
         *,
-        max_batch: int,
+        max_batch_size: int,
         max_queue: int,
         cost_model: CostModel | None = None,
         inline_s: float = 0.0,
@@ -83,12 +83,12 @@ class Batcher:
         way to the other thread and back costs the loop more."""
         self._runner = runner
         self._pool = pool
-        self._max_batch = max_batch
+        self._max_batch = max_batch_size
         self._max_queue = max_queue
         self._cost_model = cost_model
         self._inline_s = inline_s
         self._times = RunTimeModel()
-        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch, cost_model)
+        self._queue: Scheduler[WorkItem] = FairScheduler(max_batch_size, cost_model)
         self._sequence_s = 0.0  # of a run, an item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # batches with the runner: one that runs, and one that waits for it
@@ -99,7 +99,7 @@ class Batcher:
         self.on_handed_out: Callable[[], None] | None = None
         """Told when every item of a batch was given its row. Raises nothing."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
-        self._room = pool.room(max_batch)
+        self._room = pool.room(max_batch_size)
         self._observers = {
             role: _Observers(
                 metrics.batch_items.labels(model, role).observe,

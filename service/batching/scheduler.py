@@ -91,13 +91,13 @@ class Scheduler(Protocol[I]):
 class FairScheduler(Scheduler[I]):
     """See the module's text. Within a line the oldest item is first, and others of its role are with it."""
 
-    def __init__(self, max_batch: int, cost_model: CostModel | None = None) -> None:
+    def __init__(self, max_batch_size: int, cost_model: CostModel | None = None) -> None:
         """`cost_model` tells what sequences are expected to take; without it no batch is cut."""
-        self._max_batch = max_batch
+        self._max_batch = max_batch_size
         self._cost_model = cost_model
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
-        self._latest_most = max_batch  # of the latest batch of sequences
+        self._latest_most = max_batch_size  # of the latest batch of sequences
         self._stepped = False  # a step has come since the latest batch of sequences
         self._contended = False
         self._ahead_s = 0.0  # what steps had more of the runner's time than sequences, since both wait

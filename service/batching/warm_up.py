@@ -12,7 +12,7 @@ from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 
-def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_batch: int) -> None:
+def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_batch_size: int) -> None:
     """Computes the state that sequences start from, and runs every graph, alone and in the largest batch.
 
     First runs allocate and plan: no request should pay for that. Blocks, so it belongs off the event loop.
@@ -28,7 +28,7 @@ def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_ba
         Work("scan", some, some, read=START),
         Work("head", read=START),
     ):
-        sizes = [size for size in (1, max_batch) if batch.fits(work.role, work.length, work.length * size, size)]
+        sizes = [size for size in (1, max_batch_size) if batch.fits(work.role, work.length, work.length * size, size)]
         for size in sizes:
             _run([work] * size, pool, runner)
 

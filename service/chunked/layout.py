@@ -94,7 +94,7 @@ def measure_pace(
     runner: Runner,
     pool: StatePool,
     eos_id: int,
-    max_batch: int,
+    max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pace:
     """The pace of `advance` or `scan`. Blocks, and raises what the runner raises. To be called once the graph has run:
@@ -102,7 +102,7 @@ def measure_pace(
     found: dict[int, float] = {}
     for _ in range(REPEATS):
         for width in WIDTHS:
-            if width > max_batch:
+            if width > max_batch_size:
                 break
             tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
             work = Work(role, tokens, tokens if role == "scan" else None, read=START)
@@ -130,10 +130,10 @@ class ThroughputProfile:
         """The fewest tokens after which no more than this was left of where a run came from."""
         return self._decay.warm_up(residual)
 
-    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch: int) -> None:
+    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> None:
         """Blocks, and raises what the runner raises. To be called once every graph has run."""
         for role in ("advance", "scan"):
-            self._paces[role] = measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch)
+            self._paces[role] = measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
         self._decay = measure_forgetting(runner, pool, manifest.vocabulary.size)
 
 

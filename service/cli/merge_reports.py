@@ -22,8 +22,11 @@ class MergeError(Exception):
 
 
 def merge(reports: Sequence[Document]) -> Document:
-    """One report of many, which has `replicas`: how many they were, for the whole and for each model. `costs`, of what a
-    run takes on one machine, are left out. Raises MergeError where histograms have different buckets."""
+    """One report of many, which has `replicas`: how many they were, for the whole and for each model.
+
+    `costs`, of what a run takes on one machine, are left out.
+    Raises MergeError where histograms have different buckets.
+    """
     assert reports, "a merge of nothing: this is a bug"
     models: dict[str, list[Document]] = {}
     for report in reports:

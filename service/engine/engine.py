@@ -125,7 +125,7 @@ class Engine:
         self._admission = Admission()
         self.retired = False
         self._runner = runner
-        self._max_batch = settings.max_batch
+        self._max_batch = settings.max_batch_size
         self._limits = Limits(manifest, settings)
         self._pool = pool = StateCache(
             manifest.state,
@@ -139,10 +139,10 @@ class Engine:
             pool,
             metrics,
             name,
-            max_batch=settings.max_batch,
+            max_batch_size=settings.max_batch_size,
             max_queue=settings.max_queue,
             cost_model=self._cost_model,
-            inline_s=settings.inline_us / 1e6,
+            inline_s=settings.inline_batch_max_us / 1e6,
         )
         self._throughput = throughput or ThroughputProfile()
         parallel = ChunkedRunner(manifest, self._batcher, pool, self._throughput)
@@ -158,7 +158,7 @@ class Engine:
             state_ttl_s=settings.state_ttl_s or settings.session_ttl_s,
             empty=TokenHistory.start(vocabulary.eos_id, vocabulary.size),
             model_fingerprint=model_fingerprint(manifest, bits),
-            snapshot_tokens=settings.states_every(name, certified=manifest.certificate.certified),
+            state_checkpoint_interval_tokens=settings.states_every(name, certified=manifest.certificate.certified),
             clock=clock,
         )
         self._report = Stats(metrics, name)
@@ -253,7 +253,7 @@ class Engine:
             self._pool,
             self.vocabulary.eos_id,
             window=self.manifest.window,
-            max_batch=self._max_batch,
+            max_batch_size=self._max_batch,
         )
         lengths = (1, self._limits.window, self._limits.max_window)
         self._cost_model.measure(self._runner, self._pool, self.vocabulary.eos_id, lengths)

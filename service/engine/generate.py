@@ -120,8 +120,10 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """A run of the last k tokens for each token. `position`: where the sequence is after `input_ids`; of a truncated one
-    it counts one token more than there are."""
+    """A run of the last k tokens for each token.
+
+    `position`: where the sequence is after `input_ids`; of a truncated one it counts one token more than there are.
+    """
 
     def __init__(self, forward: Forward, input_ids: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
         self.window = k

@@ -116,7 +116,7 @@ REQUEST_SECONDS = (
 )
 # Runs are shorter than requests: to 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Batches are counted, and their size is bounded by max_batch: powers of two.
+# Batches are counted, and their size is bounded by max_batch_size: powers of two.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
 # Share of a batch's positions that is padding: bounded by one half, see the batcher.
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
@@ -147,7 +147,7 @@ class Metrics:
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
         )
         self.failures = counter(
-            "wane_failures",
+            "wane_request_errors",
             "Requests and messages that failed, by the failure's code and the name of the key, which may be none.",
             "code",
             "key",
@@ -158,7 +158,7 @@ class Metrics:
             "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
         )
         self.refused_connections = counter(
-            "wane_refused_connections",
+            "wane_connections_rejected",
             "Connections that the server ended, by reason: too_many, long_head, long_trailers, slow_head, slow_body, "
             "full (of bodies and messages), malformed, handshake (of a WebSocket), unread (cut off), frames (of a "
             "WebSocket, without a message).",
@@ -212,13 +212,13 @@ class Metrics:
             "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
         )
         self.skipped = counter(
-            "wane_skipped_items",
+            "wane_queue_dropped",
             "Work dropped before its batch: reason abandoned (the client left) or deadline.",
             "model",
             "reason",
         )
-        self.refused = counter("wane_refused_items", "Work refused because the queue was full.", "model")
-        self.failed = counter("wane_failed_items", "Work whose run failed.", "model")
+        self.refused = counter("wane_queue_rejected", "Work refused because the queue was full.", "model")
+        self.failed = counter("wane_queue_failed", "Work whose run failed.", "model")
 
         # Sessions.
         self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
@@ -226,12 +226,12 @@ class Metrics:
             "wane_sessions_parked", "Sessions that were used here and have no state in memory; once a second.", "model"
         )
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
-        self.rebuilt = counter("wane_sessions_rebuilt", "States rebuilt from a tail.", "model")
+        self.rebuilt = counter("wane_state_rebuilds", "States rebuilt from a tail.", "model")
         self.caught_up = counter(
-            "wane_sessions_caught_up", "States brought up to tokens that other replicas had appended.", "model"
+            "wane_state_replays", "States brought up to tokens that other replicas had appended.", "model"
         )
-        self.evicted = counter("wane_sessions_evicted", "States dropped to make room for others.", "model")
-        self.squeezed = counter("wane_sessions_squeezed", "Sessions ended early for lack of memory.", "model")
+        self.evicted = counter("wane_states_evicted", "States dropped to make room for others.", "model")
+        self.squeezed = counter("wane_sessions_evicted_memory", "Sessions ended early for lack of memory.", "model")
         self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")
         self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
         self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
@@ -239,13 +239,15 @@ class Metrics:
         # The store that replicas share.
         self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
         self.store_trip_seconds = histogram(
-            "wane_store_trip_seconds", "Round trips to the session store.", REQUEST_SECONDS, "store"
+            "wane_store_roundtrip_seconds", "Round trips to the session store.", REQUEST_SECONDS, "store"
         )
         self.store_trip_commands = histogram(
-            "wane_store_trip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
+            "wane_store_roundtrip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
         )
         self.not_durable = gauge("wane_sessions_not_durable", "Sessions with tokens that only this process has.")
-        self.overruled = counter("wane_sessions_overruled", "Sessions whose tokens that were not durable were lost.")
+        self.overruled = counter(
+            "wane_sessions_conflict_discarded", "Sessions whose tokens that were not durable were lost."
+        )
 
         # Agreement of window and recurrent answers.
         self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")

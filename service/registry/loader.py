@@ -67,7 +67,7 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
         except CertificateError as error:
             bundle = uncertified(bundle, error)
         manifest = bundle.manifest
-        bits = compare_bits(manifest.architecture, runner.run, settings.max_batch)
+        bits = compare_bits(manifest.architecture, runner.run, settings.max_batch_size)
         if bits.differ is not None:
             logger.warning("model %s claims no exact answers on this machine: %s", manifest.name, bits.differ)
             certificate = manifest.certificate.model_copy(update={"bit_identical": False})

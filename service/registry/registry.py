@@ -152,7 +152,9 @@ class ModelRegistry:
             return
         # Every session can then be asked for every window that its model takes.
         longest = max(bundle.manifest.max_window for bundle in bundles)
-        store = self._store = self._changes.store = self._make_store(max(self._settings.tail_tokens, longest))
+        store = self._store = self._changes.store = self._make_store(
+            max(self._settings.session_history_tokens, longest)
+        )
         self._ready = store if isinstance(store, Ready) else None
         await store.open()
         engines: dict[str, Engine] = {}
@@ -169,8 +171,8 @@ class ModelRegistry:
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
-            if self._settings.watch_s is not None:
-                self._watching = asyncio.create_task(poller.run(self._settings.watch_s))
+            if self._settings.model_poll_interval_s is not None:
+                self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable unless ready."""
@@ -295,8 +297,8 @@ class ModelRegistry:
             raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(names)}")
         return names[0]
 
-    def _make_store(self, tail_tokens: int) -> Store:
-        return make_store(self._settings, tail_tokens, self._metrics)
+    def _make_store(self, session_history_tokens: int) -> Store:
+        return make_store(self._settings, session_history_tokens, self._metrics)
 
     def _read_all(self) -> tuple[Sequence[FoundBundle], Sequence[Bundle]]:
         """Every model's bundle, by name. Raises CatalogError, BundleError."""

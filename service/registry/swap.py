@@ -294,7 +294,9 @@ class ModelLifecycle:
         self.loading = found
         try:
             opened = await asyncio.to_thread(self._read, found)
-            self.store.tail_tokens = max(self.store.tail_tokens, opened.bundle.manifest.max_window)
+            self.store.session_history_tokens = max(
+                self.store.session_history_tokens, opened.bundle.manifest.max_window
+            )
             return await loader.start(opened, self.store, self._settings, self._metrics)
         except (BundleError, DeviceError, ValueError) as error:
             raise LoadFailed(found.name, tell(error, found.path)) from error

@@ -113,12 +113,13 @@ class Sessions:
         state_ttl_s: float,
         empty: TokenHistory,
         model_fingerprint: bytes = b"",
-        snapshot_tokens: int | None = None,
+        state_checkpoint_interval_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`vocabulary` tells whose token ids these are. `state_ttl_s`: idle time after which a state is no longer kept.
-        `empty`: the tail of a sequence without tokens. `snapshot_tokens`: the store is given the state once in so many
-        tokens; `model_fingerprint` tells the weights and graphs that it is of. `clock` in seconds, as the store's."""
+        `empty`: the tail of a sequence without tokens. `state_checkpoint_interval_tokens`: the store is given the
+        state once in so many tokens; `model_fingerprint` tells the weights and graphs that it is of.
+        `clock` in seconds, as the store's."""
         self._store = store
         self._ready = store if isinstance(store, Ready) else None
         self._state_cache = state_cache
@@ -128,7 +129,7 @@ class Sessions:
         self._state_ttl_s = state_ttl_s
         self._empty = empty
         self._model_fingerprint = model_fingerprint
-        self._snapshot_tokens = snapshot_tokens
+        self._snapshot_tokens = state_checkpoint_interval_tokens
         self._clock = clock
         self._locks = SessionLocks()
         self.rebuilt = 0
@@ -148,7 +149,7 @@ class Sessions:
         position, tail = 0, self._empty
         if history is not None:
             position = history.position
-            tail = tail.ending(history.tokens, position, self._store.tail_tokens)
+            tail = tail.ending(history.tokens, position, self._store.session_history_tokens)
         record = SessionRecord(
             session, self._model, self._version, mode or Mode.AUTO, position, tail, vocabulary=self._vocabulary
         )

@@ -144,7 +144,7 @@ def test_a_server_mounts_the_bundles_where_it_looks_for_them(service: dict[str, 
 def test_a_server_is_given_the_time_that_draining_takes(service: dict[str, Any]) -> None:
     settings = as_settings(service["environment"])
     seconds = int(service["stop_grace_period"].removesuffix("s"))
-    assert seconds * 1000 > settings.drain_notice_ms + settings.drain_timeout_ms + CLOSE_S * 1000
+    assert seconds * 1000 > settings.shutdown_delay_ms + settings.drain_timeout_ms + CLOSE_S * 1000
 
 
 @each_service
@@ -209,7 +209,7 @@ def test_a_replica_that_is_full_takes_no_more_memory_than_it_may() -> None:
         status = Path(f"/proc/{server.process.pid}/status").read_text()
     (taken,) = [int(found) * 1024 for found in re.findall(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)]
     models = len([one for one in (ROOT / DEFAULTS.bundles).iterdir() if (one / "manifest.json").is_file()])
-    full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes + DEFAULTS.max_bodies_bytes
+    full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes + DEFAULTS.receive_budget_bytes
     assert full + GIB <= limit, "a GiB for work that is under way, and a model's next version"
 
 

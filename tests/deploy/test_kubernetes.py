@@ -155,7 +155,7 @@ def test_every_file_is_in_a_kustomization() -> None:
 
 def test_the_replicas_variables_are_settings_those_of_the_compose_file_among_them() -> None:
     assert SETTINGS.store == COMPOSE["wane-1"]["environment"]["WANE_STORE"]
-    assert SETTINGS.drain_notice_ms == COMPOSE["wane-1"]["environment"]["WANE_DRAIN_NOTICE_MS"]
+    assert SETTINGS.shutdown_delay_ms == COMPOSE["wane-1"]["environment"]["WANE_SHUTDOWN_DELAY_MS"]
     assert Settings.read(environment(GPU)).device == "cuda"
 
 
@@ -266,7 +266,7 @@ def test_probes_ask_paths_that_there_are_and_need_no_key() -> None:
 
 def test_a_replica_that_is_to_go_has_time_for_all_that_it_does_then() -> None:
     sleep_s = container("wane")["lifecycle"]["preStop"]["sleep"]["seconds"]
-    takes_s = sleep_s + SETTINGS.drain_notice_ms / 1000 + SETTINGS.drain_timeout_ms / 1000 + CLOSE_S
+    takes_s = sleep_s + SETTINGS.shutdown_delay_ms / 1000 + SETTINGS.drain_timeout_ms / 1000 + CLOSE_S
     assert takes_s < PODS["wane"]["terminationGracePeriodSeconds"]
 
 

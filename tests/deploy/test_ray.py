@@ -108,4 +108,4 @@ def test_replicas_are_chosen_by_consistent_hashing_and_scaled_by_what_is_under_w
     assert DEPLOYMENT["request_router_config"]["request_router_class"].endswith(":ConsistentHashRouter")
     scaling = DEPLOYMENT["autoscaling_config"]
     assert 2 <= scaling["min_replicas"] < scaling["max_replicas"]
-    assert scaling["target_ongoing_requests"] < DEFAULTS.max_batch < DEPLOYMENT["max_ongoing_requests"]
+    assert scaling["target_ongoing_requests"] < DEFAULTS.max_batch_size < DEPLOYMENT["max_ongoing_requests"]

@@ -231,7 +231,7 @@ class LinearCosts(CostModel):
 class InOrder(ThroughputProfile):
     """Nothing is known, so every sequence is run in order."""
 
-    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch: int) -> None:
+    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> None:
         pass
 
 
@@ -268,7 +268,9 @@ class EngineHarness:
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
         # A run that a test holds would hold the event loop, so none is run there unless asked for.
-        self.settings = Settings(**{"tail_tokens": 16, "max_batch": 8, "inline_us": 0, **of_settings})
+        self.settings = Settings(
+            **{"session_history_tokens": 16, "max_batch_size": 8, "inline_batch_max_us": 0, **of_settings}
+        )
         self.runner = FakeRunner(self.vocabulary.size)
         self.runner.radius = radius
         self.shadow_runner = FakeRunner(self.vocabulary.size)
@@ -277,7 +279,10 @@ class EngineHarness:
             of_manifest["certificate"] = self.runner.certificate(of_manifest.get("max_window", 16))
         self.manifest = make_manifest(self.vocabulary, **of_manifest)
         self.store = store or MemoryStore(
-            self.settings.tail_tokens, self.settings.session_ttl_s, self.settings.session_budget_bytes, self.clock
+            self.settings.session_history_tokens,
+            self.settings.session_ttl_s,
+            self.settings.session_budget_bytes,
+            self.clock,
         )
         self.engine = Engine(
             self.manifest,

@@ -108,7 +108,7 @@ class Small:
             max_window=keep,
             certificate=certify(self.architecture, self.weights, keep, of_runs),
         )
-        self.settings = Settings(tail_tokens=keep, max_batch=4)
+        self.settings = Settings(session_history_tokens=keep, max_batch_size=4)
         self.reference = Reference(self.architecture, self.weights)
         self._past: list[tuple[int, NDArray[np.float64], State]] = []
         self.engine = Engine(

@@ -121,13 +121,13 @@ def test_the_device_in_use_is_in_readyz_and_in_every_answer(http: httpx.Client) 
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("WANE_PROT", "80"), ("WANE_MAX_BATCH", "many"), ("WANE_PORT", "65536"), ("WEB_CONCURRENCY", "2")],
+    [("WANE_PROT", "80"), ("WANE_MAX_BATCH_SIZE", "many"), ("WANE_PORT", "65536"), ("WEB_CONCURRENCY", "2")],
 )
 def test_a_setting_that_is_none_ends_the_process_with_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert main([]) == 2
+    assert main(["serve"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and variable in message
 
@@ -137,7 +137,7 @@ def test_an_option_that_is_none_ends_the_process_with_its_name(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(arguments)
+        main(["serve", *arguments])
     assert arguments[0] in capsys.readouterr().err
 
 
@@ -197,10 +197,10 @@ def test_a_port_in_use_ends_the_process(live: LiveServer) -> None:
 
 def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+        main(["serve", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for name in Settings.model_fields:
         assert f"--{name.replace('_', '-')}" in text
         assert f"WANE_{name.upper()}" in text
-    for word in ("milliseconds", "seconds", "bytes", "tokens", "compare", "report"):
+    for word in ("milliseconds", "seconds", "bytes", "tokens"):
         assert word in text

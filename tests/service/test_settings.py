@@ -37,11 +37,11 @@ def test_every_field_can_be_given_both_ways() -> None:
         "session_ttl_s": "1.5",
         "shadow_rate": "0.5",
         "max_body_bytes": "4096",
-        "max_bodies_bytes": "8192",
+        "receive_budget_bytes": "8192",
         "max_header_bytes": "4096",
         "store": "memory",
         "store_policy": "tail",
-        "store_away": "degrade",
+        "store_failure_mode": "degrade",
     }
     values = {name: given.get(name, "7") for name in Settings.model_fields if name != "api_keys"}
     variables = {f"WANE_{name.upper()}": value for name, value in values.items()}
@@ -81,8 +81,8 @@ def test_a_value_out_of_range_names_the_variable_and_the_limit(variable: str, va
 
 
 def test_a_bad_option_is_named_as_it_was_written() -> None:
-    with pytest.raises(SettingsError, match="--max-batch is '0'"):
-        read("--max-batch", "0")
+    with pytest.raises(SettingsError, match="--max-batch-size is '0'"):
+        read("--max-batch-size", "0")
 
 
 def test_help_shows_every_setting_with_its_unit_default_and_variable() -> None:
@@ -132,7 +132,7 @@ def test_an_address_that_is_none_is_refused_and_its_password_not_repeated(store:
 
 
 def test_states_are_kept_for_models_without_a_certificate_unless_a_policy_says_otherwise() -> None:
-    auto = Settings(store="redis://h", snapshot_tokens=8)
+    auto = Settings(store="redis://h", state_checkpoint_interval_tokens=8)
     assert (auto.states_every("m", certified=False), auto.states_every("m", certified=True)) == (8, None)
     mixed = Settings(store="redis://h", store_policy="state,m=tail,n=auto")
     assert [mixed.states_every(name, certified=True) for name in "lmn"] == [32, None, None]
@@ -146,5 +146,8 @@ def test_a_policy_that_is_none_is_refused(policy: str) -> None:
 
 
 def test_a_state_is_kept_at_least_once_in_a_tail() -> None:
-    with pytest.raises(SettingsError, match=r"^WANE_SNAPSHOT_TOKENS is .9.:.* at most tail_tokens, which is 8"):
-        read(WANE_SNAPSHOT_TOKENS="9", WANE_TAIL_TOKENS="8")
+    with pytest.raises(
+        SettingsError,
+        match=r"^WANE_STATE_CHECKPOINT_INTERVAL_TOKENS is .9.:.* at most session_history_tokens, which is 8",
+    ):
+        read(WANE_STATE_CHECKPOINT_INTERVAL_TOKENS="9", WANE_SESSION_HISTORY_TOKENS="8")

@@ -87,7 +87,7 @@ def failures(players: Iterable[SessionClient]) -> list[str]:
 
 
 async def histories(
-    players: Sequence[SessionClient], store: str, tail_tokens: int, owner: str | None = None
+    players: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
     """Every session's history, held against what the store holds in the end. What is no longer in its tail, the
     beginning of one long first step, is taken to be as it was acknowledged. `owner` is the name of the clients' key."""
@@ -96,7 +96,7 @@ async def histories(
     reader = RedisStore(
         store,
         namespace=settings.store_namespace,
-        tail_tokens=tail_tokens,
+        session_history_tokens=session_history_tokens,
         ttl_s=settings.session_ttl_s,
         budget_bytes=settings.session_budget_bytes,
         timeout_s=10,

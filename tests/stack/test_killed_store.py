@@ -26,7 +26,7 @@ UP, DOWN = {f"wane_{number}": "UP" for number in (1, 2, 3)}, {f"wane_{number}": 
 async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_is_lost(
     make_stack: MakeStack, figures: Figures
 ) -> None:
-    stack = make_stack({"WANE_STORE_AWAY": "reject"})
+    stack = make_stack({"WANE_STORE_FAILURE_MODE": "reject"})
     await asyncio.to_thread(stack.start)
     redis = stack.processes["redis"]
     async with crowd(stack.port, [40] * SESSIONS) as players:
@@ -58,7 +58,7 @@ async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_i
 async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
     make_stack: MakeStack, figures: Figures
 ) -> None:
-    stack = make_stack({"WANE_STORE_AWAY": "degrade"})
+    stack = make_stack({"WANE_STORE_FAILURE_MODE": "degrade"})
     await asyncio.to_thread(stack.start)
     redis, victim = stack.processes["redis"], stack.replicas[0]
     async with crowd(stack.port, [40] * SESSIONS, yields=True) as players:

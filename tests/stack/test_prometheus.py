@@ -111,7 +111,7 @@ def test_every_panel_of_the_dashboard_has_data_from_three_replicas_behind_haprox
                 "deadline_exceeded",
             ):
                 key = "" if code == "unauthorized" else "client"
-                assert prometheus.values(f'sum(wane_failures_total{{code="{code}",key="{key}"}})')[0] > 0
+                assert prometheus.values(f'sum(wane_request_errors_total{{code="{code}",key="{key}"}})')[0] > 0
             scrapes = 'sum(wane_http_requests_total{route="/metrics",status="200"})'
             while sum(prometheus.values(scrapes)) <= len(replicas()):
                 assert time.monotonic() < end, "a scrape is no request"

@@ -85,7 +85,7 @@ async def readyz(request: Request) -> Response:
     device = None if models.status == "loading" or models.device == "auto" else models.device
     document = {
         "ready": ready,
-        "status": "store_away" if models.ready and not ready else models.status,
+        "status": "store_unavailable" if models.ready and not ready else models.status,
         "device": device,
         "models": [encode.standing(engine) for engine in models.list()] if models.ready else [],
         "store": None if store is None else encode.store(store),

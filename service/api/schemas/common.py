@@ -206,7 +206,7 @@ class PredictBody(SequenceBody):
     rules: ClassVar = ({"anyOf": [_absent("session"), {"properties": {"truncated": {"const": False}}}]},)
 
     model: Model = None
-    inputs: Annotated[list[Text | Tokens] | None, AtMost("max_inputs")] = Field(
+    inputs: Annotated[list[Text | Tokens] | None, AtMost("max_batch_inputs")] = Field(
         default=None,
         min_length=1,
         fail_fast=True,
@@ -375,7 +375,7 @@ class StepsBody(Body):
     steps: Annotated[
         list[Annotated[SessionStepBody, WithJsonSchema(SessionStepBody.model_json_schema())]],
         Field(min_length=1, fail_fast=True),
-        AtMost("max_inputs"),
+        AtMost("max_batch_inputs"),
     ]
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
-from wane.service.batching.cost_model import Cost
 
 from wane.models.manifest import Certificate, Contraction, Quality, Role, Rounding, VocabularyInfo
+from wane.service.batching.cost_model import Cost
 
 
 class ModelFactsDocument(TypedDict):

@@ -42,7 +42,7 @@ class ReadinessDocument(TypedDict):
     store is null until models are loaded."""
 
     ready: bool
-    status: Literal["loading", "ready", "draining", "store_away"]
+    status: Literal["loading", "ready", "draining", "store_unavailable"]
     device: str | None
     models: list[ModelStandingDocument]
     store: StoreDocument | None

@@ -10,12 +10,14 @@ from wane.service.sessions.stores.store import Store, StoreError
 from wane.service.settings import IN_MEMORY, Settings
 
 
-def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
-    """The store of the sessions, which is not open yet. `tail_tokens` are kept of each. Raises StoreError where the
-    file of its password cannot be read."""
+def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics) -> Store:
+    """The store of the sessions, which is not open yet; it keeps `session_history_tokens` of each.
+
+    Raises StoreError if the file of its password cannot be read.
+    """
     if settings.store == IN_MEMORY:
         return MemoryStore(
-            tail_tokens=tail_tokens,
+            session_history_tokens=session_history_tokens,
             ttl_s=settings.session_ttl_s,
             budget_bytes=settings.session_budget_bytes,
             on_squeeze=lambda model: metrics.squeezed.labels(model).inc(),
@@ -28,13 +30,13 @@ def make_store(settings: Settings, tail_tokens: int, metrics: Metrics) -> Store:
     shared = RedisStore(
         _with_password(settings),
         namespace=settings.store_namespace,
-        tail_tokens=tail_tokens,
+        session_history_tokens=session_history_tokens,
         ttl_s=settings.session_ttl_s,
         budget_bytes=settings.session_budget_bytes,
         timeout_s=settings.store_timeout_ms / 1000,
         metrics=metrics,
     )
-    return shared if settings.store_away == "reject" else FallbackStore(shared, settings.session_ttl_s, metrics)
+    return shared if settings.store_failure_mode == "reject" else FallbackStore(shared, settings.session_ttl_s, metrics)
 
 
 def _with_password(settings: Settings) -> str:

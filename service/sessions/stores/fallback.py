@@ -58,13 +58,13 @@ class FallbackStore:
         shared.trips.on_back = self._settle_soon
 
     @property
-    def tail_tokens(self) -> int:
+    def session_history_tokens(self) -> int:
         """See `Store`."""
-        return self._shared.tail_tokens
+        return self._shared.session_history_tokens
 
-    @tail_tokens.setter
-    def tail_tokens(self, tokens: int) -> None:
-        self._shared.tail_tokens = tokens
+    @session_history_tokens.setter
+    def session_history_tokens(self, tokens: int) -> None:
+        self._shared.session_history_tokens = tokens
 
     @property
     def standing(self) -> StoreHealth:
@@ -221,7 +221,7 @@ class FallbackStore:
 
     def _extended(self, before: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep) -> SessionRecord:
         position = before.position + len(tokens)
-        tail = before.tail.append(tokens, position, self.tail_tokens)
+        tail = before.tail.append(tokens, position, self.session_history_tokens)
         return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
 
     def _told(self, session: str) -> PositionConflict:

@@ -197,7 +197,7 @@ class MemoryStore:
 
     def __init__(
         self,
-        tail_tokens: int,
+        session_history_tokens: int,
         ttl_s: float,
         budget_bytes: int,
         clock: Callable[[], float] = time.monotonic,
@@ -206,7 +206,7 @@ class MemoryStore:
     ) -> None:
         """`on_squeeze` is told the model of every session that had to end for lack of room. `file`: where sessions are
         saved when the store is closed, and were when it is opened."""
-        self.tail_tokens = tail_tokens
+        self.session_history_tokens = session_history_tokens
         self.used_bytes = 0
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -230,7 +230,7 @@ class MemoryStore:
             self._expire(self._shards)
             if self._owned[owner] >= most:
                 raise QuotaExceeded(owner, most)
-        whole = entry_bytes(session, (1 + self.tail_tokens) * record.tail.width)  # with <eos>
+        whole = entry_bytes(session, (1 + self.session_history_tokens) * record.tail.width)  # with <eos>
         if self.used_bytes + whole > self._budget_bytes:
             self._expire(self._shards)
         if self.used_bytes + whole > self._budget_bytes:
@@ -285,7 +285,7 @@ class MemoryStore:
         if packed is None or revision(packed) != record.revision:
             return None
         position = record.position + len(tokens)
-        tail = record.tail.append(tokens, position, self.tail_tokens)
+        tail = record.tail.append(tokens, position, self.session_history_tokens)
         return self._change(record, packed, now_s, position, tail, appended(record.revision), step)
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
@@ -319,7 +319,7 @@ class MemoryStore:
         if self._file is None or not await asyncio.to_thread(self._file.exists):
             self._is_open = True
             return
-        records = await asyncio.to_thread(dump_file.load, self._file, self.tail_tokens)
+        records = await asyncio.to_thread(dump_file.load, self._file, self.session_history_tokens)
         if self._is_closed:
             return
         for record in records:

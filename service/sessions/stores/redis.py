@@ -64,7 +64,7 @@ class RedisStore:
         url: str,
         *,
         namespace: str,
-        tail_tokens: int,
+        session_history_tokens: int,
         ttl_s: float,
         budget_bytes: int,
         timeout_s: float,
@@ -75,7 +75,7 @@ class RedisStore:
         remembered. `timeout_s`: how long Redis may take. Raises ValueError for what is no address."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self._prefix = f"wane:{namespace}:"
-        self.tail_tokens = tail_tokens
+        self.session_history_tokens = session_history_tokens
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._remembered = RecordCache(budget_bytes, ttl_s, clock)
 
@@ -162,7 +162,7 @@ class RedisStore:
             if before is None or before.revision != revision:
                 return None
         position = before.position + len(tokens)
-        tail = before.tail.append(tokens, position, self.tail_tokens)
+        tail = before.tail.append(tokens, position, self.session_history_tokens)
         after = before._replace(
             position=position, tail=tail, revision=appended(revision), last=step, idle_s=0.0, snapshot=None
         )
@@ -178,7 +178,7 @@ class RedisStore:
                 codec.mark(other),
                 head,
                 b"".join([token.to_bytes(width, "little") for token in tokens]),
-                0 if position <= self.tail_tokens else self.tail_tokens * width,
+                0 if position <= self.session_history_tokens else self.session_history_tokens * width,
                 self._ttl_ms,
                 b"" if snapshot is None else write_snapshot(snapshot),
                 tells=lambda done: done in DONE,
@@ -273,7 +273,7 @@ class RedisStore:
         if data is None:
             return None
         try:
-            return codec.read(session, data, self.tail_tokens, idle_s)._replace(durable=True)
+            return codec.read(session, data, self.session_history_tokens, idle_s)._replace(durable=True)
         except codec.Unreadable as error:
             raise Unavailable(f"{error}: is there a replica of a later version?") from error
 

@@ -97,7 +97,7 @@ class SessionRecord(NamedTuple):
     snapshot: Snapshot | None = None
 
     @property
-    def dropped_tokens(self) -> int:
+    def sever(self) -> int:
         """How many tokens are not in the tail: cut off, or never known. 0 means all of the sequence is there: `<eos>`
         goes with the first token."""
         return max(self.position - len(self.tail), 0)
@@ -118,10 +118,11 @@ class Store(Protocol):
     A session idle for longer than the store's time to live does not exist any more.
     Implementations that can lose their backing raise Unavailable.
 
-    `tail_tokens`: how many of its latest tokens a session keeps. It may be raised: then tails grow as tokens come.
+    `session_history_tokens`: how many of its latest tokens a session keeps. It may be raised: then histories grow as
+    tokens come.
     """
 
-    tail_tokens: int
+    session_history_tokens: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many, and

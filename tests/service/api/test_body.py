@@ -40,7 +40,7 @@ PATIENCE_S = 20.0
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(Settings(max_inputs=1000))
+    return Decoder(Settings(max_batch_inputs=1000))
 
 
 async def refusal(decoder: Decoder, model: type[Body], document: object) -> InvalidRequest:

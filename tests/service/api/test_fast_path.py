@@ -610,7 +610,7 @@ async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeBench) -> No
         await clients[2].say(step({"tokens": [6]}, path="/v1/sessions/c/tokens"))
         status, headers, _ = await clients[2].hear()
         assert (status, "retry-after" in headers, stage.asked) == (429, True, [])
-        assert stage.harness.sample("wane_refused_items_total") == 1
+        assert stage.harness.sample("wane_queue_rejected_total") == 1
         stage.harness.runner.gate.set()
         assert [(await client.hear())[0] for client in clients[:2]] == [200, 200]
 

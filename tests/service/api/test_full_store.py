@@ -81,7 +81,7 @@ def is_refusal(answer: httpx.Response) -> bool:
 def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode: str) -> None:
     with (
         redis_server(tmp_path, OPTIONS) as redis,
-        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url, WANE_STORE_AWAY=mode) as server,
+        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url, WANE_STORE_FAILURE_MODE=mode) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
         sessions = Sessions(http)

@@ -21,7 +21,7 @@ async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, r
     assert (ready.status_code, ready.json()["store"]) == (200, MEMORY)
     registry.standing = StoreHealth("redis", reachable=False, ready=False)
     away = await client.get("/readyz")
-    assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_away")
+    assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_unavailable")
     assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
     assert len(away.json()["models"]) == 1  # they are there all the same
 

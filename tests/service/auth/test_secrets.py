@@ -67,7 +67,7 @@ def test_no_key_and_no_password_is_logged(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_that_does_not_start_says_why_and_no_secret(settings: dict[str, str]) -> None:
-    ended = run(env=environment(**settings))
+    ended = run("serve", env=environment(**settings))
     assert ended.returncode == 2 and "error: WANE_" in ended.stderr
     assert KEY not in ended.stdout + ended.stderr
 

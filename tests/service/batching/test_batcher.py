@@ -37,12 +37,18 @@ class ThreadedRunner(FakeRunner):
 
 
 class Rig:
-    def __init__(self, max_batch: int = 8, max_queue: int = 16, inline_s: float = 0.0) -> None:
+    def __init__(self, max_batch_size: int = 8, max_queue: int = 16, inline_s: float = 0.0) -> None:
         self.runner = ThreadedRunner(VOCABULARY.size)
         self.pool = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
         self.metrics = Metrics()
         self.batcher = Batcher(
-            self.runner, self.pool, self.metrics, "fake", max_batch=max_batch, max_queue=max_queue, inline_s=inline_s
+            self.runner,
+            self.pool,
+            self.metrics,
+            "fake",
+            max_batch_size=max_batch_size,
+            max_queue=max_queue,
+            inline_s=inline_s,
         )
         self.tickets: list[Ticket] = []
 
@@ -67,7 +73,7 @@ class Rig:
         return [len(rows) for _, rows in self.runner.calls]
 
     def skipped(self, reason: str) -> float | None:
-        return self.metrics.registry.get_sample_value("wane_skipped_items_total", {"model": "fake", "reason": reason})
+        return self.metrics.registry.get_sample_value("wane_queue_dropped_total", {"model": "fake", "reason": reason})
 
     def waited_s(self) -> dict[Role, float | None]:
         """The time that work has waited in the queue, by the roles that it was for."""
@@ -402,7 +408,7 @@ async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skip
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
-    rig = Rig(max_batch=2, max_queue=4)
+    rig = Rig(max_batch_size=2, max_queue=4)
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
     windows = [rig.ask(token) for token in range(2, 6)]  # two of them are handed over to the runner
@@ -483,7 +489,7 @@ async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_ou
 
 
 async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_at_a_turn() -> None:
-    rig = Rig(max_batch=2, inline_s=60.0)
+    rig = Rig(max_batch_size=2, inline_s=60.0)
     try:
         await asyncio.gather(rig.step(2), rig.step(3))
         steps = [rig.step(token) for token in range(2, 8)]

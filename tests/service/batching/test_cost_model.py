@@ -108,7 +108,9 @@ class Quick(InOrder):
 async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_window(
     make_harness: Callable[..., EngineHarness], throughput: Quick | None, mode: Mode
 ) -> None:
-    harness = make_harness(certified=True, window=400, max_window=400, tail_tokens=400, throughput=throughput)
+    harness = make_harness(
+        certified=True, window=400, max_window=400, session_history_tokens=400, throughput=throughput
+    )
     answer = await harness.engine.predict(PredictRequest((5,) * 2700))
     assert (answer.mode, answer.error_bound == 0.0) == (mode, mode is Mode.RECURRENT)
 

@@ -48,19 +48,19 @@ class Counted:
 class Load:
     """An engine with room for a few states, its runner, and what was really appended to every session."""
 
-    def __init__(self, max_queue: int = 1024, tail_tokens: int | None = None) -> None:
+    def __init__(self, max_queue: int = 1024, session_history_tokens: int | None = None) -> None:
         bundle, runner = opened(MODEL)
         self.runner = Counted(runner)
         manifest = bundle.manifest
         floats = manifest.architecture.hidden + sum(self._size(tensor.shape) for tensor in manifest.state)
-        settings = Settings(max_batch=16, max_queue=max_queue, state_budget_bytes=4 * floats * (RESERVED + STATES))
-        keep = tail_tokens or manifest.max_window
+        settings = Settings(max_batch_size=16, max_queue=max_queue, state_budget_bytes=4 * floats * (RESERVED + STATES))
+        keep = session_history_tokens or manifest.max_window
         self.store = MemoryStore(keep, settings.session_ttl_s, settings.session_budget_bytes)
         margin = MarginProof(bundle.weights())
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
         # The engine's own would also measure what runs cost: these sessions are recurrent, whatever that is.
-        warm_up(self.runner, self.engine._pool, bundle.vocabulary.eos_id, window=1, max_batch=1)
+        warm_up(self.runner, self.engine._pool, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
 
@@ -138,9 +138,9 @@ async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_di
 
     await asyncio.gather(*(client(sessions[first::8]) for first in range(8)))
     assert states.total() == sum(map(len, load.appended.values())) == 8 * 30
-    assert states[StateSource.REBUILT] == load.sample("wane_sessions_rebuilt_total") > 0
+    assert states[StateSource.REBUILT] == load.sample("wane_state_rebuilds_total") > 0
     assert states[StateSource.RESIDENT] > 0
-    assert load.sample("wane_sessions_evicted_total") > 0
+    assert load.sample("wane_states_evicted_total") > 0
     await load.check()
 
 
@@ -163,7 +163,7 @@ async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: 
 
 
 async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(make_load: Callable[..., Load]) -> None:
-    load = make_load(tail_tokens=20)
+    load = make_load(session_history_tokens=20)
     (session,) = await load.start(1)
     tokens = tuple(load.token() for _ in range(200))
     await load.engine.step(StepRequest(session, tokens))
@@ -195,7 +195,7 @@ async def test_a_full_queue_refuses_steps_and_those_leave_no_trace(make_load: Ca
     for _ in range(5):
         await asyncio.gather(*map(one, sessions))
     assert outcomes.total() == 100
-    assert outcomes["refused"] == load.sample("wane_refused_items_total") > 0
+    assert outcomes["refused"] == load.sample("wane_queue_rejected_total") > 0
     assert outcomes["answered"] == sum(map(len, load.appended.values())) > 0
     await load.check()
 

@@ -250,7 +250,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     with pytest.raises(Overloaded, match="the request may take") as refused:
         await asked(engine, loop.time() + 0.1)
     assert refused.value.retry_after_s > 0
-    assert harness.sample("wane_refused_items_total") == 1
+    assert harness.sample("wane_queue_rejected_total") == 1
     assert len(runner.calls) == calls, "nothing was run for what was refused"
     runner.gate.set()
     await first
@@ -266,7 +266,7 @@ async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_wo
     assert engine._predictor.seconds(short[0]) == 0.04 < LONG_S
     with engine._backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
-    assert harness.sample("wane_refused_items_total") == 1
+    assert harness.sample("wane_queue_rejected_total") == 1
     assert not harness.runner.calls, "nothing was run for what was refused"
     harness.runner.gate.clear()
     call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))

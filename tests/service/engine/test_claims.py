@@ -78,9 +78,9 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
             case "evict":
                 engine._pool.drop(session)
             case "rewind":
-                dropped_tokens = int(random.integers(0, 4))
-                view = await engine.rewind(session, len(tokens) - dropped_tokens)
-                del tokens[len(tokens) - dropped_tokens :]
+                behind = int(random.integers(0, 4))
+                view = await engine.rewind(session, len(tokens) - behind)
+                del tokens[len(tokens) - behind :]
                 assert view.position == len(tokens)
             case "prompt":
                 k = int(random.integers(1, 25))

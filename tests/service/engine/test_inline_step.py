@@ -196,7 +196,7 @@ async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(harne
 
 
 async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(make_harness: MakeBench) -> None:
-    harness = make_harness(max_batch=1)
+    harness = make_harness(max_batch_size=1)
     await started(harness, "a", "b", "c")
     harness.runner.busy.clear()
     harness.runner.gate.clear()

@@ -80,7 +80,7 @@ async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_i
     await harness.engine.drain()
     assert len(harness.runner.calls) == 1
     assert not second.answer.done()
-    assert harness.sample("wane_skipped_items_total", reason="abandoned") == 1
+    assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
 async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(harness: EngineHarness) -> None:

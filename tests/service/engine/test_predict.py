@@ -119,7 +119,7 @@ async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_
 
 
 async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeBench) -> None:
-    harness = make_harness(certified=True, window=130, max_window=200, tail_tokens=200)
+    harness = make_harness(certified=True, window=130, max_window=200, session_history_tokens=200)
     assert harness.manifest.certificate.certified
     tokens = TOKENS * 20
     answer = await harness.engine.predict(PredictRequest(tokens))
@@ -367,7 +367,7 @@ async def test_a_full_queue_refuses_a_prediction(make_harness: MakeBench) -> Non
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await harness.engine.predict(PredictRequest((7,)))
-    assert harness.sample("wane_refused_items_total") == 1
+    assert harness.sample("wane_queue_rejected_total") == 1
     harness.runner.gate.set()
     await asyncio.gather(first, second)
 
@@ -387,8 +387,8 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
     harness.runner.gate.set()
     await first
     assert harness.runner.calls == [("window", [[EOS, 5]])]
-    assert harness.sample("wane_skipped_items_total", reason="deadline") == 1
-    assert harness.sample("wane_skipped_items_total", reason="abandoned") == 0
+    assert harness.sample("wane_queue_dropped_total", reason="deadline") == 1
+    assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 0
 
 
 async def test_a_failed_run_is_told_in_fixed_words(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:

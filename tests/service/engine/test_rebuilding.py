@@ -11,7 +11,7 @@ MakeBench = Callable[..., EngineHarness]
 async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_window_has(
     make_harness: MakeBench,
 ) -> None:
-    harness = make_harness(certified=True, window=130, max_window=140, tail_tokens=400)
+    harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)
     epsilon = harness.manifest.certificate.error_bound_at
     session = (await harness.engine.create_session()).session
     await harness.engine.step(StepRequest(session, (5,) * 410))
@@ -32,7 +32,7 @@ async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_
 async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_own_k_promises_too_little(
     make_harness: MakeBench,
 ) -> None:
-    harness = make_harness(certified=True, window=64, max_window=140, tail_tokens=400)
+    harness = make_harness(certified=True, window=64, max_window=140, session_history_tokens=400)
     session = (await harness.engine.create_session()).session
     await harness.engine.step(StepRequest(session, (5,) * 300))
     harness.engine._steps._found = 0.0
@@ -44,7 +44,7 @@ async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_
 async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(
     make_harness: MakeBench,
 ) -> None:
-    harness = make_harness(certified=True, window=130, max_window=140, tail_tokens=400)
+    harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)
     epsilon = harness.manifest.certificate.error_bound_at
     session = (await harness.engine.create_session()).session
     await harness.engine.step(StepRequest(session, (5,) * 300))

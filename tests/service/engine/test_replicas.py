@@ -76,7 +76,7 @@ async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_
         assert context_ids(answer) == expected(harnesses[0], input_ids)
         assert (answer.position, answer.durable, answer.replayed) == (index + 1, True, False)
         assert answer.state is (StateSource.REBUILT if index in (1, 2) else StateSource.RESIDENT)
-    assert [harness.sample("wane_sessions_rebuilt_total") for harness in harnesses] == [0, 1, 1]
+    assert [harness.sample("wane_state_rebuilds_total") for harness in harnesses] == [0, 1, 1]
 
 
 async def test_one_replica_alone_asks_the_store_once_a_step(make_replica: MakeReplica) -> None:
@@ -164,7 +164,7 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
 async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_history(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
-    harness = await make_replica(store_away="degrade", of_bench={"certified": True, "max_window": 140})
+    harness = await make_replica(store_failure_mode="degrade", of_bench={"certified": True, "max_window": 140})
     redis.kill()
     with suppress(Unavailable):
         await harness.engine.get_session("nobody")
@@ -210,12 +210,12 @@ async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeRe
 async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_however_long_its_past(
     make_replica: MakeReplica,
 ) -> None:
-    one = await make_replica(snapshot_tokens=8)
+    one = await make_replica(state_checkpoint_interval_tokens=8)
     await one.engine.create_session("s")
     input_ids = [5 + index % 50 for index in range(100)]
     for token in input_ids:
         await step(one, token)
-    other = await make_replica(snapshot_tokens=8)
+    other = await make_replica(state_checkpoint_interval_tokens=8)
     answer = await step(other, 3, 100)
     assert (answer.state, answer.error_bound, answer.durable) == (StateSource.REBUILT, 0.0, True)
     assert context_ids(answer) == expected(one, [*input_ids, 3])
@@ -252,7 +252,7 @@ async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(mak
 
 
 async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeReplica) -> None:
-    one, other = [await make_replica(snapshot_tokens=1) for _ in range(2)]
+    one, other = [await make_replica(state_checkpoint_interval_tokens=1) for _ in range(2)]
     other.engine._sessions._model_fingerprint = b"another"
     await one.engine.create_session("s")
     for index in range(40):
@@ -322,7 +322,7 @@ async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice
 async def test_replicas_that_go_on_without_redis_lose_nothing_that_was_durable(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
-    harness = await make_replica(store_away="degrade")
+    harness = await make_replica(store_failure_mode="degrade")
     clients = [Client([harness], f"c{index}", index) for index in range(12)]
     for client in clients:
         await harness.engine.create_session(client.session)
@@ -346,42 +346,42 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     async with proxy(redis.port) as between:
-        dropped_tokens, whole = await make_replica(between.port), await make_replica()
-        await dropped_tokens.engine.create_session("s")
-        await step(dropped_tokens, 5, 0)
-        between.dropped_tokens()
+        severed, whole = await make_replica(between.port), await make_replica()
+        await severed.engine.create_session("s")
+        await step(severed, 5, 0)
+        between.sever()
         with pytest.raises(Unavailable):
-            await step(dropped_tokens, 6, 1)
-        assert not dropped_tokens.store.standing.ready
-        dropped_tokens.runner.calls.clear()
+            await step(severed, 6, 1)
+        assert not severed.store.standing.ready
+        severed.runner.calls.clear()
         with pytest.raises(Unavailable):
-            await step(dropped_tokens, 6, 1)
-        assert dropped_tokens.runner.calls == []  # nothing is run that could not be kept
+            await step(severed, 6, 1)
+        assert severed.runner.calls == []  # nothing is run that could not be kept
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
-        await until(lambda: dropped_tokens.store.standing.ready)
-        assert (await step(dropped_tokens, 6, 1)).replayed is True
-        answer = await step(dropped_tokens, 7, 2)
-        assert (context_ids(answer), answer.state) == (expected(dropped_tokens, [5, 6, 7]), StateSource.RESIDENT)
+        await until(lambda: severed.store.standing.ready)
+        assert (await step(severed, 6, 1)).replayed is True
+        answer = await step(severed, 7, 2)
+        assert (context_ids(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
 
 
 async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_and_the_client_is_told(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     async with proxy(redis.port) as between:
-        dropped_tokens, whole = await make_replica(between.port, store_away="degrade"), await make_replica()
-        await dropped_tokens.engine.create_session("s")
-        await step(dropped_tokens, 5, 0)
-        between.dropped_tokens()
+        severed, whole = await make_replica(between.port, store_failure_mode="degrade"), await make_replica()
+        await severed.engine.create_session("s")
+        await step(severed, 5, 0)
+        between.sever()
         for position, token in enumerate((6, 7), start=1):
-            answer = await step(dropped_tokens, token, position)
-            assert (answer.durable, context_ids(answer)) == (False, expected(dropped_tokens, [5, 6, 7][: position + 1]))
+            answer = await step(severed, token, position)
+            assert (answer.durable, context_ids(answer)) == (False, expected(severed, [5, 6, 7][: position + 1]))
         for position, token in enumerate((8, 9), start=1):
             assert (await step(whole, token, position)).durable is True
         between.mend()
-        await until(lambda: dropped_tokens.store.standing.reachable and not dropped_tokens.store.standing.not_durable)
+        await until(lambda: severed.store.standing.reachable and not severed.store.standing.not_durable)
         with pytest.raises(PositionConflict, match="not durable are lost") as caught:
-            await step(dropped_tokens, 10, 3)
+            await step(severed, 10, 3)
         assert caught.value.position == 3
-        answer = await step(dropped_tokens, 10, 3)
-        assert (answer.durable, context_ids(answer)) == (True, expected(dropped_tokens, [5, 8, 9, 10]))
+        answer = await step(severed, 10, 3)
+        assert (answer.durable, context_ids(answer)) == (True, expected(severed, [5, 8, 9, 10]))

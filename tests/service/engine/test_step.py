@@ -216,8 +216,8 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * losses, 6])
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
     assert harness.sample("wane_step_conflicts_total") == losses
-    assert harness.sample("wane_sessions_caught_up_total") == losses
-    assert harness.sample("wane_sessions_rebuilt_total") == 0
+    assert harness.sample("wane_state_replays_total") == losses
+    assert harness.sample("wane_state_rebuilds_total") == 0
 
 
 async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is(
@@ -371,7 +371,7 @@ async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(harness: E
     view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
     assert ("step", [[6]]) not in harness.runner.calls
-    assert harness.sample("wane_skipped_items_total", reason="abandoned") == 1
+    assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
 async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_no_trace(
@@ -529,7 +529,7 @@ async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(harness:
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7, 8])
     assert (await harness.engine.step(StepRequest(session, (9,)))).state is StateSource.RESIDENT
-    assert harness.sample("wane_sessions_rebuilt_total") == 1
+    assert harness.sample("wane_state_rebuilds_total") == 1
 
 
 async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_bound(
@@ -576,7 +576,7 @@ async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_ha
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(
             harness, [10 + index, 20 + index, 7]
         )
-    assert harness.sample("wane_sessions_evicted_total") > 0
+    assert harness.sample("wane_states_evicted_total") > 0
     harness.engine._pool.check_integrity()
 
 
@@ -838,7 +838,12 @@ async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(harness:
     await draining
 
 
-CUT = {"certified": True, "window": 130, "max_window": 140, "tail_tokens": 140}  # what a certified session keeps
+CUT = {
+    "certified": True,
+    "window": 130,
+    "max_window": 140,
+    "session_history_tokens": 140,
+}  # what a certified session keeps
 
 
 async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebuilding_does_not_add_to_it(

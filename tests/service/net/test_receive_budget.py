@@ -14,7 +14,7 @@ from tests.service.slow_client import CHUNKED, HANDSHAKE, SlowClient, conversati
 from wane.service.net.connection import SMALL_BYTES, ReceiveBudget, ReceiveShare
 
 BODY_BYTES = 2**19
-BUDGET = {"max_body_bytes": BODY_BYTES, "max_bodies_bytes": 2 * BODY_BYTES}
+BUDGET = {"max_body_bytes": BODY_BYTES, "receive_budget_bytes": 2 * BODY_BYTES}
 SMALL = json.dumps({"tokens": [1]}).encode()
 LARGE = SMALL + b" " * (BODY_BYTES // 2)
 MOST = SMALL + b" " * (BODY_BYTES - len(SMALL))

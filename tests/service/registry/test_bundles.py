@@ -34,8 +34,8 @@ STREAMED = 1000
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """One shipped model, warmed up."""
     bundle, runner = opened(request.param)
-    settings = Settings(max_batch=8)
-    store = MemoryStore(settings.tail_tokens, settings.session_ttl_s, settings.session_budget_bytes)
+    settings = Settings(max_batch_size=8)
+    store = MemoryStore(settings.session_history_tokens, settings.session_ttl_s, settings.session_budget_bytes)
     margin = MarginProof(bundle.weights())
     engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, store, settings, Metrics())
     await asyncio.to_thread(engine.warm_up)

@@ -116,7 +116,7 @@ async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
 
 
 async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(believed: None) -> None:
-    registry = make(PATHS[0], tail_tokens=1)
+    registry = make(PATHS[0], session_history_tokens=1)
     await registry.load()
     engine = registry.get()
     longest = engine.manifest.max_window

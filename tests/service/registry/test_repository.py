@@ -94,7 +94,9 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
-    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, watch_s=0.01), Metrics())
+    registry = ModelRegistry(
+        Settings(bundles=folder, device="cpu", max_batch_size=4, model_poll_interval_s=0.01), Metrics()
+    )
     replaced = asyncio.Event()
     replace = registry._changes.replace
 

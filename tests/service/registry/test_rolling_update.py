@@ -26,7 +26,7 @@ class Replicas:
     """Version 1 and version 2, which are different models with the same tokenizer."""
 
     def __init__(self) -> None:
-        settings = Settings(max_batch=8)
+        settings = Settings(max_batch_size=8)
         self.store = MemoryStore(TAIL, settings.session_ttl_s, settings.session_budget_bytes)
         self.engines: list[Engine] = []
         self.metrics: list[Metrics] = []
@@ -84,7 +84,7 @@ async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once
     assert states[:2] == [StateSource.RESIDENT, StateSource.REBUILT], (
         "nothing is to be rebuilt of a session without tokens"
     )
-    assert [replicas.sample(replica, "wane_sessions_caught_up_total") for replica in (0, 1)] == [11, 11]
+    assert [replicas.sample(replica, "wane_state_replays_total") for replica in (0, 1)] == [11, 11]
 
 
 async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(replicas: Replicas) -> None:

@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 async def registry(folder: Path) -> AsyncIterator[ModelRegistry]:
     """Version 1, served."""
-    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), Metrics())
     await registry.load()
     yield registry
     await registry.close()
@@ -193,7 +193,7 @@ async def test_of_several_bundles_of_a_model_the_highest_version_is_served(
         path = put(folder, version, "lstm-stable", name=f"other-{version}")
         edit_manifest(path, "name", value=MODEL)
     assert (await registry.load_model(MODEL)).version == "10"
-    served = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+    served = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), Metrics())
     await served.load()
     assert served.get().version == "10"
     await served.close()
@@ -238,7 +238,7 @@ async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: 
 
 
 async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder: Path) -> None:
-    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, session_ttl_s=0.05), Metrics())
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4, session_ttl_s=0.05), Metrics())
     await registry.load()
     old = registry.get()
     retokenize(put(folder, "2"))
@@ -280,13 +280,15 @@ async def test_a_model_that_was_unloaded_is_unknown_and_its_sessions_are_back_wh
 
 async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder: Path) -> None:
     edit_manifest(folder / MODEL, "version", value="1")
-    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4, tail_tokens=1), Metrics())
+    registry = ModelRegistry(
+        Settings(bundles=folder, device="cpu", max_batch_size=4, session_history_tokens=1), Metrics()
+    )
     await registry.load()
     store = registry._store
-    assert store is not None and store.tail_tokens == registry.get().manifest.max_window == 256
+    assert store is not None and store.session_history_tokens == registry.get().manifest.max_window == 256
     put(folder, "2", "lstm-stable")
     await registry.load_model(MODEL)
-    assert store.tail_tokens == registry.get().manifest.max_window == 512
+    assert store.session_history_tokens == registry.get().manifest.max_window == 512
     await registry.close()
 
 
@@ -351,7 +353,7 @@ async def swap_by_turns() -> None:
         folder = Path(parent) / "bundles"
         folder.mkdir()
         put(folder, "1")
-        registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch=4), Metrics())
+        registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), Metrics())
         await registry.load()
         session = (await registry.get().create_session()).session
         used: list[int] = []

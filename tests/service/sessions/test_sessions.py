@@ -112,7 +112,9 @@ async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_fu
 
 async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_bound(make_harness: MakeBench) -> None:
     tokens = tuple(10 + index % 7 for index in range(150))
-    before, after = (make_harness(certified=True, window=4, max_window=140, tail_tokens=140) for _ in range(2))
+    before, after = (
+        make_harness(certified=True, window=4, max_window=140, session_history_tokens=140) for _ in range(2)
+    )
     await before.engine.create_session("s")
     was = await before.engine.step(StepRequest("s", tokens, top_k=100))
     view = await after.engine.create_session("s", history=History(tokens[-100:], 150))

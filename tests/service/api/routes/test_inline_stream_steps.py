@@ -219,7 +219,7 @@ async def test_a_full_queue_refuses_once(serve: Serve, make_harness: MakeBench) 
         await second.send(step())
         await until(lambda: stage.harness.engine._batcher.waiting == 1)
         assert (await ask(third, step()))["error"]["status"] == 429
-        assert stage.harness.sample("wane_refused_items_total") == 1
+        assert stage.harness.sample("wane_queue_rejected_total") == 1
         stage.harness.runner.gate.set()
         assert [json.loads(await socket.recv())["position"] for socket in (first, second)] == [2, 2]
 

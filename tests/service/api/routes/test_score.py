@@ -69,7 +69,7 @@ async def test_a_document_encoded_in_pieces_has_the_same_bytes(
     document: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "VALUES_AT_ONCE", 2)
-    assert await encode.encode_long(document) == encode.encode(document)
+    assert await encode.encode_long(document) == encode.json_bytes(document)
 
 
 async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(client: httpx.AsyncClient) -> None:

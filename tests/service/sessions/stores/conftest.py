@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 def settings_of(**changes: Any) -> dict[str, Any]:
     """Of a `RedisStore`."""
-    usual = {"namespace": "n", "tail_tokens": 4, "ttl_s": 100.0, "budget_bytes": 2**20, "timeout_s": 5.0}
+    usual = {"namespace": "n", "session_history_tokens": 4, "ttl_s": 100.0, "budget_bytes": 2**20, "timeout_s": 5.0}
     return {**usual, "metrics": Metrics(), **changes}
 
 

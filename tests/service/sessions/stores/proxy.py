@@ -35,7 +35,7 @@ class Proxy:
         self._drop()
         await self._server.wait_closed()
 
-    def dropped_tokens(self) -> None:
+    def sever(self) -> None:
         """Nothing passes any more, and nobody is told so: as when a cable is pulled."""
         self._whole.clear()
 

@@ -69,4 +69,4 @@ async def test_a_batch_of_many_sessions_is_one_trip_to_all_nodes(
     assert (found.position, found.snapshot) == (3, SNAPSHOT)
     assert await store.delete("7")
     assert await store.get("7") is None
-    assert metrics.registry.get_sample_value("wane_store_trip_commands_count", {"store": "redis"}) == 6
+    assert metrics.registry.get_sample_value("wane_store_roundtrip_commands_count", {"store": "redis"}) == 6

@@ -35,7 +35,7 @@ def records() -> list[SessionRecord]:
 def make_store(file: Path, **changes: Any) -> tuple[MemoryStore, Clock]:
     clock = Clock()
     return MemoryStore(
-        **{"tail_tokens": 4, "ttl_s": 100, "budget_bytes": 2**20, "file": file, **changes}, clock=clock
+        **{"session_history_tokens": 4, "ttl_s": 100, "budget_bytes": 2**20, "file": file, **changes}, clock=clock
     ), clock
 
 

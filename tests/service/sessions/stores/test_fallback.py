@@ -88,7 +88,7 @@ async def test_a_session_goes_on_not_durable_and_is_durable_when_the_store_is_ba
         assert found is not None
         assert (found.position, found.durable, found.tail.ids().tolist()) == (3, True, [0, 5, 6, 7])
         assert (await step(store, 8)).durable is True
-        assert store.sample("wane_sessions_overruled_total") == 0
+        assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
 async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_told(
@@ -98,7 +98,7 @@ async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_t
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
         await step(store, 5)
-        between.dropped_tokens()
+        between.sever()
         lost = await step(store, 6)
         theirs = await step(other, 7)
         assert (lost.position, theirs.position) == (2, 2)
@@ -110,7 +110,7 @@ async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_t
         after = await step(store, 8)  # said once
         assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
         assert not follows(after.revision, lost.revision)  # nor is the state of what was lost
-        assert store.sample("wane_sessions_overruled_total") == 1
+        assert store.sample("wane_sessions_conflict_discarded_total") == 1
 
 
 async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflict(
@@ -120,7 +120,7 @@ async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflic
     async with proxy(server.port) as between, degrading(between.port) as store:
         monkeypatch.setattr(store.shared.trips, "on_back", lambda: None)
         await store.create(record())
-        between.dropped_tokens()
+        between.sever()
         await step(store, 6)
         await step(other, 7)
         between.mend()
@@ -144,7 +144,7 @@ async def test_a_step_that_was_done_though_nobody_said_so_is_not_done_twice(serv
         found = await store.get("s")
         assert found is not None
         assert (found.position, found.tail.ids().tolist()) == (3, [0, 5, 6, 7])
-        assert store.sample("wane_sessions_overruled_total") == 0
+        assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
 async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_that_was_not_answered(
@@ -154,7 +154,7 @@ async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_th
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
         await step(store, 5)
-        between.dropped_tokens()
+        between.sever()
         await step(store, 6)
         await step(other, 6)  # the same tokens, and a step of its own
         between.mend()
@@ -279,7 +279,7 @@ async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisSe
         found = await store.get("s")
         assert found is not None
         assert found.tail.ids().tolist() == [0, 5]
-        assert store.sample("wane_sessions_overruled_total") == 0
+        assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
 async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
@@ -326,7 +326,7 @@ async def test_a_session_whose_rewind_was_not_answered_goes_on(
         found = await store.get("s")
         assert found is not None
         assert found.tail.ids().tolist() == [0, 5, 7]
-        assert store.sample("wane_sessions_overruled_total") == 0
+        assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
 async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(server: RedisServer) -> None:
@@ -347,7 +347,7 @@ async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_o
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
-        between.dropped_tokens()
+        between.sever()
         await step(store, 6)
         await step(other, 7)
         between.mend()
@@ -361,7 +361,7 @@ async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
-        between.dropped_tokens()
+        between.sever()
         await step(store, 5)
         await other.delete("s")
         between.mend()
@@ -399,7 +399,7 @@ async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_
     async with proxy(server.port) as between, degrading(between.port) as store:
         for session in ("s", "t"):
             await store.create(record(session))
-        between.dropped_tokens()
+        between.sever()
         for session in ("s", "t"):
             await step(store, 5, session)
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
@@ -419,7 +419,7 @@ async def test_a_session_that_a_full_store_does_not_take_goes_on_and_no_step_is_
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, degrading(between.port) as store:
         await store.create(record())
-        between.dropped_tokens()
+        between.sever()
         await step(store, 5)
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
         between.mend()

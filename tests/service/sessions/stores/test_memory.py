@@ -14,7 +14,9 @@ STEP = LastStep(0, b"hash", None)
 
 def make_store(**changes: int) -> tuple[MemoryStore, Clock]:
     clock = Clock()
-    return MemoryStore(**{"tail_tokens": 4, "ttl_s": 10, "budget_bytes": 2**24, **changes}, clock=clock), clock
+    return MemoryStore(
+        **{"session_history_tokens": 4, "ttl_s": 10, "budget_bytes": 2**24, **changes}, clock=clock
+    ), clock
 
 
 def record(session: str = "s", model: str = "m") -> SessionRecord:
@@ -121,7 +123,7 @@ async def test_sessions_are_counted_by_model() -> None:
 
 
 async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
-    store, clock = make_store(tail_tokens=300)
+    store, clock = make_store(session_history_tokens=300)
     wide = SessionRecord("w", "n", "2", Mode.WINDOW, 2, TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300))
     for whole in (record(), wide, record("x")._replace(position=2**40, revision=2**33, vocabulary="v")):
         for last in (None, LastStep(0, b"7", None), LastStep(2**40, b"t" * 16, b"k" * 16)):

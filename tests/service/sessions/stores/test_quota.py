@@ -108,7 +108,7 @@ async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
 async def test_while_the_store_is_away_sessions_that_are_not_durable_count(server: RedisServer) -> None:
     async with proxy(server.port) as line, degrading(line.port) as store:
         assert await store.create(record("alice/0"), 2)
-        line.dropped_tokens()
+        line.sever()
         assert await store.create(record("alice/1"), 2)
         assert await store.create(record("alice/2"), 2)
         with pytest.raises(QuotaExceeded):
@@ -129,7 +129,7 @@ async def test_what_is_made_while_the_store_is_away_by_an_owner_without_a_quota_
 ) -> None:
     async with proxy(server.port) as line, degrading(line.port) as store:
         assert await store.create(record("alice/0"))
-        line.dropped_tokens()
+        line.sever()
         assert await store.create(record("alice/1"))
         line.mend()
         await store.until_settled()

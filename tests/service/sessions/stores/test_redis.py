@@ -258,8 +258,8 @@ async def test_commits_of_one_turn_of_the_event_loop_are_one_trip(common: RedisS
     begun = await asyncio.gather(*(begin(store, name) for name in names))
     appended = await asyncio.gather(*(store.append(one.session, one.revision, (7,), STEP) for one in begun))
     assert all(appended)
-    count = metrics.registry.get_sample_value("wane_store_trip_commands_count", {"store": "redis"})
-    commands = metrics.registry.get_sample_value("wane_store_trip_commands_sum", {"store": "redis"})
+    count = metrics.registry.get_sample_value("wane_store_roundtrip_commands_count", {"store": "redis"})
+    commands = metrics.registry.get_sample_value("wane_store_roundtrip_commands_sum", {"store": "redis"})
     assert (count, commands) == (2, 100)
 
 
@@ -357,7 +357,7 @@ async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once
     async with proxy(server.port) as between:
         store = await make_store(f"redis://127.0.0.1:{between.port}/0", timeout_s=1.0)
         here = await begin(store)
-        between.dropped_tokens()
+        between.sever()
         with pytest.raises(Unavailable):
             await store.append("s", here.revision, (7,), STEP)
         assert not store.standing.reachable

@@ -1,0 +1,83 @@
+"""The command `wane`: what it lists, what it imports, and what it says of a command that cannot run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from wane import cli
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_help_has_one_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, command in cli.COMMANDS.items():
+        assert [line.split(maxsplit=1) for line in lines].count([name, command.help]) == 1
+
+
+def test_without_a_command_the_help_goes_to_standard_error_and_the_status_is_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: wane COMMAND")
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"wane {metadata.version('wane')}\n"
+
+
+@pytest.mark.parametrize(("typed", "nearest"), [("sevre", "serve"), ("exprot", "export"), ("trian", "train")])
+def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str], typed: str, nearest: str) -> None:
+    assert cli.main([typed]) == 2
+    assert capsys.readouterr().err == f"error: there is no command {typed!r}; did you mean `wane {nearest}`?\n"
+
+
+def test_an_unknown_command_like_no_other_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["xyzzy"]) == 2
+    assert "`wane --help` lists the commands" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
+def test_a_command_without_its_extra_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda module: None)
+    assert cli.main([name, "--help"]) == 2
+    assert capsys.readouterr().err == f"wane {name} needs torch: pip install 'wane[train]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], {"wane.service", "wane.training", "fastapi", "onnxruntime", "numpy"}),
+        (["key", "--help"], {"wane.training", "fastapi", "onnxruntime", "numpy", "rich"}),
+        (["compare", "--help"], {"wane.training", "wane.service.server", "onnxruntime"}),
+        (["serve", "--help"], {"wane.training", "torch", "matplotlib"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_imports_nothing_of_the_others(arguments: list[str], absent: set[str]) -> None:
+    program = f"""
+import sys
+from wane.cli import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+print(*sys.modules, file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert absent & set(ended.stderr.split()) == set()
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "wane", "--version"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("wane ")
