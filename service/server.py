@@ -133,9 +133,9 @@ def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None =
     application's."""
     believe = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
-        "patience": ConnectionLimits.of(settings),
-        "refusals": RejectedConnections(metrics),
-        "intake": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
+        "connection_limits": ConnectionLimits.of(settings),
+        "rejected": RejectedConnections(metrics),
+        "receive_budget": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
     }
     return {
         "http": partial(InlineHttpProtocol, fast_path=fast_path, believe=believe, **named),

@@ -50,7 +50,7 @@ class SlowClient(SocketServer):
         super().__init__(app, registry)
         self.metrics = metrics
         named = WEBSOCKETS | protocols(settings, metrics)
-        self.receive_budget: ReceiveBudget = named["http"].keywords["intake"]
+        self.receive_budget: ReceiveBudget = named["http"].keywords["receive_budget"]
         named["http"] = self.counting(named["http"])
         self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
 

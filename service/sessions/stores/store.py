@@ -97,7 +97,7 @@ class SessionRecord(NamedTuple):
     snapshot: Snapshot | None = None
 
     @property
-    def sever(self) -> int:
+    def dropped_tokens(self) -> int:
         """How many tokens are not in the tail: cut off, or never known. 0 means all of the sequence is there: `<eos>`
         goes with the first token."""
         return max(self.position - len(self.tail), 0)

@@ -80,7 +80,7 @@ def test_the_environment_has_names_and_keys_and_may_have_scopes() -> None:
 
 @pytest.mark.parametrize("text", ["", ",", "hush-hush", "a:", "a:hush hush", "a:hush-hush:root", "a b:hush"])
 def test_keys_of_the_environment_that_are_none_are_refused_and_not_repeated(text: str) -> None:
-    with pytest.raises(KeysError, match="^WANE_API_KEYS: ") as caught:
+    with pytest.raises(KeysError, match=r"^WANE_API_KEYS: ") as caught:
         KeySource(Settings.read({"WANE_API_KEYS": text}))
     assert "hush" not in str(caught.value)
 

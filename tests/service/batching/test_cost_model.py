@@ -104,7 +104,7 @@ class Quick(InOrder):
         return 300
 
 
-@pytest.mark.parametrize(("pacing", "mode"), [(None, Mode.WINDOW), (Quick(), Mode.RECURRENT)])
+@pytest.mark.parametrize(("throughput", "mode"), [(None, Mode.WINDOW), (Quick(), Mode.RECURRENT)])
 async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_window(
     make_harness: Callable[..., EngineHarness], throughput: Quick | None, mode: Mode
 ) -> None:
