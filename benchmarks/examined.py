@@ -15,8 +15,9 @@ from benchmarks.histories import (
     greedy_histories,
     random_histories,
 )
+from models.cell_registry import CELLS
 from models.certificate.answer import head_diameter
-from models.certificate.gated import GatedLayer
+from models.certificate.cells.gated import GatedLayer
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
 from models.certificate.request import RequestBound
@@ -26,12 +27,11 @@ from models.certificate.top1 import Top1
 from models.export.export import WEIGHTS, opened_step
 from models.export.roles import build_graph
 from models.export.rounding import measure_rounding
-from models.manifest import STATE_NAMES, Architecture, Cell
+from models.manifest import Architecture
 from models.parity import Run, Tensors
 from models.reference import Reference, State
 from models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
-CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 PAST, LAST = 24, 24
 RANDOM, CLIMBED, ROUNDS = 12, 4, 3
 ASCENDED, FLIPS, SOFTENING, STATES = 8, 6, 6, 6
@@ -53,7 +53,7 @@ Found = dict[str, object]
 def random_model(seed: int) -> tuple[Architecture, Weights]:
     """One model; cells take turns."""
     generator = np.random.default_rng(seed)
-    cell = CELLS[seed % len(CELLS)]
+    cell = tuple(CELLS)[seed % len(CELLS)]
     residual = bool(generator.random() < 0.4)
     layers = int(generator.choice([1, 1, 2, 3]))
     hidden = int(generator.integers(2, 13))
@@ -294,7 +294,7 @@ def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tupl
         return None
     boxes = {}
     for index, layer in enumerate(layers):
-        for name, reach in zip(STATE_NAMES[architecture.cell], layer.bound.reach, strict=True):
+        for name, reach in zip(CELLS[architecture.cell].states, layer.bound.reach, strict=True):
             box = (layer.low, layer.high) if isinstance(layer, GatedLayer) else (-reach, reach)
             boxes[f"layers.{index}.{name}"] = box
     return boxes

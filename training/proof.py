@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.cells import GatedCell
+from models.cells.gated import GatedCell
 from models.networks import Network, ResidualLayer
 from training.config import ProofConfig
 

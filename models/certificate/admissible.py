@@ -16,7 +16,7 @@ import numpy as np
 
 from models.certificate.outward import SPARE, UNIT, Matrix, Vector, product_above, roundoff
 from models.certificate.spread import LinearMap
-from models.reference import layer_norm, sigmoid
+from models.reference.functions import layer_norm, sigmoid
 
 ROWS_AT_ONCE = 4096
 EVERY = slice(None)

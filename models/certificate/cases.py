@@ -14,7 +14,7 @@ import numpy as np
 
 from models.certificate.admissible import Reach
 from models.certificate.outward import UP, Matrix
-from models.reference import sigmoid
+from models.reference.functions import sigmoid
 
 PIECES = 16
 

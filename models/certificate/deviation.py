@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from models.certificate.outward import Matrix, Vector, roundoff
-from models.reference import sigmoid
+from models.reference.functions import sigmoid
 
 LARGE = 50.0
 """A pre-activation that may move by more than this moves its sigmoid from end to end."""

@@ -27,7 +27,7 @@ from models.certificate.layer_bound import Layer
 from models.certificate.outward import Vector
 from models.certificate.spread import Spread
 from models.certificate.stack import Stack
-from models.manifest import STATE_NAMES, Architecture, Rounding
+from models.manifest import Architecture, Rounding
 from models.weights import Weights
 
 ROOM = 8
@@ -46,9 +46,7 @@ class Propagation:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
         self._architecture, self._weights, self._layers = architecture, weights, layers
         self.reach = architecture.front.reach if architecture.front else 0
-        self._names = [
-            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
-        ]
+        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         units = architecture.cell_units
         self._off = {
             name: Spread.within(np.full(units, 2 * error.box), 2 * error.ball)

@@ -21,13 +21,14 @@ from typing import Literal
 
 import numpy as np
 
+from models.cell_registry import CELLS
 from models.certificate.layer_bound import Errors, Layer
 from models.certificate.layers import inputs_of
 from models.certificate.outward import Matrix, Vector, norm_above
 from models.certificate.spread import Spread
 from models.certificate.stack import BlockNoise, Noise, Stack
-from models.manifest import STATE_NAMES, Architecture, StateError
-from models.weights import Weights
+from models.manifest import Architecture, StateError
+from models.weights import CellWeights, Weights
 
 DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -54,8 +55,7 @@ def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, State
     step: the largest error of one step, by state tensor of the layers. Returns the same of a whole run, and what that
     comes to at `hidden`, in the 2-norm. Where no bound is found the result is what can be apart at all.
     """
-    cell = stack.architecture.cell
-    names = [[f"layers.{layer}.{name}" for name in STATE_NAMES[cell]] for layer in range(len(stack.layers))]
+    names = [stack.architecture.layer_states(layer) for layer in range(len(stack.layers))]
     delta = [
         layer.at_least(
             tuple(
@@ -150,19 +150,13 @@ class _Writer:
 
     def _before_gates(self, index: int, at_norm: float) -> Vector:
         """Of the pre-activations; what the first layer is fed is off by its LayerNorm's rounding only."""
-        prefix = f"layers.{index}.cell."
-        inputs = inputs_of(self.architecture, self.weights, index, self.layers)
-        gated = self.architecture.cell == "gated"
-        into = self._tensor(prefix + ("weight" if gated else "weight_ih_l0"))
-        sizes = inputs.magnitude(into)
+        cell = CellWeights.of(self.architecture, index, self.weights)
+        into, bias = cell.input
+        sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)
         terms = into.shape[1] + 4
-        if gated:
-            sizes = sizes + np.abs(self._tensor(prefix + "bias"))
-        else:
-            again = self._tensor(prefix + "weight_hh_l0")
-            for name in ("bias_ih_l0", "bias_hh_l0"):
-                sizes = sizes + np.abs(self._tensor(prefix + name))
-            sizes = sizes + np.abs(again) @ self.layers[index].bound.reach[0]
+        if not CELLS[cell.cell].input_gated:
+            again, bias = cell.recurrent
+            sizes = sizes + np.abs(bias) + np.abs(again) @ self.layers[index].bound.reach[0]
             terms += again.shape[1]
         off = self._gamma(terms) * sizes
         if index == 0 and at_norm:

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from models.bundle import QUANTISED, Bundle, write_bundle
+from models.cell_registry import CELLS
 from models.certificate import certify
 from models.certificate.answer import head_diameter
 from models.certificate.layers import build_layers
@@ -126,7 +127,7 @@ def _request_bound(
     That is for cells whose graph has no radius, and where over `max_window` of the tokens it says hardly more than over
     the last of them alone.
     """
-    if architecture.cell != "gated":
+    if not CELLS[architecture.cell].input_gated:
         return None
     request, window = RequestBound(architecture, weights), np.array([tokens[-max_window:]])
     return request if request(window).radius[0] < request(window[:, -1:]).radius[0] / 2 else None

@@ -34,7 +34,7 @@ from models.certificate.outward import Matrix, Vector
 from models.certificate.request import RequestBound
 from models.certificate.rounding import carry
 from models.certificate.stack import Stack
-from models.manifest import STATE_NAMES, Architecture, Rounding, StateError
+from models.manifest import Architecture, Rounding, StateError
 from models.parity import Run, Tensors
 from models.reference import Reference, State
 from models.weights import Weights
@@ -115,9 +115,7 @@ class _Measuring:
         self._reference = Reference(architecture, weights)
         self._random = np.random.default_rng(2)
         self._residual = architecture.block == "residual"
-        self._names = [
-            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
-        ]
+        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         self._flat = [name for names in self._names for name in names]
         self._seen = _Seen()
 
@@ -318,9 +316,7 @@ class _Along:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], reference: Reference) -> None:
         self._request = RequestBound(architecture, weights, layers)
         self._reference = reference
-        self._names = [
-            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
-        ]
+        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         self._worst: list[tuple[float, Vector, list[Vector], list[Vector]]] = []
         self.largest: dict[str, tuple[float, float]] = {}
 

@@ -8,11 +8,11 @@ import pytest
 from benchmarks.adversary import Adversary
 from benchmarks.examined import reachable
 from benchmarks.histories import distances, distances_from, random_histories
+from models.cell_registry import CELLS, Cell
 from models.certificate.layers import build_layers
 from models.certificate.stack import Stack, state_error_curve
-from models.manifest import Cell
 from models.reference import Reference
-from tests.models.random_models import CELLS, architecture, random_weights
+from tests.models.random_models import architecture, random_weights
 
 PAST, LAST, COUNT = 12, 6, 8
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}

@@ -9,8 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.bundle import write_bundle
+from models.cell_registry import Cell
 from models.certificate import certify
-from models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, Quality, VocabularyInfo
+from models.manifest import SCHEMA_VERSION, Architecture, Manifest, Provenance, Quality, VocabularyInfo
 from models.vocabulary import Vocabulary
 from models.weights import encode_weights
 from tests.models.random_models import random_weights

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.manifest import Architecture, Cell
+from models.cell_registry import Cell
+from models.manifest import Architecture
 from models.weights import weight_shapes
 
-CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 BLOCKS = ("plain", "residual")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.certificate.admissible import Box, Normalised, Reach, Rows
-from models.reference import layer_norm, sigmoid
+from models.reference.functions import layer_norm, sigmoid
 
 GENERATOR = np.random.default_rng(0)
 WEIGHT = GENERATOR.normal(size=(5, 4))

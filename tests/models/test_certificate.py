@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from models.cell_registry import CELLS, Cell
 from models.certificate import certify
 from models.certificate.layer_bound import LayerBound
 from models.certificate.layers import build_layers
-from models.manifest import STATE_NAMES, Architecture, Cell, Certificate
-from models.reference import Reference, State, sigmoid
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from models.manifest import Architecture, Certificate
+from models.reference import Reference, State
+from models.reference.functions import sigmoid
+from tests.models.random_models import BLOCKS, architecture, random_weights
 
 PAIRS = 64
 CLIMBS = 12
@@ -37,7 +39,7 @@ class TopLayer:
     def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         self._reference = Reference(model, weights)
         self._generator = generator
-        self._names = [f"layers.{model.layers - 1}.{name}" for name in STATE_NAMES[model.cell]]
+        self._names = model.layer_states(model.layers - 1)
         self._vocabulary = model.vocabulary_size
         self.bound: LayerBound = layer_bounds(model, weights)[-1]
         self.proof = self.bound.best
@@ -194,7 +196,7 @@ def test_a_state_never_leaves_its_box(cell: Cell) -> None:
         _, _, state = reference.step(generator.integers(model.vocabulary_size, size=500), state)
         largest = {name: np.maximum(largest[name], np.abs(value).max(axis=0)) for name, value in state.items()}
     for layer, bound in enumerate(bounds):
-        for name, reach in zip(STATE_NAMES[cell], bound.reach, strict=True):
+        for name, reach in zip(CELLS[cell].states, bound.reach, strict=True):
             assert np.all(largest[f"layers.{layer}.{name}"] <= reach)
 
 

@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from models.cell_registry import CELLS, Cell
 from models.certificate import certify
 from models.constraints import project
-from models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison
+from models.constraints.cells.gru import GruComparison
+from models.constraints.cells.lstm import LstmComparison
+from models.constraints.comparison import Comparison, Drive
 from models.constraints.gated_memory import fits, nearest, shrink
-from models.manifest import Architecture, Cell
+from models.manifest import Architecture
 from models.networks import Network
 from tests.models.random_models import architecture, random_weights
-
-CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 
 
 def network(cell: Cell, block: str, scale: float, layers: int = 2, cap: float = 1.0) -> Network:
@@ -126,7 +127,7 @@ def test_where_few_rows_are_to_blame_less_is_moved_than_by_one_factor_for_all(
     matrix = torch.randn(gates * hidden, hidden, generator=generator, dtype=torch.float64) / 20
     matrix[:: 2 * hidden + 1] *= 100
     middle = 0.3 * torch.randn(gates * hidden, generator=generator, dtype=torch.float64) - 1.5
-    drive = Drive(middle - 1, middle + 1, torch.zeros(hidden, dtype=torch.float64))
+    drive = Drive(middle - 1, middle + 1, torch.zeros(gates * hidden, dtype=torch.float64))
     found = nearest(matrix, partial(make, drive), target)
     scaled = shrink(matrix, lambda tried: fits(make(drive, tried), target))
     assert fits(make(drive, found), target) and fits(make(drive, scaled), target)

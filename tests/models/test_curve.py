@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.adversary import Adversary
 from benchmarks.examined import reachable
 from benchmarks.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
+from models.cell_registry import CELLS, Cell
 from models.certificate import certify
 from models.certificate.answer import head_diameter, total_variation
 from models.certificate.layer_bound import Layer
@@ -17,11 +18,12 @@ from models.certificate.layer_norm import normalised_apart
 from models.certificate.layers import build_layers
 from models.certificate.rounding import worst_case
 from models.certificate.stack import Stack, state_error_curve
-from models.manifest import Architecture, Cell
+from models.manifest import Architecture
 from models.parity import log_softmax
-from models.reference import Reference, State, layer_norm
+from models.reference import Reference, State
+from models.reference.functions import layer_norm
 from models.weights import Weights
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
 from tests.models.rounding import rounding
 
 PAST, LAST = 24, 24

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
+from models.cell_registry import CELLS, Cell
 from models.certificate import certify
 from models.export import ExportError, export_bundle
 from models.export import network as network_module
 from models.export.parity import OnnxGraphs, check_bundle
-from models.manifest import Architecture, Cell, Manifest, Role, StateError
+from models.manifest import Architecture, Manifest, Role, StateError
 from models.networks import Network
 from models.parity import Tensors, log_softmax
 from models.reference import Reference
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
 
 SAMPLE = [int(token) for token in np.random.default_rng(3).integers(11, size=42)]
 

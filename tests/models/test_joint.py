@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.certificate.joint import JointLength
-from models.reference import sigmoid
+from models.reference.functions import sigmoid
 
 
 @settings(max_examples=60, deadline=None)

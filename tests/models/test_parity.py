@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from models.cell_registry import CELLS
 from models.certificate import certify
 from models.manifest import Role
 from models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, compare_bits, log_softmax
 from models.reference import Reference
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
 from tests.models.rounding import rounding
 
 LENGTHS = np.array([7, 1, 4])

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from models.cell_registry import CELLS, Cell
 from models.certificate.layers import build_layers
 from models.certificate.propagation import Propagation
-from models.manifest import Architecture, Cell, Rounding
+from models.manifest import Architecture, Rounding
 from models.reference import Reference, State
-from tests.models.random_models import CELLS, architecture, random_weights
+from tests.models.random_models import architecture, random_weights
 from tests.models.rounding import rounding
 
 LENGTH = 48

@@ -7,9 +7,10 @@ from math import exp, sqrt, tanh
 import numpy as np
 import pytest
 
-from models.manifest import Cell
-from models.reference import Reference, sigmoid
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from models.cell_registry import CELLS, Cell
+from models.reference import Reference
+from models.reference.functions import sigmoid
+from tests.models.random_models import BLOCKS, architecture, random_weights
 
 TOKEN = 1
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.adversary import Adversary
+from models.cell_registry import CELLS, Cell
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
-from models.manifest import Cell
 from models.reference import Array, Reference
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
 
 PASTS = 48
 LONGEST_PAST = 24

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.cell_registry import CELLS, Cell
 from models.constraints import project
 from models.constraints.spectral_limit import clip_singular_values
-from models.manifest import Architecture, Cell
+from models.manifest import Architecture
 from models.networks import Network
 
-CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.manifest import Cell
+from models.cell_registry import Cell
 from models.networks import Network
 from tests.training.corpora import text_corpus
 from training.config import ModelConfig

@@ -236,7 +236,7 @@ def changed(**changes: Tensor | None) -> Tensors:
         (changed(rnn__weight_ih_l1=None), r"layer 1 \(.*\) has no weight_ih"),
         (
             changed(rnn__weight_hh_l0=torch.ones(12, 6)),
-            r"rnn.weight_hh_l0 has shape \[12, 6\]: for 6 units expected 6 rows \(RNN\), 18 \(GRU\) or 24 \(LSTM\)",
+            r"rnn.weight_hh_l0 has shape \[12, 6\]: the rows of 6 units may be 6 \(RNN\), 18 \(GRU\), 24 \(LSTM\)",
         ),
         (
             changed(rnn__weight_ih_l1=torch.ones(24, 5)),

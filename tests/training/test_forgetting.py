@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.manifest import Architecture, Cell
+from models.cell_registry import Cell
+from models.manifest import Architecture
 from models.networks import Network
 from models.reference import Reference
 from tests.models.random_models import random_weights

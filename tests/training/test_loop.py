@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.cell_registry import CELLS, Cell
 from models.certificate import certify
-from models.manifest import Cell
 from models.networks import Network
 from tests.training.corpora import experiment, text_corpus
 from training.config import Experiment, ModelConfig, TrainingConfig
@@ -19,8 +19,6 @@ from training.errors import ResumeError
 from training.loop import Trainer
 from training.run_folder import RunFolder
 from training.schedule import learning_rate
-
-CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 
 
 def records(folder: Path) -> list[dict[str, float]]:

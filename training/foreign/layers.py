@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.manifest import Cell
-from models.weights import GATES
+from models.cell_registry import CELLS, Cell
 from training.foreign.names import PART, PARTS
 from training.foreign.shelf import Array, Shelf
 
-CELLS: dict[int, Cell] = {1: "rnn_tanh", 3: "gru", 4: "lstm"}
-"""By blocks of rows in the recurrent matrix."""
+TORCH_CELLS: dict[int, Cell] = {
+    info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
+}
+"""The cells that `torch.nn` has too, by blocks of rows in the recurrent matrix; of an RNN the first, with tanh."""
 
 Names = dict[str, str]
 """One layer's tensors, by part."""
@@ -98,11 +99,9 @@ def _checked(shelf: Shelf, names: list[Names], nonlinearity: str | None) -> Laye
     for layer in names:
         name = layer["weight_hh"]
         rows, hidden = shelf.matrix(name)
-        if hidden == 0 or rows % hidden or rows // hidden not in CELLS:
-            raise shelf.error(
-                f"{name} has shape [{rows}, {hidden}]: for {hidden} units expected {hidden} rows (RNN), "
-                f"{3 * hidden} (GRU) or {4 * hidden} (LSTM)"
-            )
+        if hidden == 0 or rows % hidden or rows // hidden not in TORCH_CELLS:
+            known = ", ".join(f"{n * hidden} ({CELLS[cell].module.upper()})" for n, cell in sorted(TORCH_CELLS.items()))
+            raise shelf.error(f"{name} has shape [{rows}, {hidden}]: the rows of {hidden} units may be {known}")
         fed = shelf.matrix(layer["weight_ih"])
         expected = (rows, sizes[-1] if sizes else fed[1])
         if fed != expected:
@@ -114,7 +113,7 @@ def _checked(shelf: Shelf, names: list[Names], nonlinearity: str | None) -> Laye
         for part in ("bias_ih", "bias_hh"):
             if part in layer:
                 shelf.expect(layer[part], (rows,))
-        cells.append(CELLS[rows // hidden])
+        cells.append(TORCH_CELLS[rows // hidden])
         sizes.append(hidden)
     if len(set(cells)) > 1:
         raise shelf.error(f"layers of different cells ({', '.join(cells)}); in Wane's stack all are of one")
@@ -122,7 +121,7 @@ def _checked(shelf: Shelf, names: list[Names], nonlinearity: str | None) -> Laye
 
 
 def _cell(shelf: Shelf, cell: Cell, nonlinearity: str | None) -> Cell:
-    if cell != "rnn_tanh":
+    if CELLS[cell].module != "rnn":
         if nonlinearity is not None:
             raise shelf.error(f"--nonlinearity is for an RNN; by its rows this is a {cell.upper()}")
         return cell
@@ -137,7 +136,7 @@ def stacked(shelf: Shelf, layers: Layers) -> dict[str, Array]:
     A narrower layer is filled up with units whose every weight is 0: they start at 0, stay at 0 in every cell
     (tanh(0) = 0) and feed 0 upward, so no output changes.
     """
-    hidden, gates = max(layers.sizes), GATES[layers.cell]
+    hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
     if len(set(layers.sizes)) > 1:
         shelf.notes.append(
             f"layers of {', '.join(map(str, layers.sizes))} units: the narrower are filled up to {hidden} with units "

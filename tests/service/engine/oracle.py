@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from models.cell_registry import Cell
 from models.certificate import certify
 from models.certificate.request import RequestBound
-from models.manifest import Architecture, Cell, Manifest, Role
+from models.manifest import Architecture, Manifest, Role
 from models.reference import Reference, State
 from models.vocabulary import Vocabulary
 from models.weights import head_weight

@@ -31,32 +31,90 @@ max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
 b = |W_f| / (4 (1 - f)) + |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|: max(|dc|, |dh|) shrinks by
 f + b + |W_o| / 4. For comparison: the rules above are never worse, but for `POSITIVE`.
 
-Where a forget gate may come within `SATURATED` of 1 (`lstm_box.py`), c has no bound worth the name, and no rule, theirs
+Where a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no bound worth the name, and no rule, theirs
 neither, is stated with a factor below 1.
 
 Kin: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
+
+**One window** (`moved`): `dc' <= f~ dc + |c| df + i~ dg + |g| di`,  `dh' <= o~ d(tanh c') + |tanh c'| do`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from models.certificate.admissible import Inputs, Rows
+from models.certificate.admissible import Inputs, Reach, Rows
 from models.certificate.cases import Cases
-from models.certificate.layer_bound import Errors, LayerBound, Proof
-from models.certificate.lstm_box import LstmBox
+from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States
+from models.certificate.deviation import longest, sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
+from models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from models.certificate.norm import Norm, Order
-from models.certificate.outward import UP, Matrix, Vector, norm_above
+from models.certificate.outward import UP, Matrix, Vector, norm_above, product_above
 from models.certificate.perron import perron, perron_2x2
 from models.certificate.spread import LinearMap, Spread
-from models.reference import sigmoid
+from models.reference.functions import sigmoid
+from models.weights import CellWeights
 
 RULES: dict[Order, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
 
 POSITIVE = 1e-9
 """Added to the comparison matrix, so that its Perron vector is positive and weighs a norm."""
+
+ITERATIONS = 100
+SETTLED = 1e-13
+
+SATURATED = 1e-9
+"""A forget gate that may come this close to 1 leaves c without a bound worth the name: the factor is then >= 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LstmBox:
+    """What every unit stays within, from the zero state.
+
+    reach: the pre-activations of i, f, g, o; c, h: the greatest |c| and |h|, (H) each.
+    """
+
+    reach: tuple[Reach, Reach, Reach, Reach]
+    c: Vector
+    h: Vector
+    saturated: NDArray[np.bool_]
+
+    @classmethod
+    def settle(cls, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> LstmBox:
+        """The fixed point, from |h| < 1 inward."""
+        hidden = weight_hh.shape[1]
+        driven, magnitude = inputs.reach(weight_ih, bias), np.abs(weight_hh)
+        h = np.ones(hidden)
+        for _ in range(ITERATIONS):
+            reach = driven.wider(product_above(magnitude, h))
+            i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
+            room = sigmoid(-f.high)  # 1 - f^
+            saturated = room < SATURATED
+            c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.where(saturated, SATURATED, room) * UP
+            shown = np.where(saturated, 1.0, np.tanh(c))
+            box = cls((i, f, g, o), c, np.minimum(sigmoid(o.high) * shown * UP, 1.0), saturated)
+            if np.all(h - box.h <= SETTLED):
+                break
+            h = np.minimum(h, box.h)
+        return box._token_by_token(weight_ih, weight_hh, bias, inputs) if isinstance(inputs, Rows) else box
+
+    def _token_by_token(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Rows) -> LstmBox:
+        """A smaller box for c, the gates and the candidate at their greatest for one token, not each for its own.
+
+        `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| <= the greatest of `i |g| / (1 - f)` over x.
+        """
+        recalled = product_above(np.abs(weight_hh), self.h)
+        mirrored = np.split(-weight_ih, 4)[2], np.split(recalled - bias, 4)[2]
+        c = np.zeros_like(self.c)
+        for part in inputs.parts():
+            i, f, g, _ = np.split(inputs.each(weight_ih, bias + recalled, part), 4, axis=1)
+            g = np.maximum(np.abs(g), inputs.each(*mirrored, part))
+            room = np.maximum(sigmoid(-f) / UP, SATURATED)
+            c = np.maximum(c, (sigmoid(i) * np.tanh(g) / room).max(axis=0) * UP)
+        return replace(self, c=np.where(self.saturated, self.c, np.minimum(c, self.c)))
 
 
 class LstmLayer:
@@ -174,3 +232,35 @@ def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
     holds = room > 0 and i < room and o < room and g <= room / 4 and f < room**2
     factor = (forget + f / (4 * room) + i / 4 + g + o / 4) * UP if holds else None
     return Proof("miller_hardt_inf", Norm("inf", (1.0, 1.0)), factor)
+
+
+def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
+    """What is proved of a layer for all admissible inputs."""
+    (w_ih, b_ih), (w_hh, b_hh) = cell.input, cell.recurrent
+    return LstmLayer(w_ih, w_hh, b_ih + b_hh, inputs)
+
+
+def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
+    """One step of a window, and how far the run may be from it."""
+    h, c = state
+    i, f, g, o = (part + Pre.of(linear, h, error[0]) for part, linear in zip(pre, step.recurrent, strict=True))
+    enter, keep, show = (sigmoid(gate.value) for gate in (i, f, o))
+    entered, kept, shown = (np.minimum(1, sigmoid(gate.value + gate.radius)) for gate in (i, f, o))
+    candidate = np.tanh(g.value)
+    new = keep * c + enter * candidate
+    box = kept * error[1].box + np.abs(c) * sigmoid_rise(f.value, f.radius)
+    box = box + entered * tanh_rise(g.value, g.radius) + np.abs(candidate) * sigmoid_rise(i.value, i.radius)
+    inner = (
+        (f, np.abs(c) * sigmoid_slope(f.value, f.radius)),
+        (g, entered * tanh_slope(g.value, g.radius)),
+        (i, np.abs(candidate) * sigmoid_slope(i.value, i.radius)),
+    )
+    ball = longest(kept, error[1]) + np.sum([gate.ball(scale) for gate, scale in inner], axis=0)
+    box = np.minimum(np.minimum(box, ball[:, None]), np.abs(new) + step.reach[1])
+
+    squashed, steep = np.tanh(new), shown * tanh_slope(new, box)
+    shown_box = shown * tanh_rise(new, box) + np.abs(squashed) * sigmoid_rise(o.value, o.radius)
+    shown_ball = longest(steep * kept, error[1])
+    shown_ball = shown_ball + np.sum([gate.ball(steep * scale) for gate, scale in inner], axis=0)
+    shown_ball = shown_ball + o.ball(np.abs(squashed) * sigmoid_slope(o.value, o.radius))
+    return (show * squashed, new), (shown_box, box), (shown_ball, ball)

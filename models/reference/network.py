@@ -1,48 +1,27 @@
-"""The oracle: every cell, one step at a time, in numpy, written from the equations and from nothing else.
+"""The oracle: the network, one step at a time, in numpy, written from the equations and from nothing else.
 
-Rows are a batch: x (B, I), h, c, s (B, H). With `sigma` the logistic function and `*` elementwise:
+Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; those of a front's block are
 
-    linear    h' = W h + U x + b
-    rnn       h' = rho(W h + U x + b), rho = tanh or max(0, .)
-    gru       r = sigma(U_r x + b_r + W_r h + d_r),  z = sigma(U_z x + b_z + W_z h + d_z)
-              n = tanh(U_n x + b_n + r * (W_n h + d_n)),  h' = (1 - z) * n + z * h
-    lstm      i, f, o = sigma(U x + b + W h + d) by gate,  g = tanh(U_g x + b_g + W_g h + d_g)
-              c' = f * c + i * g,  h' = o * tanh(c')
-    gated     f = cap * sigma(U_f x + b_f),  z = tanh(U_z x + b_z),  s' = f * s + (1 - f) * z
-    front     n = LayerNorm(x),  c = sum_j K_j * n_(j tokens back),  x' = x + W_2 max(0, W_1 c + b_1) + b_2
-
-GRU: Cho et al. 2014 as torch has it, the reset gate after the matrix. LSTM: Hochreiter and Schmidhuber 1997 with
-the forget gate of Gers et al. 2000.
+    n = LayerNorm(x),  c = sum_j K_j * n_(j tokens back),  x' = x + W_2 max(0, W_1 c + b_1) + b_2
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.manifest import STATE_NAMES, Architecture
-from models.weights import Weights, head_weight
+from models.cell_registry import load
+from models.manifest import Architecture
+from models.reference.functions import Array, affine, layer_norm
+from models.weights import CellWeights, Weights, head_weight
 
-Array = NDArray[np.float64]
 State = dict[str, Array]
 """By the manifest's names, each (B, *shape)."""
 
-
-def sigmoid(x: Array) -> Array:
-    """The logistic function, without overflow or cancellation."""
-    small = np.exp(-np.abs(x))
-    result: Array = np.where(x >= 0, 1.0, small) / (1 + small)
-    return result
-
-
-def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """Over the last axis: weight * (x - mean) / sqrt(variance + epsilon) + bias."""
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = (centred**2).mean(axis=-1, keepdims=True)
-    result: Array = centred / np.sqrt(variance + epsilon) * weight + bias
-    return result
+Step = Callable[[CellWeights, Array, tuple[Array, ...]], tuple[Array, ...]]
+"""A cell's step: its weights, the input (B, I) and the state before, (B, H) each -> the state after."""
 
 
 class Reference:
@@ -55,6 +34,10 @@ class Reference:
         self._dtype = dtype
         self._residual = architecture.block == "residual"
         self._weights = {name: self._cast(tensor) for name, tensor in weights.items()}
+        self._cells = [
+            CellWeights.of(architecture, layer, self._weights, dtype) for layer in range(architecture.layers)
+        ]
+        self._step: Step = load("oracle", architecture.cell).step
         self.head: Array = head_weight(weights).astype(np.float64)
 
     def zero_state(self, batch: int) -> State:
@@ -71,9 +54,10 @@ class Reference:
         architecture = self.architecture
         x, after = self.stream(tokens, state)
         for layer in range(architecture.layers):
-            names = [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]]
+            names = architecture.layer_states(layer)
             fed = self._normalise(f"layers.{layer}.norm", x) if self._residual else x
-            new = self._cell(layer, fed, *(self._cast(state[name]) for name in names))
+            before = tuple(self._cast(state[name]) for name in names)
+            new = self._step(self._cells[layer], fed, before)
             after |= dict(zip(names, new, strict=True))
             x = self._above_cell(layer, x, new[0])
         return self._top(x), after
@@ -126,39 +110,8 @@ class Reference:
         return x + self._affine(prefix + "feed_forward_out", y), inputs[:, 1:]
 
     def _affine(self, name: str, x: Array) -> Array:
-        return x @ self._weights[name + ".weight"].T + self._weights[name + ".bias"]
+        return affine(x, self._weights[name + ".weight"], self._weights[name + ".bias"])
 
     def _normalise(self, name: str, x: Array) -> Array:
         gain, shift = self._weights[name + ".weight"], self._weights[name + ".bias"]
         return layer_norm(x, gain, shift, self.architecture.norm_epsilon)
-
-    def _cell(self, layer: int, x: Array, *state: Array) -> tuple[Array, ...]:
-        """One step of one layer's cell: its state after, what it puts out first."""
-        cell, prefix = self.architecture.cell, f"layers.{layer}.cell."
-        if cell == "gated":
-            gate, candidate = np.split(self._affine_of(prefix, "weight", "bias", x), 2, axis=-1)
-            f = self.architecture.gate_cap(layer) * sigmoid(gate)
-            return (f * state[0] + (1 - f) * np.tanh(candidate),)
-        h = state[0]
-        inflow = self._affine_of(prefix, "weight_ih_l0", "bias_ih_l0", x)
-        recalled = self._affine_of(prefix, "weight_hh_l0", "bias_hh_l0", h)
-        match cell:
-            case "linear":
-                return (inflow + recalled,)
-            case "rnn_tanh":
-                return (np.tanh(inflow + recalled),)
-            case "rnn_relu":
-                return (np.maximum(inflow + recalled, 0),)
-            case "gru":
-                u_r, u_z, u_n = np.split(inflow, 3, axis=-1)
-                w_r, w_z, w_n = np.split(recalled, 3, axis=-1)
-                r, z = sigmoid(u_r + w_r), sigmoid(u_z + w_z)
-                n = np.tanh(u_n + r * w_n)
-                return ((1 - z) * n + z * h,)
-            case "lstm":
-                i, f, g, o = np.split(inflow + recalled, 4, axis=-1)
-                c = sigmoid(f) * state[1] + sigmoid(i) * np.tanh(g)
-                return (sigmoid(o) * np.tanh(c), c)
-
-    def _affine_of(self, prefix: str, weight: str, bias: str, x: Array) -> Array:
-        return x @ self._weights[prefix + weight].T + self._weights[prefix + bias]

@@ -25,6 +25,9 @@ which shrinks a maximum norm that is weighted by unit (`models/certificate/perro
     factor = max z^ + |(1 - z_) N r^ W_n| + |(1 - z_) N q^ R W_r| + |Z (h^ + n^) W_z|
 
 Kin: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
+
+**One window** (`moved`): as the gated cell's, with z for f and n for z; n moves by what `r * q` moves,
+`r~ dq + |q| dr`.
 """
 
 from __future__ import annotations
@@ -33,12 +36,15 @@ import numpy as np
 
 from models.certificate.admissible import Inputs, Reach, Rows
 from models.certificate.cases import Cases
-from models.certificate.layer_bound import Errors, LayerBound, Proof
+from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
+from models.certificate.deviation import ULP, sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
+from models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from models.certificate.norm import Norm
 from models.certificate.outward import UP, Matrix, Vector, product_above, roundoff
 from models.certificate.perron import perron
 from models.certificate.spread import LinearMap, Spread
-from models.reference import sigmoid
+from models.reference.functions import sigmoid
+from models.weights import CellWeights
 
 ITERATIONS = 100
 SETTLED = 1e-13
@@ -147,3 +153,40 @@ def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:
     high = np.maximum(opens[0] * q.high, opens[1] * q.high)
     product = Reach(low, high)
     return driven.plus(product.wider(roundoff(1) * product.magnitude()))
+
+
+def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
+    """What is proved of a layer for all admissible inputs."""
+    (w_ih, b_ih), (w_hh, b_hh) = cell.input, cell.recurrent
+    return GruLayer(w_ih, w_hh, b_ih, b_hh, inputs)
+
+
+def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
+    """One step of a window, and how far the run may be from it."""
+    h = state[0]
+    recalled = [Pre.of(linear, h, error[0]) for linear in step.recurrent]
+    reset, keep, q = pre[0] + recalled[0], pre[1] + recalled[1], recalled[2]
+    r, dr = sigmoid(reset.value), sigmoid_rise(reset.value, reset.radius)
+    widest = sigmoid(reset.value + reset.radius)
+    rounding = ULP * (np.abs(pre[2].value) + np.abs(q.value))
+    value = pre[2].value + r * q.value
+    radius = pre[2].radius + widest * q.radius + dr * np.abs(q.value) + rounding
+    slope = tanh_slope(value, radius)
+    resetting = np.abs(q.value) * sigmoid_slope(reset.value, reset.radius)
+    switching = sigmoid_slope(keep.value, keep.radius)
+    return mixed(
+        (h, error[0]),
+        (
+            sigmoid(keep.value),
+            sigmoid_rise(keep.value, keep.radius),
+            np.tanh(value),
+            tanh_rise(value, radius),
+        ),
+        lambda scale: keep.ball(scale * switching),
+        lambda scale: (
+            pre[2].ball(scale * slope)
+            + q.ball(scale * slope * widest)
+            + reset.ball(scale * slope * resetting)
+            + np.linalg.norm(scale * slope * rounding, axis=1)
+        ),
+    )

@@ -17,6 +17,10 @@ greatest slope from m on: where f is large, F is small (`models/certificate/case
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
 is largest for one token k times over: the maximum over the vocabulary is exact, given the box r (`joint.py`).
+
+**One window** (`moved`), the window's values known and the run's, with a tilde, at most d away:
+`s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`, and as this is linear in f~,
+`ds' <= f ds + (1 - f) dz + df (|s - z| + |ds - dz|)`.
 """
 
 from __future__ import annotations
@@ -25,12 +29,15 @@ import numpy as np
 
 from models.certificate.admissible import Inputs, Rows
 from models.certificate.cases import Cases
+from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
+from models.certificate.deviation import sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
 from models.certificate.joint import JointLength
-from models.certificate.layer_bound import Errors, LayerBound, Proof
+from models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from models.certificate.norm import Norm
 from models.certificate.outward import UP, Matrix, Vector
 from models.certificate.spread import Spread
-from models.reference import sigmoid
+from models.reference.functions import sigmoid
+from models.weights import CellWeights
 
 JOINT_TABLE = 4_000_000
 """Gates of all tokens and units, (V, H), that are followed one by one: 32 MB."""
@@ -98,3 +105,23 @@ class GatedLayer:
         gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
         off = self.width * (self.cases.slope.max(axis=0) * gate + function)
         return (Spread.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
+
+
+def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
+    """What is proved of a layer for all admissible inputs."""
+    return GatedLayer(*cell.input, inputs, cell.gate_cap)
+
+
+def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
+    """One step of a window, and how far the run may be from it."""
+    gate, candidate = pre
+    f, df = step.gate_cap * sigmoid(gate.value), step.gate_cap * sigmoid_rise(gate.value, gate.radius)
+    z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)
+    turning = step.gate_cap * sigmoid_slope(gate.value, gate.radius)
+    slope = tanh_slope(candidate.value, candidate.radius)
+    return mixed(
+        (state[0], error[0]),
+        (f, df, z, dz),
+        lambda scale: gate.ball(scale * turning),
+        lambda scale: candidate.ball(scale * slope),
+    )
