@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from models.manifest import LARGEST_WINDOW, Precision
-from training.audit import audit
-from training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
-from training.audit_subject import POSITIONS as AUDITED
+from training.audit.audit import audit
+from training.audit.subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
+from training.audit.subject import POSITIONS as AUDITED
 from training.config import Experiment
 from training.errors import LostError, RunError, TrainingError
 from training.evaluate import POSITIONS

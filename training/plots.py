@@ -15,8 +15,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from models.manifest import Quality
-from training.audit_report import AuditReport
-from training.forgetting import Spread
+from training.audit.forgetting import Spread
+from training.audit.report import AuditReport
 
 FIGURE = (7.0, 4.2)
 AUDIT = (11.0, 8.0)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint while they find their places, and what is to be told of it."""
+"""The tensors of a checkpoint: which of Wane's tensors each becomes, and the notes for the report."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from training.audit.checkpoint import Checkpoint
 from training.errors import ForeignError
-from training.foreign.checkpoint import Checkpoint
 
 Array = NDArray[np.float32]
 
 
-class Shelf:
-    """`left`: the names that have no place yet. `names`: Wane's name of each that was taken, and theirs."""
+class TensorMap:
+    """`unassigned`: the names that are not yet assigned. `names`: Wane's name of each that was taken, and theirs."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
         self._tensors = checkpoint.tensors
         self.mapping = mapping
-        self.left = {name for name in self._tensors if not any(fnmatchcase(name, pattern) for pattern in ignore)}
+        self.unassigned = {name for name in self._tensors if not any(fnmatchcase(name, pattern) for pattern in ignore)}
         self.names: dict[str, str] = {}
         self.notes = [f"the tensors are those under {checkpoint.inside}"] if checkpoint.inside else []
-        if ignored := sorted(self._tensors.keys() - self.left):
+        if ignored := sorted(self._tensors.keys() - self.unassigned):
             self.notes.append(f"ignored as asked: {', '.join(ignored)}")
         self._dtypes: set[torch.dtype] = set()
 
@@ -51,8 +51,8 @@ class Shelf:
         if theirs is None:
             return None
         if theirs not in self._tensors:
-            raise self.error(f"--map {ours}={theirs}: there is no tensor {theirs}; there are: {self.known()}")
-        self.left.discard(theirs)
+            raise self.error(f"--map {ours}={theirs}: there is no tensor {theirs}; there are: {self.listing()}")
+        self.unassigned.discard(theirs)
         return theirs
 
     def take(self, ours: str, name: str) -> Array:
@@ -68,18 +68,18 @@ class Shelf:
         self.names[ours] = name
         return taken
 
-    def tell_of_dtypes(self) -> None:
+    def note_conversions(self) -> None:
         """Notes which tensors were converted."""
         for dtype in sorted(self._dtypes - {torch.float32}, key=str):
             how = "rounded" if dtype == torch.float64 else "converted, exactly,"
             self.notes.append(f"{str(dtype).removeprefix('torch.')} tensors were {how} to float32")
 
-    def known(self) -> str:
+    def listing(self) -> str:
         """The names of the first tensors, for a message."""
         names = sorted(self._tensors)
         return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
-    def told(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         """Names with their shapes, for a message."""
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         return "; ".join(f"{name} {list(self.shape(name))}" for name in names[:8]) + more

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from training.audit.vocabulary import read_names, read_tokenizer
 from training.errors import ForeignError
-from training.foreign.vocabulary import read_names, read_tokenizer
 
 TEXT = ["the cat sat on the mat", "the dog sat on the log", "a café, 日本"] * 3
 

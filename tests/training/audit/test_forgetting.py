@@ -12,9 +12,9 @@ from models.networks import Network
 from models.reference import Reference
 from tests.models.random_models import random_weights
 from tests.training.corpora import text_corpus
+from training.audit.forgetting import AtWindow, Spread, Unmeasurable, measure, smallest_window, token_steps, window_grid
 from training.data import Corpus
 from training.evaluate import spread_positions
-from training.forgetting import AtWindow, Spread, Unmeasurable, measure, smallest_window, token_steps, window_grid
 
 CORPUS = text_corpus()
 WINDOWS = (1, 3, 8)
@@ -68,7 +68,7 @@ def test_every_figure_is_that_of_single_steps_in_float64(
     cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("training.evaluate.PIECE", 7)
-    monkeypatch.setattr("training.forgetting.ROWS", 4)
+    monkeypatch.setattr("training.audit.forgetting.ROWS", 4)
     network, oracle = model(cell, tied=tied)
     corpus = short_corpus()
     stream = corpus.streams["audit"]
@@ -97,8 +97,8 @@ def test_every_figure_is_that_of_single_steps_in_float64(
 def test_a_gradient_is_what_a_small_change_of_one_input_makes(
     cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.forgetting.GRADIENT_ROWS", 2)
-    monkeypatch.setattr("training.forgetting.GRADIENT_POSITIONS", 3)
+    monkeypatch.setattr("training.audit.forgetting.GRADIENT_ROWS", 2)
+    monkeypatch.setattr("training.audit.forgetting.GRADIENT_POSITIONS", 3)
     network, _ = model(cell, tied=tied)
     network.double()
     corpus = short_corpus()

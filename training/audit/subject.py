@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from models.bundle import Bundle, BundleError
 from models.manifest import Architecture, Rounding
 from models.weights import Weights
+from training.audit.checkpoint import read_checkpoint
+from training.audit.model import import_model
+from training.audit.tensor_names import parse_mapping
+from training.audit.vocabulary import read_names, read_tokenizer
 from training.data import Corpus, data_kind, load_whole
 from training.errors import ForeignError, RunError
-from training.foreign.checkpoint import read_checkpoint
-from training.foreign.model import understand
-from training.foreign.names import parse_mapping
-from training.foreign.vocabulary import read_names, read_tokenizer
 from training.run import open_run
 
 TOLERANCE = 1e-2
@@ -92,7 +92,7 @@ def find_subject(options: AuditOptions) -> Subject:
 
 def _foreign(options: AuditOptions, data: Path) -> Subject:
     checkpoint = read_checkpoint(options.file, options.state_dict)
-    model = understand(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
+    model = import_model(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
     kind = data_kind(data)
     if (options.tokenizer is None) == (options.vocabulary is None):
         raise ForeignError("the vocabulary of a checkpoint: give --tokenizer tokenizer.json or --vocabulary NAMES")
@@ -114,7 +114,7 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     )
 
 
-def cut(subject: Subject, tokens: int) -> NDArray[np.int64]:
+def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
     """The first tokens of the subject's stream, in whose place they are put; how many words they are is not known."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:

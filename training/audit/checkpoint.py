@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from training.audit.tensor_names import PART
 from training.errors import ForeignError
-from training.foreign.names import PART
 
 Tensors = dict[str, Tensor]
 

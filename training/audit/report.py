@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from models.manifest import Architecture, Certificate, Frozen, Perplexity, Positive, Sha256
-from training.forgetting import AtLag, AtWindow, Spread
+from training.audit.forgetting import AtLag, AtWindow, Spread
 
 
 class AuditedModel(Frozen):

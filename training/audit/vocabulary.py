@@ -21,9 +21,9 @@ from training.errors import ForeignError
 LINE_BREAK = "\u010a"
 """A line feed as byte-level BPE spells it."""
 
-ENDS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
-UNKNOWNS = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
-OTHERS = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
+EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
+UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
+SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
 """Names of tokens that are no text."""
 
 DataKind = Literal["text", "events"]
@@ -52,10 +52,10 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
     names = {**model["vocab"], **{token["content"]: token["id"] for token in record.get("added_tokens") or ()}}
     if kind == "BPE" and '"ByteLevel"' in json.dumps(record.get("pre_tokenizer")):
         own: VocabularyKind = "bpe"
-        end, why = _end(path, names, eos, (*ENDS, LINE_BREAK))
+        end, why = _end(path, names, eos, (*EOS_NAMES, LINE_BREAK))
     elif kind == "WordLevel":
         own = "events" if data == "events" else "words"
-        end, why = _end(path, names, eos, ENDS)
+        end, why = _end(path, names, eos, EOS_NAMES)
     else:
         raise ForeignError(f"{path}: {_not_served(f'{kind}, not byte-level' if kind == 'BPE' else str(kind))}")
     if own == "bpe" and data == "events":
@@ -80,10 +80,10 @@ def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary
     For text they are its words, or its characters where every name is one. Raises ForeignError.
     """
     names = _names(path)
-    ordinary = [name for name in names if name not in (*ENDS, *UNKNOWNS, *OTHERS, eos)]
+    ordinary = [name for name in names if name not in (*EOS_NAMES, *UNKNOWN_NAMES, *SPECIAL_NAMES, eos)]
     characters = data == "text" and all(len(name) == 1 for name in ordinary)
     table = {name: index for index, name in enumerate(names)}
-    end, why = _end(path, table, eos, ("\n", *ENDS) if characters else ENDS)
+    end, why = _end(path, table, eos, ("\n", *EOS_NAMES) if characters else EOS_NAMES)
     renamed = _renaming(path, table, end, None)
     table = {renamed.get(name, name): index for name, index in table.items()}
     if characters:
@@ -131,7 +131,7 @@ def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) 
         if EOS in names:
             raise ForeignError(f"{path}: {end!r} is to begin a sequence, but another token is called {EOS}")
         renamed[end] = EOS
-    unknown = unknown or next((name for name in UNKNOWNS if name in names), None)
+    unknown = unknown or next((name for name in UNKNOWN_NAMES if name in names), None)
     if unknown in names and unknown not in (UNK, end) and UNK not in names:
         renamed[unknown] = UNK
     return renamed

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from models.bundle import Bundle
 from models.certificate import certify
 from service.runners.onnx import OnnxRunner
+from tests.training.audit.foreign_models import VOCABULARY, Plain, saved
+from tests.training.audit.test_vocabulary import byte_level
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
-from tests.training.foreign_models import VOCABULARY, Plain, saved
-from tests.training.test_foreign_vocabulary import byte_level
 from training.__main__ import main
-from training.audit_report import AuditReport
+from training.audit.report import AuditReport
 from training.config import ModelConfig
 from training.data import data_kind, load_whole
 from training.errors import DataError

@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from models.manifest import Architecture
-from training.foreign.checkpoint import Checkpoint
-from training.foreign.ends import find_ends
-from training.foreign.layers import find_layers, stacked
-from training.foreign.shelf import Array, Shelf
+from training.audit.checkpoint import Checkpoint
+from training.audit.embedding_and_head import find_embedding_and_head
+from training.audit.layers import find_layers, layer_weights
+from training.audit.tensor_map import Array, TensorMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ForeignModel:
     notes: tuple[str, ...]
 
 
-def understand(
+def import_model(
     checkpoint: Checkpoint,
     mapping: dict[str, str] | None = None,
     ignore: Sequence[str] = (),
@@ -38,38 +38,39 @@ def understand(
 ) -> ForeignModel:
     """The model of a checkpoint.
 
-    `mapping`: names that are told (`names.parse_mapping`). `ignore`: patterns of tensors that do not belong to it.
+    `mapping`: what `tensor_names.parse_mapping` returns. `ignore`: patterns of tensors that do not belong to the model.
     `nonlinearity` of an RNN: "tanh" or "relu". Raises ForeignError naming the tensor, what was expected and found.
     """
-    shelf = Shelf(checkpoint, mapping or {}, ignore)
-    layers = find_layers(shelf, nonlinearity)
-    ends = find_ends(shelf, layers)
-    if shelf.left:
-        raise shelf.error(
-            f"no place in embedding, recurrent layers and head for {shelf.told(sorted(shelf.left))}. Where they do "
-            "not change what the model computes (an optimiser's, another head's), leave them out with "
+    tensors = TensorMap(checkpoint, mapping or {}, ignore)
+    layers = find_layers(tensors, nonlinearity)
+    outer = find_embedding_and_head(tensors, layers)
+    if tensors.unassigned:
+        left = tensors.describe(sorted(tensors.unassigned))
+        raise tensors.error(
+            f"no place in embedding, recurrent layers and head for {left}. Where they do not "
+            "change what the model computes (an optimiser's, another head's), leave them out with "
             "--ignore PATTERN; where they do, Wane cannot express this model"
         )
-    weights = stacked(shelf, layers)
+    weights = layer_weights(tensors, layers)
     hidden = max(layers.sizes)
-    if ends.embedding is None:
+    if outer.embedding is None:
         weights["embedding.weight"] = np.eye(layers.inputs, dtype=np.float32)
     else:
-        weights["embedding.weight"] = shelf.take("embedding.weight", ends.embedding)
+        weights["embedding.weight"] = tensors.take("embedding.weight", outer.embedding)
     vocabulary = len(weights["embedding.weight"])
-    tied = ends.head is None and layers.inputs == hidden
+    tied = outer.head is None and layers.inputs == hidden
     if not tied:
-        name = ends.head or ends.embedding
+        name = outer.head or outer.embedding
         assert name is not None, "this is a bug"
-        matrix = np.pad(shelf.take("head.weight", name), ((0, 0), (0, hidden - layers.sizes[-1])))
+        matrix = np.pad(tensors.take("head.weight", name), ((0, 0), (0, hidden - layers.sizes[-1])))
         if layers.inputs == hidden and np.array_equal(matrix, weights["embedding.weight"]):
-            shelf.notes.append("the head's matrix is the embedding's: the two are tied")
+            tensors.notes.append("the head's matrix is the embedding's: the two are tied")
             tied = True
         else:
             weights["head.weight"] = matrix
-    bias = None if ends.bias is None else shelf.take("head.bias", ends.bias)
+    bias = None if outer.bias is None else tensors.take("head.bias", outer.bias)
     weights["head.bias"] = np.zeros(vocabulary, np.float32) if bias is None else bias
-    shelf.tell_of_dtypes()
+    tensors.note_conversions()
     try:
         architecture = Architecture(
             cell=layers.cell,
@@ -80,5 +81,5 @@ def understand(
             tied=tied,
         )
     except ValidationError as error:
-        raise shelf.error(f"not a model that can be served: {error.errors()[0]['msg']}") from error
-    return ForeignModel(architecture, weights, shelf.names, tuple(shelf.notes))
+        raise tensors.error(f"not a model that can be served: {error.errors()[0]['msg']}") from error
+    return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes))

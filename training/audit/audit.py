@@ -18,11 +18,11 @@ from models.export import export_bundle
 from models.manifest import Certificate, Manifest, Provenance
 from models.networks import Network
 from models.vocabulary import UNK
-from training.audit_report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
-from training.audit_subject import AuditOptions, Subject, cut, find_subject
+from training.audit.forgetting import Forgetting, Unmeasurable, measure, smallest_window, token_steps, window_grid
+from training.audit.report import AuditedModel, AuditedText, AuditReport, Recommended, margins, show
+from training.audit.subject import AuditOptions, Subject, find_subject, truncate_text
 from training.errors import RunError
 from training.evaluate import quality, smallest_close_window
-from training.forgetting import Forgetting, Unmeasurable, measure, smallest_window, token_steps, window_grid
 from training.origin import describe_origin
 from training.plots import plot_audit
 from training.run import SAMPLE_TOKENS, writing
@@ -47,7 +47,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
     subject = find_subject(options)
     network = Network(subject.architecture)
     network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in subject.weights.items()})
-    stream = cut(subject, options.tokens)
+    stream = truncate_text(subject, options.tokens)
     windows = [k for k in window_grid(options.max_window) if 4 * k <= len(stream)]
     if max(windows, default=0) < min(LEAST_WINDOW, options.max_window):
         raise RunError(f"the text has {len(stream)} tokens, too few for windows of {LEAST_WINDOW}")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models.cell_registry import CELLS, Cell
 from models.networks import Network
-from training.foreign.checkpoint import read_checkpoint
-from training.foreign.model import ForeignModel, understand
+from training.audit.checkpoint import read_checkpoint
+from training.audit.model import ForeignModel, import_model
 
-CELLS: dict[str, Callable[..., nn.Module]] = {"rnn_tanh": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
+"""By cell the class of torch.nn. A checkpoint does not say an RNN's nonlinearity."""
+
 VOCABULARY = 13
 
 
@@ -22,7 +24,7 @@ class Plain(nn.Module):
 
     def __init__(
         self,
-        cell: str = "lstm",
+        cell: Cell = "lstm",
         names: tuple[str, str, str] = ("embedding", "rnn", "fc"),
         width: int = 6,
         hidden: int = 6,
@@ -32,9 +34,11 @@ class Plain(nn.Module):
     ) -> None:
         super().__init__()
         torch.manual_seed(5)
+        if cell == "rnn_relu":
+            keys["nonlinearity"] = "relu"
         self.names = names
         self.add_module(names[0], nn.Embedding(VOCABULARY, width))
-        self.add_module(names[1], CELLS[cell](width, hidden, **keys))
+        self.add_module(names[1], TORCH_CELLS[cell](width, hidden, **keys))
         self.add_module(names[2], nn.Linear(hidden, VOCABULARY, bias=head_bias))
         if tied:
             self.get_submodule(names[2]).weight = self.get_submodule(names[0]).weight
@@ -78,7 +82,7 @@ def saved(path: Path, tensors: object) -> Path:
 
 def imported(path: Path, **options: Any) -> ForeignModel:
     """A file, read and understood."""
-    return understand(read_checkpoint(path), **options)
+    return import_model(read_checkpoint(path), **options)
 
 
 def logits_of(model: ForeignModel, tokens: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.training.test_end_to_end import ROOT, TIMEOUT_S, is_ready, start, wait_until
-from training.audit_report import AuditReport
+from training.audit.report import AuditReport
 
 EXAMPLE = ROOT / "examples" / "outside_lstm.py"
 PROMPT = "You may reproduce and"
