@@ -16,7 +16,6 @@ from benchmarks.histories import (
     random_histories,
 )
 from models.cell_registry import CELLS
-from models.certificate.answer import head_diameter
 from models.certificate.cells.gated import GatedLayer
 from models.certificate.layer_bound import Layer
 from models.certificate.layers import build_layers
@@ -24,6 +23,7 @@ from models.certificate.request import RequestBound
 from models.certificate.rounding import UNITS, worst_case
 from models.certificate.stack import Stack, state_error_curve
 from models.certificate.top1 import Top1
+from models.certificate.total_variation import head_diameter
 from models.export.export import WEIGHTS, opened_step
 from models.export.roles import build_graph
 from models.export.rounding import measure_rounding

@@ -10,9 +10,9 @@ from rich.progress import Progress
 
 from benchmarks.proof_results import Proved, Spread, Values, WindowFigures
 from models.bundle import Bundle
-from models.certificate.answer import total_variation
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
+from models.certificate.total_variation import total_variation
 from models.reference import Reference
 from service.engine.margin import Margin
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from models.certificate.outward import SPARE, UNIT, Matrix, Vector, product_above, roundoff
-from models.certificate.spread import LinearMap
+from models.certificate.interval_rounding import SPARE, UNIT, Matrix, Vector, product_above, roundoff
+from models.certificate.perturbation import LinearMap
 from models.reference.functions import layer_norm, sigmoid
 
 ROWS_AT_ONCE = 4096

@@ -13,7 +13,7 @@ import numpy as np
 
 from models.cell_registry import Cell, load
 from models.certificate.deviation import FAR, ULP, Deviation, Linear, longest
-from models.certificate.outward import Matrix, Vector
+from models.certificate.interval_rounding import Matrix, Vector
 
 States = tuple[Matrix, ...]
 """A layer's state tensors in the manifest's order, (B, H) each."""

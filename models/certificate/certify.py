@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from models.certificate.answer import head_diameter, total_variation
+from models.certificate.interval_rounding import norm_above
 from models.certificate.layer_bound import Layer, LayerBound
 from models.certificate.layers import build_layers
-from models.certificate.outward import norm_above
 from models.certificate.rounding import carry, worst_case
 from models.certificate.stack import Stack, state_error_curve
+from models.certificate.total_variation import head_diameter, total_variation
 from models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
 from models.weights import Weights, head_weight
 

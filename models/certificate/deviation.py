@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from models.certificate.outward import Matrix, Vector, roundoff
+from models.certificate.interval_rounding import Matrix, Vector, roundoff
 from models.reference.functions import sigmoid
 
 LARGE = 50.0

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.deviation import TINY, Linear
-from models.certificate.outward import Matrix, Vector
+from models.certificate.interval_rounding import Matrix, Vector
 
 
 class FeedForward:

@@ -4,7 +4,8 @@ A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)|
 in a norm that does not change, for every input x that a token can cause and all states s, s~ that are reached
 from zero. These are theorems about the float32 weights in exact arithmetic, evaluated in float64 and rounded outward:
 pre-activations, where terms may cancel, by a bound on their rounding (`models/certificate/admissible.py`), and what is
-made of them, products and sums of non-negative numbers, by a relative margin (`models/certificate/outward.py`).
+made of them, products and sums of non-negative numbers, by a relative margin
+(`models/certificate/interval_rounding.py`).
 
 The rules by cell are in `models/certificate/cells/`.
 """
@@ -17,8 +18,8 @@ import numpy as np
 
 from models.cell_registry import load
 from models.certificate.admissible import Box, Inputs, Normalised, Rows
+from models.certificate.interval_rounding import Matrix
 from models.certificate.layer_bound import Layer
-from models.certificate.outward import Matrix
 from models.manifest import Architecture
 from models.weights import CellWeights, Weights
 

@@ -23,9 +23,9 @@ from functools import cached_property
 
 import numpy as np
 
+from models.certificate.interval_rounding import Vector
 from models.certificate.layer_bound import Layer
-from models.certificate.outward import Vector
-from models.certificate.spread import Spread
+from models.certificate.perturbation import Perturbation
 from models.certificate.stack import Stack
 from models.manifest import Architecture, Rounding
 from models.weights import Weights
@@ -49,7 +49,7 @@ class Propagation:
         self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         units = architecture.cell_units
         self._off = {
-            name: Spread.within(np.full(units, 2 * error.box), 2 * error.ball)
+            name: Perturbation.within(np.full(units, 2 * error.box), 2 * error.ball)
             for name, error in rounding.states.items()
         }
 
@@ -66,16 +66,16 @@ class Propagation:
         """
         if tokens < self.reach:
             return None
-        spreads = [
-            tuple(Spread.within(joints[name].astype(np.float64).ravel()) + self._off[name] for name in names)
+        perturbations = [
+            tuple(Perturbation.within(joints[name].astype(np.float64).ravel()) + self._off[name] for name in names)
             for names in self._names
         ]
-        small = [tuple(Spread(each.box / ROOM, each.ball / ROOM) for each in layer) for layer in spreads]
+        small = [tuple(Perturbation(each.box / ROOM, each.ball / ROOM) for each in layer) for layer in perturbations]
         layers = self._layers
-        settled = [layer.at_least(spread) for layer, spread in zip(layers, small, strict=True)]
+        settled = [layer.at_least(perturbation) for layer, perturbation in zip(layers, small, strict=True)]
         errors = [
-            replace(layer.at_least(spread) + less, steps=self.reach)
-            for layer, spread, less in zip(layers, spreads, settled, strict=True)
+            replace(layer.at_least(perturbation) + less, steps=self.reach)
+            for layer, perturbation, less in zip(layers, perturbations, settled, strict=True)
         ]
         limit = np.concatenate([each.flat() for each in settled])
         before = np.concatenate([each.flat() for each in errors])

@@ -13,12 +13,12 @@ from __future__ import annotations
 import numpy as np
 
 from models.certificate.admissible import Inputs, Reach, Rows
+from models.certificate.interval_rounding import UP, Matrix, Vector
 from models.certificate.layer_bound import Errors, LayerBound, Proof
 from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector
-from models.certificate.perron import perron
+from models.certificate.perron_vector import perron_vector
+from models.certificate.perturbation import LinearMap, Perturbation
 from models.certificate.scaling import Gauge, balanced
-from models.certificate.spread import LinearMap, Spread
 from models.weights import CellWeights
 
 SETTLING = 12
@@ -38,15 +38,15 @@ class RecurrentLayer:
         self.into = None if isinstance(inputs, Rows) else inputs.seen_by(weight_ih).scaled(slope)
         proofs, self.gauges = self._proofs()
         if reach is None:
-            reach = self._settle(Spread.within(driven.magnitude()), proofs)
+            reach = self._settle(Perturbation.within(driven.magnitude()), proofs)
         gain = self.into.norm if self.into else None
         self.bound = LayerBound(proofs, (reach,), gain)
-        self.cap = Spread.within(2 * reach)
+        self.cap = Perturbation.within(2 * reach)
 
     def _proofs(self) -> tuple[tuple[Proof, ...], tuple[Gauge, ...]]:
         matrix, magnitude = self.recurrent.matrix, self.recurrent.magnitude
         norm = self.recurrent.norm
-        factor, self.weights = perron(lambda bound: magnitude @ bound, self.hidden)
+        factor, self.weights = perron_vector(lambda bound: magnitude @ bound, self.hidden)
         proofs = [
             Proof("spectral_norm", Norm("2"), norm),
             Proof("row_sum", Norm("inf"), float(magnitude.sum(axis=1).max()) * UP),
@@ -69,14 +69,14 @@ class RecurrentLayer:
         """The weighted 2-norms that are tried, by rule; None where a rule finds none. matrix: `diag(slope) W`."""
         return {"diagonal_scaling": balanced(matrix)}
 
-    def _settle(self, driven: Spread, proofs: tuple[Proof, ...]) -> Vector:
+    def _settle(self, driven: Perturbation, proofs: tuple[Proof, ...]) -> Vector:
         """How far a layer without a bounded function can be driven, (H); infinite where nothing shrinks."""
         hidden = self.hidden
         bounds: list[Vector] = [np.full(hidden, np.inf)]
         if self.recurrent.norm < 1:
             bounds.append(np.full(hidden, driven.ball / (1 - self.recurrent.norm) * UP))
         bounds += [
-            gauge.spread(gauge.of(driven) / (1 - gauge.factor) * UP, hidden).box
+            gauge.perturbation(gauge.of(driven) / (1 - gauge.factor) * UP, hidden).box
             for gauge in self.gauges
             if gauge.factor < 1
         ]
@@ -91,26 +91,26 @@ class RecurrentLayer:
         return reach
 
     def start(self) -> Errors:
-        spread = Spread.within(self.bound.reach[0])
-        return Errors((spread,), tuple(gauge.of(spread) for gauge in self.gauges))
+        perturbation = Perturbation.within(self.bound.reach[0])
+        return Errors((perturbation,), tuple(gauge.of(perturbation) for gauge in self.gauges))
 
-    def step(self, errors: Errors, fed: Spread | None) -> Errors:
-        after = self.recurrent(errors.spreads[0])
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
+        after = self.recurrent(errors.perturbations[0])
         driven = self.into(fed) if self.into is not None and fed is not None else None
         if driven is not None:
             after = after + driven
         values = []
         for gauge, value in zip(self.gauges, errors.gauges, strict=True):
             grown = gauge.factor * value * UP + (gauge.of(driven) if driven is not None else 0.0)
-            after = after.cut(gauge.spread(grown * UP, self.hidden))
+            after = after.cut(gauge.perturbation(grown * UP, self.hidden))
             values.append(grown * UP)
         after = after.cut(self.cap)
         gauges = tuple(min(value, gauge.of(after)) for value, gauge in zip(values, self.gauges, strict=True))
         return Errors((after,), gauges, errors.steps + 1)
 
-    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
-        return Errors(spreads, tuple(gauge.of(spreads[0]) for gauge in self.gauges))
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
+        return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         del function, unit  # rho is exact, and there is nothing behind it
-        return (Spread.within(before_gates),)
+        return (Perturbation.within(before_gates),)

@@ -25,10 +25,10 @@ from models.cell_registry import CELLS
 from models.certificate.cell_step import CellStep, Deviations, States
 from models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
 from models.certificate.feed_forward import Fed, FeedForward
+from models.certificate.interval_rounding import Matrix, Vector, roundoff
 from models.certificate.layer_bound import Layer
+from models.certificate.layer_norm import Between, Normalised
 from models.certificate.layers import build_layers
-from models.certificate.normalised import Between, Normalised
-from models.certificate.outward import Matrix, Vector, roundoff
 from models.manifest import Architecture
 from models.weights import Weights
 

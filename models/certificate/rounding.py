@@ -22,10 +22,10 @@ from typing import Literal
 import numpy as np
 
 from models.cell_registry import CELLS
+from models.certificate.interval_rounding import Matrix, Vector, norm_above
 from models.certificate.layer_bound import Errors, Layer
 from models.certificate.layers import inputs_of
-from models.certificate.outward import Matrix, Vector, norm_above
-from models.certificate.spread import Spread
+from models.certificate.perturbation import Perturbation
 from models.certificate.stack import BlockNoise, Noise, Stack
 from models.manifest import Architecture, StateError
 from models.weights import CellWeights, Weights
@@ -59,22 +59,22 @@ def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, State
     delta = [
         layer.at_least(
             tuple(
-                Spread.within(np.full(len(reach), step[name].box), step[name].ball)
+                Perturbation.within(np.full(len(reach), step[name].box), step[name].ball)
                 for name, reach in zip(row, layer.bound.reach, strict=True)
             )
         )
         for row, layer in zip(names, stack.layers, strict=True)
     ]
-    spreads, carried = _bound_of_sums(stack, delta)
+    perturbations, carried = _bound_of_sums(stack, delta)
     states = {
-        name: StateError(box=float(spread.box.max()), ball=spread.ball)
-        for row, layer in zip(names, spreads, strict=True)
-        for name, spread in zip(row, layer, strict=True)
+        name: StateError(box=float(perturbation.box.max()), ball=perturbation.ball)
+        for row, layer in zip(names, perturbations, strict=True)
+        for name, perturbation in zip(row, layer, strict=True)
     }
     return states, carried
 
 
-def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread, ...]], float]:
+def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Perturbation, ...]], float]:
     """The states' errors and `hidden`'s where every step adds `delta`."""
 
     def step(errors: list[Errors]) -> list[Errors]:
@@ -90,8 +90,9 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread
         after = step(bound)
         if all(np.all(new.flat() <= old.flat()) for new, old in zip(after, bound, strict=True)):
             after = _settled(step, after)
-            return [each.spreads for each in after], min(stack.hidden_apart(after), stack.furthest())
-    return [tuple(Spread.within(2 * each) for each in layer.bound.reach) for layer in stack.layers], stack.furthest()
+            return [each.perturbations for each in after], min(stack.hidden_apart(after), stack.furthest())
+    anywhere = [tuple(Perturbation.within(2 * each) for each in layer.bound.reach) for layer in stack.layers]
+    return anywhere, stack.furthest()
 
 
 def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
@@ -169,9 +170,9 @@ class _Writer:
         mix = self._tensor(prefix + "mix.weight")
         mixed = np.abs(mix) @ reach
         stream += norm_above(mixed)
-        spread = Spread.within(self._gamma(len(reach)) * mixed + self.unit * stream)
+        perturbation = Perturbation.within(self._gamma(len(reach)) * mixed + self.unit * stream)
         if not width:
-            return BlockNoise(spread, 0.0, np.zeros(0), spread), stream
+            return BlockNoise(perturbation, 0.0, np.zeros(0), perturbation), stream
         at_norm = self._layer_norm(stream)
         gain, shift = (self._tensor(f"{prefix}feed_forward_norm.{name}") for name in ("weight", "bias"))
         into, bias = (self._tensor(f"{prefix}feed_forward_in.{name}") for name in ("weight", "bias"))
@@ -180,8 +181,8 @@ class _Writer:
         sizes = np.abs(into) @ (np.abs(gain) * np.sqrt(len(gain)) + np.abs(shift)) + np.abs(bias)
         narrow = np.abs(out) @ widest + np.abs(out_bias)
         stream += norm_above(narrow)
-        added = Spread.within(self._gamma(width + 1) * narrow + self.unit * stream)
-        return BlockNoise(spread, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
+        added = Perturbation.within(self._gamma(width + 1) * narrow + self.unit * stream)
+        return BlockNoise(perturbation, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
 
     def _layer_norm(self, stream: float) -> float:
         """Of the normalised vector, in the 2-norm, for an input of at most this length."""

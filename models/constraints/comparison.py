@@ -41,7 +41,7 @@ class Gate:
     """A sigmoid gate over a range of pre-activations, (H); `low`, `high`, `slope` by case, (C, H).
 
     The smaller of two gates is between low and high, and the two are apart by at most slope times their
-    pre-activations' distance: `models/certificate/cases.py`.
+    pre-activations' distance: `models/certificate/gate_pieces.py`.
     """
 
     low: Tensor
@@ -110,10 +110,10 @@ class Comparison(Protocol):
         """
 
 
-def perron(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
+def perron_vector(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
     """The factor by unit, and the bounds that it holds for, the greatest of them 1; a factor of `enough` will do.
 
-    The iteration of `models/certificate/perron.py`, cut short: what it finds here is found there too.
+    The iteration of `models/certificate/perron_vector.py`, cut short: what it finds here is found there too.
     """
     bounds = torch.ones_like(comparison.even())
     best, chosen = math.inf, bounds

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.constraints.comparison import Comparison, Drive, perron
+from models.constraints.comparison import Comparison, Drive, perron_vector
 from models.constraints.layer import Recurrence
 
 ROOM = 1.0
@@ -64,7 +64,7 @@ def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], 
 
 def fits(comparison: Comparison, target: float) -> bool:
     """Whether a rule says so."""
-    return perron(comparison, target)[0] <= target or comparison.two_norm() <= target
+    return perron_vector(comparison, target)[0] <= target or comparison.two_norm() <= target
 
 
 def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
@@ -91,14 +91,14 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
     """The nearest to `matrix` among the shrunk ones that fit."""
 
     def by_unit(scaled: Tensor) -> bool:
-        return perron(make(scaled), target)[0] <= target
+        return perron_vector(make(scaled), target)[0] <= target
 
     def by_any_rule(scaled: Tensor) -> bool:
         return fits(make(scaled), target)
 
     comparison = make(matrix)
     best = torch.zeros_like(matrix)
-    for bounds in (comparison.even(), perron(comparison)[1]):
+    for bounds in (comparison.even(), perron_vector(comparison)[1]):
         rows = matrix
         for _ in range(ROUNDS):
             held = make(rows)

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from models.bundle import QUANTISED, Bundle, write_bundle
 from models.cell_registry import CELLS
 from models.certificate import certify
-from models.certificate.answer import head_diameter
 from models.certificate.layers import build_layers
 from models.certificate.request import RequestBound
+from models.certificate.total_variation import head_diameter
 from models.export.graph import OPSET
 from models.export.parity import ExportError, OnnxGraphs, check_bundle
 from models.export.roles import build_graphs

@@ -22,7 +22,7 @@ import numpy as np
 from onnx import TensorProto
 
 from models.cell_registry import CELLS
-from models.certificate.outward import Vector
+from models.certificate.interval_rounding import Vector
 from models.certificate.request import RequestBound
 from models.export.graph import GraphWriter
 from models.manifest import Architecture

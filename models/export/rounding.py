@@ -26,14 +26,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.answer import total_variation
 from models.certificate.certify import CERTIFIED
 from models.certificate.deviation import Deviation
+from models.certificate.interval_rounding import Matrix, Vector
 from models.certificate.layer_bound import Layer
-from models.certificate.outward import Matrix, Vector
 from models.certificate.request import RequestBound
 from models.certificate.rounding import carry
 from models.certificate.stack import Stack
+from models.certificate.total_variation import total_variation
 from models.manifest import Architecture, Rounding, StateError
 from models.parity import Run, Tensors
 from models.reference import Reference, State

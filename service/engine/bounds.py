@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.certificate.answer import total_variation
+from models.certificate.total_variation import total_variation
 from models.manifest import Certificate
 
 

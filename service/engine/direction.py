@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.outward import Matrix, roundoff
+from models.certificate.interval_rounding import Matrix, roundoff
 from models.certificate.request import RequestBound, WindowBound
 from models.certificate.top1 import Top1
 from models.manifest import Manifest

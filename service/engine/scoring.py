@@ -27,8 +27,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.answer import total_variation
 from models.certificate.propagation import PATIENCE, Propagation
+from models.certificate.total_variation import total_variation
 from models.manifest import Manifest
 from service.engine import bounds
 from service.engine.backlog import Share

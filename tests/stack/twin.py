@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.bundle import Bundle
-from models.certificate.answer import total_variation
+from models.certificate.total_variation import total_variation
 from models.reference import Reference
 
 Answers = Mapping[int, Mapping[str, Any]]

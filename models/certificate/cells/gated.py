@@ -10,13 +10,13 @@ norm, and never more than the cap.
     s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
 
 so f may be taken as the smaller of the two; its pre-activation m then has `|f - f~| <= F(m) |W_f dx|`, F(m) the
-greatest slope from m on: where f is large, F is small (`models/certificate/cases.py`). |s - z| is at most the box.
+greatest slope from m on: where f is large, F is small (`gate_pieces.py`). |s - z| is at most the box.
 
 **First layer**: one sequence of tokens for all units. By Hoelder's inequality the error k tokens after the cut,
 
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
-is largest for one token k times over: the maximum over the vocabulary is exact, given the box r (`joint.py`).
+is largest for one token k times over: the maximum over the vocabulary is exact, given the box r (`gate_products.py`).
 
 **One window** (`moved`), the window's values known and the run's, with a tilde, at most d away:
 `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`, and as this is linear in f~,
@@ -28,14 +28,14 @@ from __future__ import annotations
 import numpy as np
 
 from models.certificate.admissible import Inputs, Rows
-from models.certificate.cases import Cases
 from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
 from models.certificate.deviation import sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
-from models.certificate.joint import JointLength
+from models.certificate.gate_pieces import GatePieces
+from models.certificate.gate_products import GateProducts
+from models.certificate.interval_rounding import UP, Matrix, Vector
 from models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector
-from models.certificate.spread import Spread
+from models.certificate.perturbation import Perturbation
 from models.reference.functions import sigmoid
 from models.weights import CellWeights
 
@@ -54,7 +54,7 @@ class GatedLayer:
         self.high = np.maximum(0.0, np.tanh(candidate.high) * np.where(candidate.high > 0, UP, 1))
         self.width = (self.high - self.low) * UP
         self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
-        self.cases = Cases.of(gate, cap)
+        self.pieces = GatePieces.of(gate, cap)
         self.tanh_slope = candidate.tanh_slope() * UP
         self.into = None
         if not isinstance(inputs, Rows):
@@ -69,42 +69,44 @@ class GatedLayer:
         if widest >= cap:
             proofs.reverse()
         self.bound = LayerBound(tuple(proofs), (np.maximum(-self.low, self.high),), self._input_gain())
-        self._joint = None if table is None else JointLength(table, self.bound.reach[0])
+        self._joint = None if table is None else GateProducts(table, self.bound.reach[0])
 
     def _input_gain(self) -> float | None:
         if self.into is None:
             return None
         gates, candidates = self.into
-        slope = self.cases.slope.max(axis=0)
-        enter = 1 - self.cases.low.min(axis=0)
+        slope = self.pieces.slope.max(axis=0)
+        enter = 1 - self.pieces.low.min(axis=0)
         return (
             gates.scaled(slope * self.width).norm + candidates.scaled(np.minimum(enter, 1.0) * self.tanh_slope).norm
         ) * UP
 
     def start(self) -> Errors:
-        return Errors((Spread.within(self.bound.reach[0]),))
+        return Errors((Perturbation.within(self.bound.reach[0]),))
 
-    def step(self, errors: Errors, fed: Spread | None) -> Errors:
-        before, steps = errors.spreads[0], errors.steps + 1
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
+        before, steps = errors.perturbations[0], errors.steps + 1
         if fed is None:
             joint = self._joint(steps) if self._joint is not None and errors.cut_only else np.inf
-            after = Spread.within(self.gate * before.box * UP, min(joint, float(self.gate.max()) * before.ball * UP))
+            after = Perturbation.within(
+                self.gate * before.box * UP, min(joint, float(self.gate.max()) * before.ball * UP)
+            )
             return Errors((after,), (), steps, errors.cut_only)
         assert self.into is not None, "this is a bug: embeddings are equal"
         gates, candidates = self.into
         moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
         off = self.width * gates.rows_of(fed) * UP
-        ends = [keep * before.box + (1 - keep) * moved for keep in (self.cases.low, self.cases.high)]
-        box = np.max(np.maximum(*ends) + self.cases.slope * off, axis=0) * UP
-        return Errors((Spread.within(np.minimum(box, self.width)),), (), steps, cut_only=False)
+        ends = [keep * before.box + (1 - keep) * moved for keep in (self.pieces.low, self.pieces.high)]
+        box = np.max(np.maximum(*ends) + self.pieces.slope * off, axis=0) * UP
+        return Errors((Perturbation.within(np.minimum(box, self.width)),), (), steps, cut_only=False)
 
-    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
-        return Errors(spreads, cut_only=False)
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
+        return Errors(perturbations, cut_only=False)
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
-        off = self.width * (self.cases.slope.max(axis=0) * gate + function)
-        return (Spread.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
+        off = self.width * (self.pieces.slope.max(axis=0) * gate + function)
+        return (Perturbation.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:

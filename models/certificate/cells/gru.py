@@ -11,14 +11,14 @@
     h' - h~' = z (h - h~) + (1 - z) (n - n~) + (z - z~) (h~ - n~) = z~ (h - h~) + (1 - z~) (n - n~) + (z - z~) (h - n)
 
 (check: the terms in z h~ and z n~ cancel), so z may be taken as the smaller of its two values; with m its
-pre-activation, `|z - z~| <= Z(m) y_z`, Z(m) the sigmoid's greatest slope from m on (`models/certificate/cases.py`),
+pre-activation, `|z - z~| <= Z(m) y_z`, Z(m) the sigmoid's greatest slope from m on (`gate_pieces.py`),
 y_z <= |W_z dh| + |U_z dx| unit by unit, likewise y_r, y_n. With R, N the greatest slopes within reach, q^ the greatest
 |q|, r^ the greatest r, and |h - n| <= h^ + n^:
 
     |n - n~| <= N (|U_n dx| + r^ |W_n dh| + q^ R y_r),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
 
 **elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit,
-which shrinks a maximum norm that is weighted by unit (`models/certificate/perron.py`).
+which shrinks a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
 
 **2-norm**: z <= max z^ on the first term and 1 - z <= max(1 - z_) on the second, each at its own worst,
 
@@ -35,14 +35,14 @@ from __future__ import annotations
 import numpy as np
 
 from models.certificate.admissible import Inputs, Reach, Rows
-from models.certificate.cases import Cases
 from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
 from models.certificate.deviation import ULP, sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
+from models.certificate.gate_pieces import GatePieces
+from models.certificate.interval_rounding import UP, Matrix, Vector, product_above, roundoff
 from models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from models.certificate.norm import Norm
-from models.certificate.outward import UP, Matrix, Vector, product_above, roundoff
-from models.certificate.perron import perron
-from models.certificate.spread import LinearMap, Spread
+from models.certificate.perron_vector import perron_vector
+from models.certificate.perturbation import LinearMap, Perturbation
 from models.reference.functions import sigmoid
 from models.weights import CellWeights
 
@@ -56,7 +56,7 @@ class GruLayer:
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
         r, z, q, n, self.h = _box(weight_ih, weight_hh, bias_ih, bias_hh, inputs)
-        self.gate = Cases.of(z)
+        self.gate = GatePieces.of(z)
         self.range = (self.h + np.tanh(n.magnitude())) * UP
         self.slope_n = n.tanh_slope() * sigmoid(r.high) * UP, n.tanh_slope() * UP
         self.recalled = q.magnitude()
@@ -71,7 +71,7 @@ class GruLayer:
         self.inward = self._scaled(self.into, self.slope_n[1]) if self.into else ()
         two = (self.kept + self.recurrent_gain) * UP
         rows, ones = self._comparison(np.ones(hidden)), np.ones(hidden)
-        weighted, weights = perron(self._comparison, hidden)
+        weighted, weights = perron_vector(self._comparison, hidden)
         proofs = (
             Proof("gru_comparison_2", Norm("2"), two),
             Proof("gru_comparison_inf", Norm("inf"), float(np.max(rows / ones)) * UP),
@@ -79,7 +79,7 @@ class GruLayer:
         )
         gain = sum(each.norm for each in self.inward) * UP if self.into else None
         self.bound = LayerBound(proofs, (self.h,), gain)
-        self.cap = Spread.within(2 * self.h)
+        self.cap = Perturbation.within(2 * self.h)
 
     def _scaled(self, maps: tuple[LinearMap, ...], slope_n: Vector) -> tuple[LinearMap, ...]:
         """What reaches dh' through r, z and n, the greatest 1 - z let in."""
@@ -97,10 +97,10 @@ class GruLayer:
         return bound
 
     def start(self) -> Errors:
-        return Errors((Spread.within(self.h),))
+        return Errors((Perturbation.within(self.h),))
 
-    def step(self, errors: Errors, fed: Spread | None) -> Errors:
-        h = errors.spreads[0]
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
+        h = errors.perturbations[0]
         r, z, n = (each.rows_of(h) for each in self.maps)
         n = self.slope_n[0] * n
         ball = self.kept * h.ball + self.recurrent_gain * h.ball
@@ -109,17 +109,17 @@ class GruLayer:
             r, z, n = r + fed_r, z + fed_z, n + self.slope_n[1] * fed_n
             ball += sum(each(fed).ball for each in self.inward)
         moved = np.minimum((n + self.slope_r * r) * UP, self.range)
-        after = Spread.within(self._combined(h.box, moved, z), ball * UP)
+        after = Perturbation.within(self._combined(h.box, moved, z), ball * UP)
         return Errors((after.cut(self.cap),), (), errors.steps + 1)
 
-    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
-        return Errors(spreads)
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
+        return Errors(perturbations)
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         r, z, n = np.split(before_gates, 3)
         reset = self.slope_r * r + self.slope_n[1] * self.recalled * (function + 2 * unit)
         candidate = self.slope_n[1] * n + reset + function
-        return (Spread.within(candidate + self.range * (self.gate.slope.max(axis=0) * z + function) + 4 * unit),)
+        return (Perturbation.within(candidate + self.range * (self.gate.slope.max(axis=0) * z + function) + 4 * unit),)
 
 
 def _box(

@@ -11,8 +11,8 @@ import numpy as np
 
 from models.certificate.admissible import Inputs
 from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States
+from models.certificate.interval_rounding import Matrix
 from models.certificate.layer_bound import Layer
-from models.certificate.outward import Matrix
 from models.certificate.recurrent import RecurrentLayer
 from models.certificate.scaling import Gauge, lyapunov
 from models.weights import CellWeights

@@ -9,14 +9,14 @@ iterate bounds all states that are reached from zero, for all admissible inputs.
     dc' = f dc + c~ df + g di + i~ dg = f~ dc + c df + ...     dh' = o dt + t~ do = o~ dt + t do,   t = tanh(c')
 
 so f and o may each be taken as the smaller of its two values; with m its pre-activation, `|df| <= F(m) |y_f|`, F(m) the
-sigmoid's greatest slope from m on (`models/certificate/cases.py`) and `|y_f| <= |W_f dh| + |U_f dx|` unit by unit,
+sigmoid's greatest slope from m on (`gate_pieces.py`) and `|y_f| <= |W_f dh| + |U_f dx|` unit by unit,
 likewise y_i, y_g, y_o; |di| <= I |y_i|, |dg| <= G |y_g| with the greatest slopes within reach. So unit by unit
 
     |dc'| <= max over m of  f(m) |dc| + c^ F(m) y_f  +  g^ I y_i + i^ G y_g
     |dh'| <= max over m of  o(m) |dt| + t^ O(m) y_o,    |dt| <= min(|dc'|, 2 tanh(|dc'| / 2)),   t^ = tanh(c^)
 
 **elementwise comparison**: this map of (|dh|, |dc|), with |dt| <= |dc'|, shrinks a maximum norm that is weighted by
-unit (`models/certificate/perron.py`). It is at least as small as the 2 x 2 comparison in the maximum norm.
+unit (`models/certificate/perron_vector.py`). It is at least as small as the 2 x 2 comparison in the maximum norm.
 
 **2 x 2 comparison**, in the 2-norm or the maximum norm:
 
@@ -47,14 +47,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.certificate.admissible import Inputs, Reach, Rows
-from models.certificate.cases import Cases
 from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States
 from models.certificate.deviation import longest, sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
+from models.certificate.gate_pieces import GatePieces
+from models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, product_above
 from models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
 from models.certificate.norm import Norm, Order
-from models.certificate.outward import UP, Matrix, Vector, norm_above, product_above
-from models.certificate.perron import perron, perron_2x2
-from models.certificate.spread import LinearMap, Spread
+from models.certificate.perron_vector import perron_vector, perron_vector_2x2
+from models.certificate.perturbation import LinearMap, Perturbation
 from models.reference.functions import sigmoid
 from models.weights import CellWeights
 
@@ -124,7 +124,7 @@ class LstmLayer:
         self.hidden = hidden = weight_hh.shape[1]
         self.box = box = LstmBox.settle(weight_ih, weight_hh, bias, inputs)
         i, f, g, o = box.reach
-        self.forget, self.output = Cases.of(f), Cases.of(o)
+        self.forget, self.output = GatePieces.of(f), GatePieces.of(o)
         self.open_i, self.open_f, self.open_o = (np.minimum(sigmoid(gate.high) * UP, 1) for gate in (i, f, o))
         self.shown = np.tanh(box.c) * UP
         slopes = (np.tanh(g.magnitude()) * i.sigmoid_slope(), box.c * f.sigmoid_slope(), self.open_i * g.tanh_slope())
@@ -140,7 +140,7 @@ class LstmLayer:
         self.kept, self.kept_shown = float(self.open_f.max()), float((self.open_o * self.open_f).max()) * UP
         self.cell_gain = sum(each.norm for each in self.in_cell) * UP
         self.shown_gain = (sum(each.scaled(self.open_o).norm for each in self.in_cell) + self.in_output.norm) * UP
-        weighted, weights = perron(self._comparison, 2 * hidden)
+        weighted, weights = perron_vector(self._comparison, 2 * hidden)
         proofs = [
             *(self._two_by_two(order) for order in RULES),
             Proof("lstm_elementwise", Norm("inf", (weights[:hidden], weights[hidden:])), weighted),
@@ -151,7 +151,7 @@ class LstmLayer:
                 proof if proof.factor is None else replace(proof, factor=max(proof.factor, 1.0)) for proof in proofs
             ]
         self.bound = LayerBound(tuple(proofs), (box.h, np.where(box.saturated, np.inf, box.c)), self._input_gain())
-        self.caps = Spread.within(2 * box.h), Spread.within(2 * self.bound.reach[1])
+        self.caps = Perturbation.within(2 * box.h), Perturbation.within(2 * self.bound.reach[1])
 
     def _scaled(self, maps: tuple[LinearMap, ...]) -> tuple[tuple[LinearMap, ...], LinearMap]:
         """What reaches dc' through i, f, g, and dh' through o, by the spectral norm of rows already scaled."""
@@ -188,14 +188,14 @@ class LstmLayer:
             cell = float(rows.max())
             shown = float((self.open_o * rows + self.in_output.magnitude.sum(axis=1)).max())
         matrix = np.array([[self.kept, cell], [self.kept_shown, shown]]) * UP + POSITIVE
-        factor, weights = perron_2x2(matrix)
+        factor, weights = perron_vector_2x2(matrix)
         return Proof(RULES[order], Norm(order, (float(weights[1]), float(weights[0]))), factor)
 
     def start(self) -> Errors:
-        return Errors(tuple(Spread.within(reach) for reach in self.bound.reach))
+        return Errors(tuple(Perturbation.within(reach) for reach in self.bound.reach))
 
-    def step(self, errors: Errors, fed: Spread | None) -> Errors:
-        h, c = errors.spreads
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
+        h, c = errors.perturbations
         y = tuple(each.rows_of(h) for each in self.maps)
         fed_cell = fed_output = 0.0
         if self.into is not None and self.into_output is not None and fed is not None:
@@ -203,24 +203,24 @@ class LstmLayer:
             fed_cell = sum(each(fed).ball for each in self.into_cell)
             fed_output = self.into_output(fed).ball
         ball = self.kept * c.ball + self.cell_gain * h.ball + fed_cell
-        after_c = Spread.within(self._cell(c.box, y), ball * UP).cut(self.caps[1])
+        after_c = Perturbation.within(self._cell(c.box, y), ball * UP).cut(self.caps[1])
         moved = np.minimum(after_c.box, 2 * np.tanh(after_c.box / 2) * UP)
         widest = float(self.open_o.max())
         through_c = widest * min(after_c.ball, norm_above(moved)) + self.in_output.norm * h.ball
         at_once = self.kept_shown * c.ball + self.shown_gain * h.ball + widest * fed_cell
         ball = min(through_c, at_once) + fed_output
-        after_h = Spread.within(self._shown(moved, y[3]), ball * UP).cut(self.caps[0])
+        after_h = Perturbation.within(self._shown(moved, y[3]), ball * UP).cut(self.caps[0])
         return Errors((after_h, after_c), (), errors.steps + 1)
 
-    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
-        return Errors(spreads)
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
+        return Errors(perturbations)
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         i, f, g, o = np.split(before_gates, 4)
         cell = self.cell_slopes[0] * i + self.cell_slopes[1] * f + self.cell_slopes[2] * g
         cell = cell + function * (self.box.c + 2) + unit * (3 * self.box.c + 2)
         shown = self.open_o * (cell + function) + self.output_slope * o + function + unit
-        return Spread.within(shown), Spread.within(cell)
+        return Perturbation.within(shown), Perturbation.within(cell)
 
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:

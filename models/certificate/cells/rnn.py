@@ -14,10 +14,10 @@ import numpy as np
 from models.certificate.admissible import Inputs, Reach
 from models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States
 from models.certificate.deviation import tanh_rise, tanh_slope
+from models.certificate.interval_rounding import UP, Matrix, Vector, product_above
 from models.certificate.layer_bound import Layer
-from models.certificate.outward import UP, Matrix, Vector, product_above
+from models.certificate.perturbation import Perturbation
 from models.certificate.recurrent import SETTLING, RecurrentLayer
-from models.certificate.spread import Spread
 from models.weights import CellWeights
 
 
@@ -31,9 +31,9 @@ class TanhLayer(RecurrentLayer):
             reach = np.minimum(reach, np.tanh(within.magnitude()) * UP)
         return np.minimum(within.tanh_slope() * UP, 1.0), reach
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         del unit  # there is nothing behind the function
-        return (Spread.within(before_gates + function),)
+        return (Perturbation.within(before_gates + function),)
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from models.certificate.answer import head_diameter, total_variation
+from models.certificate.total_variation import head_diameter, total_variation
 from models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
 from models.vocabulary import EOS, UNK, Vocabulary
 from service.engine.costs import Costs

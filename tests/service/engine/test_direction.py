@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.certificate.outward import Matrix, Vector
+from models.certificate.interval_rounding import Matrix, Vector
 from models.certificate.request import WindowBound
 from models.certificate.top1 import Top1
 from service.engine.answering import MOST_PROOFS

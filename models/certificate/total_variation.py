@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from models.certificate.deviation import MARGIN
-from models.certificate.outward import TINY, Matrix, Vector, roundoff
+from models.certificate.interval_rounding import TINY, Matrix, Vector, roundoff
 
 EXACT_ROWS = 16_384
 """Up to this vocabulary D is the maximum over all pairs; beyond, twice the radius around the rows' mean."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from models.certificate.deviation import Linear
-from models.certificate.normalised import Between, Normalised
+from models.certificate.layer_norm import Between, Normalised
 
 Matrix = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from models.certificate.deviation import Linear
 from models.certificate.feed_forward import FeedForward
-from tests.models.test_normalised import within
+from tests.models.certificate.test_layer_norm import within
 
 FLOAT64 = 1e-12
 

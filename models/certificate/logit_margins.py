@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from models.certificate.deviation import MARGIN, Linear
-from models.certificate.outward import Matrix, Vector
+from models.certificate.interval_rounding import Matrix, Vector
 from models.certificate.request import WindowBound
 
 CANCELLED = 1e-12
@@ -25,7 +25,7 @@ MOST_OPEN = 128
 """And of those whose errors are sent furthest no more units than these are not."""
 
 
-class Leads:
+class LogitMargins:
     """Of one model with LayerNorms. rows: (V, H), of the output layer; gain: (H), of the last LayerNorm; mixes: by
     layer."""
 

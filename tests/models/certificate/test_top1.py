@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from benchmarks.adversary import Adversary
 from models.cell_registry import CELLS, Cell
-from models.certificate.answer import head_diameter
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
+from models.certificate.total_variation import head_diameter
 from models.manifest import Architecture
 from models.reference import Array, Reference
+from tests.models.certificate.test_request import after, run, worst_pasts
 from tests.models.random_models import architecture, random_weights
-from tests.models.test_request import after, run, worst_pasts
 
 FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 4}
 WINDOWS = 2

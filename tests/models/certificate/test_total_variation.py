@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.certificate.answer import variation_by_token
+from models.certificate.total_variation import variation_by_token
 
 FLOAT64 = 1e-14
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from models.certificate.outward import TINY, UP, Matrix, Vector
+from models.certificate.interval_rounding import TINY, UP, Matrix, Vector
 
 DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS
@@ -18,7 +18,7 @@ ALIKE = 1 + 1e-9
 """Rows this near to the longest are followed too, so that rounding does not choose."""
 
 
-class JointLength:
+class GateProducts:
     """`max_x |r f(x)^k|_2` for k >= 1, from above. table: (V, H), f(x), from above; start: r, (H).
 
     No product is stated smaller than TINY.

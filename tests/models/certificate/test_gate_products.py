@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.certificate.joint import JointLength
+from models.certificate.gate_products import GateProducts
 from models.reference.functions import sigmoid
 
 
@@ -27,7 +27,7 @@ def test_the_longest_product_is_found_though_few_are_followed(
     table = np.minimum(sigmoid(spread * generator.normal(size=(rows, units)) + level), cap)
     table[:, :1] *= not closed
     start = generator.uniform(0, 1, units)
-    length, powers = JointLength(table, start), np.tile(start, (rows, 1))
+    length, powers = GateProducts(table, start), np.tile(start, (rows, 1))
     for k in range(1, 201):
         powers = powers * table
         expected = float(np.linalg.norm(powers, axis=1).max())

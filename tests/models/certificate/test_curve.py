@@ -12,12 +12,12 @@ from benchmarks.examined import reachable
 from benchmarks.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
 from models.cell_registry import CELLS, Cell
 from models.certificate import certify
-from models.certificate.answer import head_diameter, total_variation
 from models.certificate.layer_bound import Layer
 from models.certificate.layer_norm import normalised_apart
 from models.certificate.layers import build_layers
 from models.certificate.rounding import worst_case
 from models.certificate.stack import Stack, state_error_curve
+from models.certificate.total_variation import head_diameter, total_variation
 from models.manifest import Architecture
 from models.parity import log_softmax
 from models.reference import Reference, State

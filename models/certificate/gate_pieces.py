@@ -2,8 +2,8 @@
 
 With g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation, min(g, g~) = cap sigma(m), and by the mean
 value theorem |g - g~| <= cap F(m) |a - a~|, F(m) the greatest slope of the sigmoid between m and the greatest
-pre-activation. A gate that is nearly open hardly moves. The range of m is cut into pieces, cases; whatever m is, one
-of them holds.
+pre-activation. A gate that is nearly open hardly moves. The range of m is cut into pieces; whatever m is, it
+lies in one of them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.certificate.admissible import Reach
-from models.certificate.outward import UP, Matrix
+from models.certificate.interval_rounding import UP, Matrix
 from models.reference.functions import sigmoid
 
 PIECES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Cases:
-    """By case and unit, (C, H): the smaller gate is between `low` and `high`, and moves by at most `slope` |da|."""
+class GatePieces:
+    """By piece and unit, (C, H): the smaller gate is between `low` and `high`, and moves by at most `slope` |da|."""
 
     low: Matrix
     high: Matrix
     slope: Matrix
 
     @classmethod
-    def of(cls, reach: Reach, cap: float = 1.0) -> Cases:
+    def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
         """Of a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
         low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # saturated either way, and finite

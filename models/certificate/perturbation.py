@@ -7,34 +7,34 @@ from functools import cached_property
 
 import numpy as np
 
-from models.certificate.outward import TINY, UP, Matrix, Vector, norm_above, spectral_norm
+from models.certificate.interval_rounding import TINY, UP, Matrix, Vector, norm_above, spectral_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Perturbation:
     """All differences d (H) with |d_i| <= box_i and |d|_2 <= ball."""
 
     box: Vector
     ball: float
 
     @classmethod
-    def within(cls, box: Vector, ball: float = np.inf) -> Spread:
+    def within(cls, box: Vector, ball: float = np.inf) -> Perturbation:
         """Box and ball, each cut to what the other leaves."""
         box = np.maximum(box, TINY)
         ball = max(min(ball, norm_above(box)), TINY)
         return cls(np.minimum(box, ball), ball)
 
     @classmethod
-    def of_ball(cls, ball: float, size: int) -> Spread:
+    def of_ball(cls, ball: float, size: int) -> Perturbation:
         """All differences of at most this length."""
         return cls(np.full(size, ball), ball)
 
-    def __add__(self, other: Spread) -> Spread:
-        return Spread.within((self.box + other.box) * UP, (self.ball + other.ball) * UP)
+    def __add__(self, other: Perturbation) -> Perturbation:
+        return Perturbation.within((self.box + other.box) * UP, (self.ball + other.ball) * UP)
 
-    def cut(self, other: Spread) -> Spread:
+    def cut(self, other: Perturbation) -> Perturbation:
         """What lies in both."""
-        return Spread.within(np.minimum(self.box, other.box), min(self.ball, other.ball))
+        return Perturbation.within(np.minimum(self.box, other.box), min(self.ball, other.ball))
 
 
 class LinearMap:
@@ -58,10 +58,10 @@ class LinearMap:
         """With each row multiplied by a non-negative number."""
         return LinearMap(self.matrix * scale[:, None], self.off * scale * UP)
 
-    def rows_of(self, spread: Spread) -> Vector:
+    def rows_of(self, perturbation: Perturbation) -> Vector:
         """Unit by unit only."""
-        box: Vector = np.minimum(self.magnitude @ spread.box, self.rows * spread.ball) * UP
+        box: Vector = np.minimum(self.magnitude @ perturbation.box, self.rows * perturbation.ball) * UP
         return box
 
-    def __call__(self, spread: Spread) -> Spread:
-        return Spread.within(self.rows_of(spread), self.norm * spread.ball * UP)
+    def __call__(self, perturbation: Perturbation) -> Perturbation:
+        return Perturbation.within(self.rows_of(perturbation), self.norm * perturbation.ball * UP)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.certificate.outward import UP, Matrix, Vector
+from models.certificate.interval_rounding import UP, Matrix, Vector
 
 ITERATIONS = 120
 
@@ -20,7 +20,7 @@ LEAST = 1e-6
 """Of the largest weight: a unit that nothing else hears keeps a weight, if a small one."""
 
 
-def perron(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Vector]:
+def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Vector]:
     """The factor from above, and the weights (size), the largest of them 1."""
     weights = np.ones(size)
     best, chosen = np.inf, weights
@@ -37,7 +37,7 @@ def perron(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Ve
     return best, chosen
 
 
-def perron_2x2(matrix: Matrix) -> tuple[float, Vector]:
+def perron_vector_2x2(matrix: Matrix) -> tuple[float, Vector]:
     """Spectral radius from above and Perron vector, its greatest entry 1, of a 2 x 2 matrix of positive entries."""
     (a, b), (c, d) = matrix
     half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
