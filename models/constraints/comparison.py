@@ -2,10 +2,10 @@
 
 They are those of `models/certificate/cells/` again; `models/constraints/cells/` has one for each of the two cells.
 
-A comparison bounds one step's differences unit by unit: `step(d)` for bounds d (by unit, in the order of `owners`),
-homogeneous and monotone. If `step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w.
-All of it shrinks with every entry's magnitude in the recurrent matrix, the box that it is settled in included: rows may
-be shrunk one by one. The LSTM's and the GRU's rules in the 2-norm are here too: those are better for dense matrices.
+A comparison bounds one step's differences unit by unit: `step(d)` for bounds d by unit, homogeneous and monotone. If
+`step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w. All of it shrinks with every
+entry's magnitude in the recurrent matrix, the box that it is settled in included: rows may be shrunk one by one. The
+LSTM's and the GRU's rules in the 2-norm are here too: those are better for dense matrices.
 """
 
 from __future__ import annotations
