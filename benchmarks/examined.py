@@ -15,23 +15,23 @@ from benchmarks.histories import (
     greedy_histories,
     random_histories,
 )
-from wane.models.certificate.answer import head_diameter
-from wane.models.certificate.gated import GatedLayer
+from wane.models.cell_registry import CELLS
+from wane.models.certificate.cells.gated import GatedLayer
 from wane.models.certificate.layer_bound import Layer
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.rounding import UNITS, worst_case
 from wane.models.certificate.stack import Stack, state_error_curve
 from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.export import WEIGHTS, opened_step
 from wane.models.export.roles import build_graph
 from wane.models.export.rounding import measure_rounding
-from wane.models.manifest import STATE_NAMES, Architecture, Cell
+from wane.models.manifest import Architecture
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
 
-CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 PAST, LAST = 24, 24
 RANDOM, CLIMBED, ROUNDS = 12, 4, 3
 ASCENDED, FLIPS, SOFTENING, STATES = 8, 6, 6, 6
@@ -53,7 +53,7 @@ Found = dict[str, object]
 def random_model(seed: int) -> tuple[Architecture, Weights]:
     """One model; cells take turns."""
     generator = np.random.default_rng(seed)
-    cell = CELLS[seed % len(CELLS)]
+    cell = tuple(CELLS)[seed % len(CELLS)]
     residual = bool(generator.random() < 0.4)
     layers = int(generator.choice([1, 1, 2, 3]))
     hidden = int(generator.integers(2, 13))
@@ -294,7 +294,7 @@ def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tupl
         return None
     boxes = {}
     for index, layer in enumerate(layers):
-        for name, reach in zip(STATE_NAMES[architecture.cell], layer.bound.reach, strict=True):
+        for name, reach in zip(CELLS[architecture.cell].states, layer.bound.reach, strict=True):
             box = (layer.low, layer.high) if isinstance(layer, GatedLayer) else (-reach, reach)
             boxes[f"layers.{index}.{name}"] = box
     return boxes

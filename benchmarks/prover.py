@@ -10,9 +10,9 @@ from rich.progress import Progress
 
 from benchmarks.proof_results import Proved, Spread, Values, WindowFigures
 from wane.models.bundle import Bundle
-from wane.models.certificate.answer import total_variation
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import total_variation
 from wane.models.reference import Reference
 from wane.service.engine.top1_proof import MarginProof
 

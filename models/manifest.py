@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from wane.models.cell_registry import CELLS, Cell
+
 SCHEMA_VERSION = 3
 
 LARGEST_WINDOW = 65_536
 """Tokens: a window is one input of a graph, held whole in memory."""
 
-Cell = Literal["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 Role = Literal["step", "window", "advance", "scan", "head"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -25,15 +26,6 @@ VocabularyKind = Literal["bpe", "words", "events"]
 
 Precision = Literal["float32", "int8"]
 """What graphs multiply weights in. The weights in the file are float32 in any case."""
-
-STATE_NAMES: dict[Cell, tuple[str, ...]] = {
-    "linear": ("h",),
-    "rnn_tanh": ("h",),
-    "rnn_relu": ("h",),
-    "gru": ("h",),
-    "lstm": ("h", "c"),
-    "gated": ("s",),
-}
 
 
 class Frozen(BaseModel):
@@ -108,7 +100,7 @@ class Architecture(Frozen):
             raise ValueError("norm_epsilon needs block = 'residual'")
         if self.block == "plain" and (self.front is not None or self.units is not None):
             raise ValueError("front and units need block = 'residual'")
-        if self.gate_caps and self.cell != "gated":
+        if self.gate_caps and not CELLS[self.cell].input_gated:
             raise ValueError(f"gate_caps are for gated cells, not for {self.cell}")
         if self.gate_caps and len(self.gate_caps) != self.layers:
             raise ValueError(f"{len(self.gate_caps)} gate_caps for {self.layers} layers")
@@ -123,6 +115,14 @@ class Architecture(Frozen):
         """How many units each cell has."""
         return self.hidden if self.units is None else self.units
 
+    def cell_inputs(self, layer: int) -> int:
+        """How many features the cell of a layer reads."""
+        return self.hidden if layer else self.embedding
+
+    def layer_states(self, layer: int) -> tuple[str, ...]:
+        """The names of one layer's state tensors: `layers.0.h`, `layers.0.c`."""
+        return tuple(f"layers.{layer}.{name}" for name in CELLS[self.cell].states)
+
     def front_tensors(self) -> tuple[StateTensor, ...]:
         """`front.0.inputs`, ...: the latest inputs of each block's convolution, normalised, the oldest first."""
         if self.front is None:
@@ -133,9 +133,9 @@ class Architecture(Frozen):
     def state_tensors(self) -> tuple[StateTensor, ...]:
         """The state of one session, bottom to top: the front's, then `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
         return self.front_tensors() + tuple(
-            StateTensor(name=f"layers.{layer}.{name}", shape=(self.cell_units,))
+            StateTensor(name=name, shape=(self.cell_units,))
             for layer in range(self.layers)
-            for name in STATE_NAMES[self.cell]
+            for name in self.layer_states(layer)
         )
 
 

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wane.models.cells import State, build_cell, state_width
+from wane.models.cell_registry import CELLS, load
+from wane.models.cells import State
 from wane.models.manifest import Architecture, Front
+
+
+def build_cell(architecture: Architecture, layer: int) -> nn.Module:
+    """The cell of one layer; `models/cells/__init__.py` has its interface."""
+    cell: nn.Module = load("torch", architecture.cell).build(architecture, layer)
+    return cell
 
 
 class PlainLayer(nn.Module):
@@ -20,7 +27,7 @@ class PlainLayer(nn.Module):
 
     def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
         super().__init__()
-        self.cell = build_cell(architecture, index, architecture.hidden if index else architecture.embedding)
+        self.cell = build_cell(architecture, index)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -73,7 +80,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         hidden, width, epsilon = architecture.hidden, architecture.feed_forward, architecture.norm_epsilon
         self.norm = nn.LayerNorm(hidden, epsilon)
-        self.cell = build_cell(architecture, index, hidden)
+        self.cell = build_cell(architecture, index)
         self.mix = nn.Linear(architecture.cell_units, hidden, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.has_feed_forward = width > 0
@@ -134,7 +141,7 @@ class Network(nn.Module):
         for block, before in zip(self.front, state, strict=False):
             x, inputs = block(x, before)
             after.append(inputs)
-        width = state_width(self.architecture)
+        width = len(CELLS[self.architecture.cell].states)
         for layer in self.layers:
             x, layer_state = layer(x, tuple(state[len(after) : len(after) + width]))
             after.extend(layer_state)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from wane.models.manifest import Architecture, Cell
+from wane.models.cell_registry import CELLS, Cell, CellInfo
+from wane.models.manifest import Architecture
 
 Weights = Mapping[str, NDArray[np.float32]]
-
-GATES: dict[Cell, int] = {"linear": 1, "rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4, "gated": 2}
-"""Blocks of rows in a cell's matrices, in torch's order: gru r, z, n; lstm i, f, g, o; gated f, z."""
 
 
 class WeightsError(Exception):
@@ -28,7 +27,8 @@ class WeightsError(Exception):
 def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor of the weights file and its shape, bottom to top."""
     hidden, feed_forward, units = architecture.hidden, architecture.feed_forward, architecture.cell_units
-    rows = GATES[architecture.cell] * units
+    cell = CELLS[architecture.cell]
+    rows = cell.gates * units
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (architecture.vocabulary_size, architecture.embedding)}
     if (front := architecture.front) is not None:
         for block in range(front.blocks):
@@ -44,18 +44,10 @@ def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             }
     for layer in range(architecture.layers):
         prefix = f"layers.{layer}."
-        inputs = architecture.embedding if layer == 0 else hidden
+        inputs = architecture.cell_inputs(layer)
         if architecture.block == "residual":
             shapes |= {prefix + "norm.weight": (hidden,), prefix + "norm.bias": (hidden,)}
-        if architecture.cell == "gated":
-            shapes |= {prefix + "cell.weight": (rows, inputs), prefix + "cell.bias": (rows,)}
-        else:
-            shapes |= {
-                prefix + "cell.weight_ih_l0": (rows, inputs),
-                prefix + "cell.weight_hh_l0": (rows, units),
-                prefix + "cell.bias_ih_l0": (rows,),
-                prefix + "cell.bias_hh_l0": (rows,),
-            }
+        shapes |= {f"{prefix}cell.{name}": shape for name, shape in _cell_shapes(cell, rows, inputs, units).items()}
         if architecture.block == "residual":
             shapes[prefix + "mix.weight"] = (hidden, units)
             if feed_forward:
@@ -73,6 +65,57 @@ def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         shapes["head.weight"] = (architecture.vocabulary_size, hidden)
     shapes["head.bias"] = (architecture.vocabulary_size,)
     return shapes
+
+
+def _cell_shapes(cell: CellInfo, rows: int, inputs: int, units: int) -> dict[str, tuple[int, ...]]:
+    """A cell's tensors, weights before biases."""
+    weight, bias = cell.input_tensors
+    if cell.recurrent_tensors is None:
+        return {weight: (rows, inputs), bias: (rows,)}
+    recurrent_weight, recurrent_bias = cell.recurrent_tensors
+    return {weight: (rows, inputs), recurrent_weight: (rows, units), bias: (rows,), recurrent_bias: (rows,)}
+
+
+Affine = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""A weight, (rows, columns), and a bias, (rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellWeights:
+    """The cell of one layer: what multiplies and shifts its input, and its state unless it is input-gated."""
+
+    cell: Cell
+    gate_cap: float
+    input: Affine
+    _recurrent: Affine | None
+
+    @classmethod
+    def of(
+        cls,
+        architecture: Architecture,
+        layer: int,
+        weights: Mapping[str, NDArray[np.floating]],
+        dtype: type[np.float64 | np.float32] = np.float64,
+    ) -> CellWeights:
+        """`weights`: of the whole network, by the names of the weights file."""
+
+        def read(name: str) -> NDArray[np.float64]:
+            tensor: NDArray[np.float64] = weights[f"layers.{layer}.cell.{name}"].astype(dtype)
+            return tensor
+
+        cell = CELLS[architecture.cell]
+        weight, bias = (read(name) for name in cell.input_tensors)
+        recurrent = None
+        if cell.recurrent_tensors is not None:
+            recurrent_weight, recurrent_bias = (read(name) for name in cell.recurrent_tensors)
+            recurrent = recurrent_weight, recurrent_bias
+        return cls(architecture.cell, architecture.gate_cap(layer), (weight, bias), recurrent)
+
+    @property
+    def recurrent(self) -> Affine:
+        """(gates * H, H) and (gates * H)."""
+        assert self._recurrent is not None, "an input-gated cell has no recurrent matrix: this is a bug"
+        return self._recurrent
 
 
 def head_weight(weights: Weights) -> NDArray[np.float32]:

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from wane.models.manifest import LARGEST_WINDOW, Precision
-from wane.training.audit import audit
-from wane.training.audit_subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
-from wane.training.audit_subject import POSITIONS as AUDITED
+from wane.training.audit.audit import audit
+from wane.training.audit.subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
+from wane.training.audit.subject import POSITIONS as AUDITED
 from wane.training.config import Experiment
 from wane.training.errors import LostError, RunError, TrainingError
 from wane.training.evaluate import POSITIONS

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from wane.models.manifest import Architecture, Cell, Front, Frozen
+from wane.models.cell_registry import CELLS, Cell
+from wane.models.manifest import Architecture, Front, Frozen
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
@@ -53,7 +54,7 @@ class ModelConfig(Frozen):
             front=self.front,
             units=self.units,
             norm_epsilon=self.norm_epsilon,
-            gate_caps=(self.contractions or ()) if self.cell == "gated" else (),
+            gate_caps=(self.contractions or ()) if CELLS[self.cell].input_gated else (),
         )
 
     @property

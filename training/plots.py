@@ -15,8 +15,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from wane.models.manifest import Quality
-from wane.training.audit_report import AuditReport
-from wane.training.forgetting import Spread
+from wane.training.audit.forgetting import Spread
+from wane.training.audit.report import AuditReport
 
 FIGURE = (7.0, 4.2)
 AUDIT = (11.0, 8.0)

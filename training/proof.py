@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wane.models.cells import GatedCell
+from wane.models.cells.gated import GatedCell
 from wane.models.networks import Network, ResidualLayer
 from wane.training.config import ProofConfig
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from wane.models.certificate.outward import SPARE, UNIT, Matrix, Vector, product_above, roundoff
-from wane.models.certificate.spread import LinearMap
-from wane.models.reference import layer_norm, sigmoid
+from wane.models.certificate.interval_rounding import SPARE, UNIT, Matrix, Vector, product_above, roundoff
+from wane.models.certificate.perturbation import LinearMap
+from wane.models.reference.functions import layer_norm, sigmoid
 
 ROWS_AT_ONCE = 4096
 EVERY = slice(None)

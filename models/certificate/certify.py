@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from wane.models.certificate.answer import head_diameter, total_variation
+from wane.models.certificate.interval_rounding import norm_above
 from wane.models.certificate.layer_bound import Layer, LayerBound
 from wane.models.certificate.layers import build_layers
-from wane.models.certificate.outward import norm_above
 from wane.models.certificate.rounding import carry, worst_case
 from wane.models.certificate.stack import Stack, state_error_curve
+from wane.models.certificate.total_variation import head_diameter, total_variation
 from wane.models.manifest import Architecture, Certificate, Condition, Contraction, Rounding
 from wane.models.weights import Weights, head_weight
 

@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from wane.models.certificate.outward import Matrix, Vector, roundoff
-from wane.models.reference import sigmoid
+from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
+from wane.models.reference.functions import sigmoid
 
 LARGE = 50.0
 """A pre-activation that may move by more than this moves its sigmoid from end to end."""

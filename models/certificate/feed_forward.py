@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.certificate.deviation import TINY, Linear
-from wane.models.certificate.outward import Matrix, Vector
+from wane.models.certificate.interval_rounding import Matrix, Vector
 
 
 class FeedForward:

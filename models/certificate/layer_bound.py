@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 from wane.models.certificate.norm import Norm
-from wane.models.certificate.outward import UP, Matrix, Vector
-from wane.models.certificate.spread import Spread
+from wane.models.certificate.perturbation import Perturbation
 
 TIE = 1e-9
 """Relative: a later rule wins only if its factor is smaller by more, so that rounding does not choose."""
@@ -61,28 +61,28 @@ class LayerBound:
 class Errors:
     """How far apart two trajectories' states of one layer can be, a number of steps after the cut.
 
-    spreads: by state tensor; the first is what the layer puts out. gauges: bounds in other norms. steps: since the cut.
-    cut_only: nothing else has come in since.
+    perturbations: by state tensor; the first is what the layer puts out. gauges: bounds in other norms. steps: since
+    the cut. cut_only: nothing else has come in since.
     """
 
-    spreads: tuple[Spread, ...]
+    perturbations: tuple[Perturbation, ...]
     gauges: tuple[float, ...] = ()
     steps: int = 0
     cut_only: bool = True
 
     def __add__(self, other: Errors) -> Errors:
-        spreads = tuple(one + more for one, more in zip(self.spreads, other.spreads, strict=True))
+        perturbations = tuple(one + more for one, more in zip(self.perturbations, other.perturbations, strict=True))
         gauges = tuple((one + more) * UP for one, more in zip(self.gauges, other.gauges, strict=True))
-        return Errors(spreads, gauges, self.steps, self.cut_only and other.cut_only)
+        return Errors(perturbations, gauges, self.steps, self.cut_only and other.cut_only)
 
     def times(self, factor: float) -> Errors:
         """Every bound multiplied by a factor, 1 or more."""
-        spreads = tuple(Spread(each.box * factor, each.ball * factor) for each in self.spreads)
-        return Errors(spreads, tuple(gauge * factor for gauge in self.gauges), self.steps, self.cut_only)
+        perturbations = tuple(Perturbation(each.box * factor, each.ball * factor) for each in self.perturbations)
+        return Errors(perturbations, tuple(gauge * factor for gauge in self.gauges), self.steps, self.cut_only)
 
     def flat(self) -> Vector:
         """All numbers in a row."""
-        parts = [np.append(spread.box, spread.ball) for spread in self.spreads]
+        parts = [np.append(perturbation.box, perturbation.ball) for perturbation in self.perturbations]
         return np.concatenate([*parts, np.array(self.gauges)])
 
 
@@ -100,13 +100,13 @@ class Layer(Protocol):
     def start(self) -> Errors:
         """Right after the cut: the zero state, and any state that is reached from it."""
 
-    def step(self, errors: Errors, fed: Spread | None) -> Errors:
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
         """One token later."""
 
-    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
         """These errors of the state tensors, and the gauges that belong to them."""
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         """What one step of the cell in floating point adds to each state tensor's error.
 
         Its pre-activations are off by `before_gates` (G H), in the order of the weights' rows, its functions by

@@ -7,13 +7,18 @@ angle between w and w~. Two points r apart
 - on a plane at distance c = sqrt(d epsilon) from the origin are seen under at most 2 atan(r / (2 c)), the segment being
   centred: `|n - n~| <= sqrt(d) r / sqrt(r^2 / 4 + c^2)`, which is at most r / sqrt(epsilon), and at most 2 sqrt(d);
 - both of a length of at least m: |w - w~| >= 2 m sin(theta / 2), so `|n - n~| <= sqrt(d) r / m`.
+
+`Normalised` is a LayerNorm beside a run that is somewhere near: how far its output moves, as a whole and along a
+direction.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from wane.models.certificate.outward import UP
+from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Linear
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector, roundoff
 
 
 def normalised_apart(distance: float, width: int, epsilon: float, least: float = 0.0) -> float:
@@ -27,3 +32,125 @@ def normalised_apart(distance: float, width: int, epsilon: float, least: float =
 def normalised_furthest(width: int) -> float:
     """The most that |n - n~|_2 can be, from above."""
     return float(2 * np.sqrt(width)) * UP
+
+
+class Between:
+    """Two matrices with a LayerNorm between: `reader n(x + source d)`; the rows of `reader` sum to zero."""
+
+    def __init__(self, reader: Linear, source: Linear) -> None:
+        self.reader = reader
+        self.source = source
+        self.product: Matrix = reader.weight @ source.weight
+
+
+class Normalised:
+    """LayerNorms without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`, of rows x (B, H), and how far
+    in the 2-norm, `ball` (B), each is from that of any x~ with |x~ - x|_2 <= r.
+
+    Let v be x less its mean. Centring shortens differences, and `n = sqrt(H) v / w`, w = sqrt(|v|^2 + H epsilon), is
+    sqrt(H) times the unit vector along v with sqrt(H epsilon) for one more coordinate. Two such vectors at most r
+    apart, one of them w long, are at most asin(r / w) apart in angle. For larger r: |n - n~| <= r / sqrt(epsilon), as
+    both roots are at least sqrt(H epsilon); and neither n is longer than its own |v| allows.
+
+    `remainder` (B): how far n~ - n is at most from `D (x~ - x)`, D the derivative at x. A unit vector's second
+    derivative along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the way.
+    Along one direction g it can be far less (`turned`).
+
+    Rounding: v as computed is another vector than v, `uncentred` away at most, and everything is expanded about that
+    one, from which x~ is so much further. The terms of D, and of what is multiplied with it, may cancel: what they are
+    off by is no more than MARGIN of what they are made of, and in the remainder.
+    """
+
+    def __init__(self, x: Matrix, epsilon: float, r: Vector) -> None:
+        width = x.shape[1]
+        relative, root = roundoff(width), np.sqrt(width)
+        once = x - x.mean(axis=1, keepdims=True)
+        centred = once - once.mean(axis=1, keepdims=True)  # what rounding left of the mean, where that is large
+        length = np.linalg.norm(centred, axis=1)
+        whole = np.sqrt(length**2 + width * epsilon)
+        self.value: Matrix = root * centred / whole[:, None]
+        self._unit, self._factor = centred / whole[:, None], root / whole
+        self._whole, self._root, self._relative = whole, root, relative
+
+        self._uncentred = 2 * relative * root * np.abs(once).max(axis=1)
+        r = r + self._uncentred
+        inside = (r < whole) & (r < BEYOND)
+        near = np.where(inside, 2 * root * np.sin(np.arcsin(np.minimum(r / whole, 1.0)) / 2), np.inf)
+        farthest = np.minimum(length + r, FAR)
+        apart = root * (length / whole + farthest / np.sqrt(farthest**2 + width * epsilon))
+        moved = np.minimum(np.minimum(near, apart), r / np.sqrt(epsilon))
+        self.ball: Vector = moved + relative * root
+        least = np.where(inside, whole - r, 1.0)
+        second = np.where(inside, root / np.sqrt(3) * (r / least) ** 2, np.inf)
+        self._share = np.where(r < BEYOND, r / whole, FAR)
+        self._cancelled = (MARGIN + self._uncentred / whole) * self._share
+        self._rounding = 2 * relative * (root + moved) + self._factor * self._uncentred + root * self._cancelled
+        self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
+
+    def seen_by(self, between: Between, box: Matrix, rest: Vector) -> Matrix:
+        """Row by row, how far `reader n` moves where x moves by `source d`, |d_i| <= box_i, and by no more than `rest`
+        (B) beside, with both no further than r: (B, R). The derivative between the two matrices is multiplied out:
+        `sqrt(H) / w (reader source - reader u (u source))`, u = v / w.
+        """
+        read, sent = self._unit @ between.reader.weight.T, self._unit @ between.source.weight
+        moved: Matrix = between.reader.rows * (self.remainder + self._factor * rest)[:, None]
+        for row, factor in enumerate(self._factor):
+            slope = read[row, :, None] * sent[row]
+            np.subtract(between.product, slope, out=slope)
+            moved[row] += np.abs(slope, out=slope) @ (factor * box[row])
+        return moved
+
+    def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
+        """Of functions `g . n` (P, H), each of one of the rows (P): their gradients at x, and what that leaves out."""
+        g = g - g.mean(axis=1, keepdims=True)
+        unit = self._unit[rows]
+        turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
+        return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
+
+    def derivative(self, row: int) -> tuple[Vector, float]:
+        """That of n at this row is `factor (I - u u')`, of x without its mean: u (H) and factor."""
+        return self._unit[row], float(self._factor[row])
+
+    def reached(self, row: int) -> float:
+        """The furthest that n of this row would go if it went on as its derivative says."""
+        return float(self._root * self._share[row])
+
+    def along(self, rows: NDArray[np.intp]) -> Matrix:
+        """The vectors u = v / w of these rows: (P, H)."""
+        unit: Matrix = self._unit[rows]
+        return unit
+
+    def turned(self, g: Matrix, rows: NDArray[np.intp], moved: Vector, along: Vector) -> Vector:
+        """How far `g . n` (P) moves where its gradient's part is at most `moved` and |u . (x~ - x)| at most `along`.
+
+        With a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the gradient's part and rho = w~ / w, all of it is
+
+            T / rho + sqrt(H) (u . g) ((1 + a) / rho - 1),    rho^2 = 1 + 2 a + b >= (1 + a)^2,
+
+        as a^2 <= b: the second order of a LayerNorm is n made shorter, and of n the lead of one token over another,
+        `g . n`, is little. With q = b / ((1 - |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1. Where |a| may
+        be 1 nothing is said: infinity.
+        """
+        g = g - g.mean(axis=1, keepdims=True)
+        lead = np.abs(np.einsum("ph,ph->p", self._unit[rows], g))
+        return self.turned_by(np.linalg.norm(g, axis=1), lead, rows, moved, along)
+
+    def turned_by(
+        self,
+        length: Vector,
+        lead: Vector,
+        rows: NDArray[np.intp] | int,
+        moved: Vector,
+        along: Vector | float,
+    ) -> Vector:
+        """The same of functions known by their `length` |g| and their `lead` |u . g| (P); g without its mean."""
+        share = self._share[rows]
+        turning = (along + self._uncentred[rows]) / self._whole[rows] + self._cancelled[rows]
+        closer = 1 - np.minimum(turning, share) - 8 * self._relative
+        open_ = (closer > 0) & (share < BEYOND)
+        closer = np.where(open_, closer, 1.0)
+        q = share**2 / (closer**2 + share**2)
+        shorter = q / (1 + np.sqrt(1 - q)) * lead * self._root
+        rounding = length * self._rounding[rows]
+        result: Vector = np.where(open_, (moved + rounding) / closer + shorter, np.inf)
+        return result

@@ -4,32 +4,35 @@ A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)|
 in a norm that does not change, for every input x that a token can cause and all states s, s~ that are reached
 from zero. These are theorems about the float32 weights in exact arithmetic, evaluated in float64 and rounded outward:
 pre-activations, where terms may cancel, by a bound on their rounding (`models/certificate/admissible.py`), and what is
-made of them, products and sums of non-negative numbers, by a relative margin (`models/certificate/outward.py`).
+made of them, products and sums of non-negative numbers, by a relative margin
+(`models/certificate/interval_rounding.py`).
 
-The rules by cell are in `gated.py`, `recurrent.py` (linear and RNN), `lstm.py` and `gru.py`.
+The rules by cell are in `models/certificate/cells/`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from wane.models.cell_registry import load
 from wane.models.certificate.admissible import Box, Inputs, Normalised, Rows
-from wane.models.certificate.gated import GatedLayer
-from wane.models.certificate.gru import GruLayer
+from wane.models.certificate.interval_rounding import Matrix
 from wane.models.certificate.layer_bound import Layer
-from wane.models.certificate.lstm import LstmLayer
-from wane.models.certificate.outward import Matrix
-from wane.models.certificate.recurrent import RecurrentLayer
 from wane.models.manifest import Architecture
-from wane.models.weights import Weights
+from wane.models.weights import CellWeights, Weights
+
+BuildLayer = Callable[[CellWeights, Inputs], Layer]
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
     """Every layer, bottom to top; what one reaches is what the next may be fed."""
     layers: list[Layer] = []
+    build_layer: BuildLayer = load("certificate", architecture.cell).build_layer
     for layer in range(architecture.layers):
         inputs = inputs_of(architecture, weights, layer, layers)
-        layers.append(_layer(architecture, weights, layer, inputs))
+        layers.append(build_layer(CellWeights.of(architecture, layer, weights), inputs))
     return layers
 
 
@@ -45,20 +48,6 @@ def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: l
     if residual:
         return Normalised(_float64(weights, gain), _float64(weights, shift))
     return Box(below[-1].bound.reach[0])
-
-
-def _layer(architecture: Architecture, weights: Weights, layer: int, inputs: Inputs) -> Layer:
-    prefix = f"layers.{layer}.cell."
-    if architecture.cell == "gated":
-        weight, bias = _float64(weights, prefix + "weight"), _float64(weights, prefix + "bias")
-        return GatedLayer(weight, bias, inputs, architecture.gate_cap(layer))
-    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-    w_ih, w_hh, b_ih, b_hh = (_float64(weights, prefix + name) for name in names)
-    if architecture.cell == "lstm":
-        return LstmLayer(w_ih, w_hh, b_ih + b_hh, inputs)
-    if architecture.cell == "gru":
-        return GruLayer(w_ih, w_hh, b_ih, b_hh, inputs)
-    return RecurrentLayer(architecture.cell, w_ih, w_hh, b_ih + b_hh, inputs)
 
 
 def _float64(weights: Weights, name: str) -> Matrix:

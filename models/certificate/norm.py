@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from wane.models.certificate.outward import Matrix, Vector
+from wane.models.certificate.interval_rounding import Matrix, Vector
 
 Order = Literal["2", "inf"]
 

@@ -23,11 +23,11 @@ from functools import cached_property
 
 import numpy as np
 
+from wane.models.certificate.interval_rounding import Vector
 from wane.models.certificate.layer_bound import Layer
-from wane.models.certificate.outward import Vector
-from wane.models.certificate.spread import Spread
+from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.stack import Stack
-from wane.models.manifest import STATE_NAMES, Architecture, Rounding
+from wane.models.manifest import Architecture, Rounding
 from wane.models.weights import Weights
 
 ROOM = 8
@@ -46,12 +46,10 @@ class Propagation:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
         self._architecture, self._weights, self._layers = architecture, weights, layers
         self.reach = architecture.front.reach if architecture.front else 0
-        self._names = [
-            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
-        ]
+        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         units = architecture.cell_units
         self._off = {
-            name: Spread.within(np.full(units, 2 * error.box), 2 * error.ball)
+            name: Perturbation.within(np.full(units, 2 * error.box), 2 * error.ball)
             for name, error in rounding.states.items()
         }
 
@@ -68,16 +66,16 @@ class Propagation:
         """
         if tokens < self.reach:
             return None
-        spreads = [
-            tuple(Spread.within(joints[name].astype(np.float64).ravel()) + self._off[name] for name in names)
+        perturbations = [
+            tuple(Perturbation.within(joints[name].astype(np.float64).ravel()) + self._off[name] for name in names)
             for names in self._names
         ]
-        small = [tuple(Spread(each.box / ROOM, each.ball / ROOM) for each in layer) for layer in spreads]
+        small = [tuple(Perturbation(each.box / ROOM, each.ball / ROOM) for each in layer) for layer in perturbations]
         layers = self._layers
-        settled = [layer.at_least(spread) for layer, spread in zip(layers, small, strict=True)]
+        settled = [layer.at_least(perturbation) for layer, perturbation in zip(layers, small, strict=True)]
         errors = [
-            replace(layer.at_least(spread) + less, steps=self.reach)
-            for layer, spread, less in zip(layers, spreads, settled, strict=True)
+            replace(layer.at_least(perturbation) + less, steps=self.reach)
+            for layer, perturbation, less in zip(layers, perturbations, settled, strict=True)
         ]
         limit = np.concatenate([each.flat() for each in settled])
         before = np.concatenate([each.flat() for each in errors])

@@ -1,4 +1,4 @@
-"""Linear and RNN layers: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
+"""What linear and RNN layers have in common: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
 
 `|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, N the greatest slope of rho within reach, 1 at most. So the
 difference shrinks by |N W| in the 2-norm and in the maximum norm, in both weighted by a number for each unit, and a
@@ -12,67 +12,71 @@ from __future__ import annotations
 
 import numpy as np
 
-from wane.models.certificate.admissible import Inputs, Rows
+from wane.models.certificate.admissible import Inputs, Reach, Rows
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 from wane.models.certificate.layer_bound import Errors, LayerBound, Proof
 from wane.models.certificate.norm import Norm
-from wane.models.certificate.outward import UP, Matrix, Vector, product_above
-from wane.models.certificate.perron import perron
-from wane.models.certificate.scaling import Gauge, balanced, lyapunov
-from wane.models.certificate.spread import LinearMap, Spread
-from wane.models.manifest import Cell
+from wane.models.certificate.perron_vector import perron_vector
+from wane.models.certificate.perturbation import LinearMap, Perturbation
+from wane.models.certificate.scaling import Gauge, balanced
+from wane.models.weights import CellWeights
 
 SETTLING = 12
 """Rounds in which the reach is fed back."""
 
 
 class RecurrentLayer:
-    """weight_ih: (H, I), weight_hh: (H, H), bias: (H), both biases added."""
+    """A layer whose rho has a slope of at most 1 and no bound."""
 
-    def __init__(self, cell: Cell, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
-        self.hidden, self.cell = len(bias), cell
+    def __init__(self, cell: CellWeights, inputs: Inputs) -> None:
+        (weight_ih, bias_ih), (weight_hh, bias_hh) = cell.input, cell.recurrent
+        bias = bias_ih + bias_hh
+        self.hidden = len(bias)
         driven = inputs.reach(weight_ih, bias)
-        slope = np.ones(self.hidden)
-        if cell == "rnn_tanh":
-            reach = np.ones(self.hidden)
-            for _ in range(SETTLING):
-                within = driven.wider(product_above(np.abs(weight_hh), reach))
-                reach = np.minimum(reach, np.tanh(within.magnitude()) * UP)
-            slope = np.minimum(within.tanh_slope() * UP, 1.0)
+        slope, reach = self._slope_and_reach(driven, np.abs(weight_hh))
         self.recurrent = LinearMap(weight_hh).scaled(slope)
         self.into = None if isinstance(inputs, Rows) else inputs.seen_by(weight_ih).scaled(slope)
         proofs, self.gauges = self._proofs()
-        if cell != "rnn_tanh":
-            reach = self._settle(Spread.within(driven.magnitude()), proofs)
+        if reach is None:
+            reach = self._settle(Perturbation.within(driven.magnitude()), proofs)
         gain = self.into.norm if self.into else None
         self.bound = LayerBound(proofs, (reach,), gain)
-        self.cap = Spread.within(2 * reach)
+        self.cap = Perturbation.within(2 * reach)
 
     def _proofs(self) -> tuple[tuple[Proof, ...], tuple[Gauge, ...]]:
         matrix, magnitude = self.recurrent.matrix, self.recurrent.magnitude
         norm = self.recurrent.norm
-        factor, self.weights = perron(lambda bound: magnitude @ bound, self.hidden)
-        diagonal = balanced(matrix)
+        factor, self.weights = perron_vector(lambda bound: magnitude @ bound, self.hidden)
         proofs = [
             Proof("spectral_norm", Norm("2"), norm),
             Proof("row_sum", Norm("inf"), float(magnitude.sum(axis=1).max()) * UP),
             Proof("elementwise_comparison", Norm("inf", (self.weights,)), factor),
-            Proof("diagonal_scaling", diagonal.norm, diagonal.factor),
         ]
-        tried = [diagonal]
-        if self.cell == "linear":
-            found = lyapunov(matrix)
-            proofs.append(Proof("lyapunov", found.norm if found else Norm("2"), found.factor if found else None))
-            tried += [found] if found else []
-        return tuple(proofs), tuple(gauge for gauge in tried if gauge.factor < norm)
+        tried = self._gauges(matrix)
+        for rule, gauge in tried.items():
+            proofs.append(Proof(rule, gauge.norm if gauge else Norm("2"), gauge.factor if gauge else None))
+        return tuple(proofs), tuple(gauge for gauge in tried.values() if gauge and gauge.factor < norm)
 
-    def _settle(self, driven: Spread, proofs: tuple[Proof, ...]) -> Vector:
+    def _slope_and_reach(self, driven: Reach, magnitude: Matrix) -> tuple[Vector, Vector | None]:
+        """The greatest slope of rho within reach and the greatest |h|, both (H); no reach where rho has no bound.
+
+        driven: of `U x + b`; magnitude: |W|.
+        """
+        del driven, magnitude
+        return np.ones(self.hidden), None
+
+    def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
+        """The weighted 2-norms that are tried, by rule; None where a rule finds none. matrix: `diag(slope) W`."""
+        return {"diagonal_scaling": balanced(matrix)}
+
+    def _settle(self, driven: Perturbation, proofs: tuple[Proof, ...]) -> Vector:
         """How far a layer without a bounded function can be driven, (H); infinite where nothing shrinks."""
         hidden = self.hidden
         bounds: list[Vector] = [np.full(hidden, np.inf)]
         if self.recurrent.norm < 1:
             bounds.append(np.full(hidden, driven.ball / (1 - self.recurrent.norm) * UP))
         bounds += [
-            gauge.spread(gauge.of(driven) / (1 - gauge.factor) * UP, hidden).box
+            gauge.perturbation(gauge.of(driven) / (1 - gauge.factor) * UP, hidden).box
             for gauge in self.gauges
             if gauge.factor < 1
         ]
@@ -87,26 +91,26 @@ class RecurrentLayer:
         return reach
 
     def start(self) -> Errors:
-        spread = Spread.within(self.bound.reach[0])
-        return Errors((spread,), tuple(gauge.of(spread) for gauge in self.gauges))
+        perturbation = Perturbation.within(self.bound.reach[0])
+        return Errors((perturbation,), tuple(gauge.of(perturbation) for gauge in self.gauges))
 
-    def step(self, errors: Errors, fed: Spread | None) -> Errors:
-        after = self.recurrent(errors.spreads[0])
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
+        after = self.recurrent(errors.perturbations[0])
         driven = self.into(fed) if self.into is not None and fed is not None else None
         if driven is not None:
             after = after + driven
         values = []
         for gauge, value in zip(self.gauges, errors.gauges, strict=True):
             grown = gauge.factor * value * UP + (gauge.of(driven) if driven is not None else 0.0)
-            after = after.cut(gauge.spread(grown * UP, self.hidden))
+            after = after.cut(gauge.perturbation(grown * UP, self.hidden))
             values.append(grown * UP)
         after = after.cut(self.cap)
         gauges = tuple(min(value, gauge.of(after)) for value, gauge in zip(values, self.gauges, strict=True))
         return Errors((after,), gauges, errors.steps + 1)
 
-    def at_least(self, spreads: tuple[Spread, ...]) -> Errors:
-        return Errors(spreads, tuple(gauge.of(spreads[0]) for gauge in self.gauges))
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
+        return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
-    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Spread, ...]:
-        del unit  # there is nothing behind the function
-        return (Spread.within(before_gates + (function if self.cell == "rnn_tanh" else 0.0)),)
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
+        del function, unit  # rho is exact, and there is nothing behind it
+        return (Perturbation.within(before_gates),)

@@ -3,7 +3,7 @@
 The window starts from the zero state. The run that it stands for was in some state when the window's first token
 came, and any state that is reached from zero will do; from there on both read the same tokens, and what the window's
 gates, slopes and lengths were is known. So the distance of the two is bounded step by step along the actual tokens,
-layer by layer, each state unit by unit and as a whole (`cell.py`, `deviation.py`):
+layer by layer, each state unit by unit and as a whole (`cell_step.py`, `deviation.py`):
 
 - A first layer whose inputs are the tokens alone has known gates. Where it is a gated one, the distance is a product
   of gates times the state that was cut off. Behind a front of convolutions that begins once they are within the window.
@@ -21,15 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.cell import CellStep, Deviations, States
+from wane.models.cell_registry import CELLS
+from wane.models.certificate.cell_step import CellStep, Deviations, States
 from wane.models.certificate.deviation import BEYOND, FAR, MARGIN, Deviation, Linear
 from wane.models.certificate.feed_forward import Fed, FeedForward
+from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.layer_norm import Between, Normalised
 from wane.models.certificate.layers import build_layers
-from wane.models.certificate.normalised import Between, Normalised
-from wane.models.certificate.outward import Matrix, Vector, roundoff
-from wane.models.manifest import STATE_NAMES, Architecture
-from wane.models.weights import GATES, Weights
+from wane.models.manifest import Architecture
+from wane.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +158,19 @@ class Block:
     ) -> None:
         self._residual = architecture.block == "residual"
         self._epsilon = architecture.norm_epsilon
-        self._tensors = len(STATE_NAMES[architecture.cell])
-        gates = GATES[architecture.cell]
+        cell = CELLS[architecture.cell]
 
-        def read(weight: str, bias: str, norm: str) -> list[Linear]:
-            parts = zip(np.split(weights[weight], gates), np.split(weights[bias], gates), strict=True)
+        def read(names: tuple[str, str], norm: str) -> list[Linear]:
+            weight, bias = (np.split(weights[f"cell.{name}"], cell.gates) for name in names)
+            parts = zip(weight, bias, strict=True)
             if not norm:
                 return [Linear(matrix, part) for matrix, part in parts]
             gain, shift = weights[norm + ".weight"], weights[norm + ".bias"]
             return [Linear.behind_norm(matrix, part, gain, shift) for matrix, part in parts]
 
         norm = "norm" if self._residual else ""
-        if architecture.cell == "gated":
-            inflow, recurrent = read("cell.weight", "cell.bias", norm), []
-        else:
-            inflow = read("cell.weight_ih_l0", "cell.bias_ih_l0", norm)
-            recurrent = read("cell.weight_hh_l0", "cell.bias_hh_l0", "")
+        inflow = read(cell.input_tensors, norm)
+        recurrent = [] if cell.recurrent_tensors is None else read(cell.recurrent_tensors, "")
         self.cell = CellStep(architecture.cell, architecture.gate_cap(index), inflow, recurrent, reach)
         self.feed_forward: FeedForward | None = None
         if self._residual:

@@ -21,13 +21,14 @@ from typing import Literal
 
 import numpy as np
 
+from wane.models.cell_registry import CELLS
+from wane.models.certificate.interval_rounding import Matrix, Vector, norm_above
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layers import inputs_of
-from wane.models.certificate.outward import Matrix, Vector, norm_above
-from wane.models.certificate.spread import Spread
+from wane.models.certificate.perturbation import Perturbation
 from wane.models.certificate.stack import BlockNoise, Noise, Stack
-from wane.models.manifest import STATE_NAMES, Architecture, StateError
-from wane.models.weights import Weights
+from wane.models.manifest import Architecture, StateError
+from wane.models.weights import CellWeights, Weights
 
 DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -54,27 +55,26 @@ def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, State
     step: the largest error of one step, by state tensor of the layers. Returns the same of a whole run, and what that
     comes to at `hidden`, in the 2-norm. Where no bound is found the result is what can be apart at all.
     """
-    cell = stack.architecture.cell
-    names = [[f"layers.{layer}.{name}" for name in STATE_NAMES[cell]] for layer in range(len(stack.layers))]
+    names = [stack.architecture.layer_states(layer) for layer in range(len(stack.layers))]
     delta = [
         layer.at_least(
             tuple(
-                Spread.within(np.full(len(reach), step[name].box), step[name].ball)
+                Perturbation.within(np.full(len(reach), step[name].box), step[name].ball)
                 for name, reach in zip(row, layer.bound.reach, strict=True)
             )
         )
         for row, layer in zip(names, stack.layers, strict=True)
     ]
-    spreads, carried = _bound_of_sums(stack, delta)
+    perturbations, carried = _bound_of_sums(stack, delta)
     states = {
-        name: StateError(box=float(spread.box.max()), ball=spread.ball)
-        for row, layer in zip(names, spreads, strict=True)
-        for name, spread in zip(row, layer, strict=True)
+        name: StateError(box=float(perturbation.box.max()), ball=perturbation.ball)
+        for row, layer in zip(names, perturbations, strict=True)
+        for name, perturbation in zip(row, layer, strict=True)
     }
     return states, carried
 
 
-def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread, ...]], float]:
+def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Perturbation, ...]], float]:
     """The states' errors and `hidden`'s where every step adds `delta`."""
 
     def step(errors: list[Errors]) -> list[Errors]:
@@ -90,8 +90,9 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Spread
         after = step(bound)
         if all(np.all(new.flat() <= old.flat()) for new, old in zip(after, bound, strict=True)):
             after = _settled(step, after)
-            return [each.spreads for each in after], min(stack.hidden_apart(after), stack.furthest())
-    return [tuple(Spread.within(2 * each) for each in layer.bound.reach) for layer in stack.layers], stack.furthest()
+            return [each.perturbations for each in after], min(stack.hidden_apart(after), stack.furthest())
+    anywhere = [tuple(Perturbation.within(2 * each) for each in layer.bound.reach) for layer in stack.layers]
+    return anywhere, stack.furthest()
 
 
 def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
@@ -150,19 +151,13 @@ class _Writer:
 
     def _before_gates(self, index: int, at_norm: float) -> Vector:
         """Of the pre-activations; what the first layer is fed is off by its LayerNorm's rounding only."""
-        prefix = f"layers.{index}.cell."
-        inputs = inputs_of(self.architecture, self.weights, index, self.layers)
-        gated = self.architecture.cell == "gated"
-        into = self._tensor(prefix + ("weight" if gated else "weight_ih_l0"))
-        sizes = inputs.magnitude(into)
+        cell = CellWeights.of(self.architecture, index, self.weights)
+        into, bias = cell.input
+        sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)
         terms = into.shape[1] + 4
-        if gated:
-            sizes = sizes + np.abs(self._tensor(prefix + "bias"))
-        else:
-            again = self._tensor(prefix + "weight_hh_l0")
-            for name in ("bias_ih_l0", "bias_hh_l0"):
-                sizes = sizes + np.abs(self._tensor(prefix + name))
-            sizes = sizes + np.abs(again) @ self.layers[index].bound.reach[0]
+        if not CELLS[cell.cell].input_gated:
+            again, bias = cell.recurrent
+            sizes = sizes + np.abs(bias) + np.abs(again) @ self.layers[index].bound.reach[0]
             terms += again.shape[1]
         off = self._gamma(terms) * sizes
         if index == 0 and at_norm:
@@ -175,9 +170,9 @@ class _Writer:
         mix = self._tensor(prefix + "mix.weight")
         mixed = np.abs(mix) @ reach
         stream += norm_above(mixed)
-        spread = Spread.within(self._gamma(len(reach)) * mixed + self.unit * stream)
+        perturbation = Perturbation.within(self._gamma(len(reach)) * mixed + self.unit * stream)
         if not width:
-            return BlockNoise(spread, 0.0, np.zeros(0), spread), stream
+            return BlockNoise(perturbation, 0.0, np.zeros(0), perturbation), stream
         at_norm = self._layer_norm(stream)
         gain, shift = (self._tensor(f"{prefix}feed_forward_norm.{name}") for name in ("weight", "bias"))
         into, bias = (self._tensor(f"{prefix}feed_forward_in.{name}") for name in ("weight", "bias"))
@@ -186,8 +181,8 @@ class _Writer:
         sizes = np.abs(into) @ (np.abs(gain) * np.sqrt(len(gain)) + np.abs(shift)) + np.abs(bias)
         narrow = np.abs(out) @ widest + np.abs(out_bias)
         stream += norm_above(narrow)
-        added = Spread.within(self._gamma(width + 1) * narrow + self.unit * stream)
-        return BlockNoise(spread, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
+        added = Perturbation.within(self._gamma(width + 1) * narrow + self.unit * stream)
+        return BlockNoise(perturbation, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
 
     def _layer_norm(self, stream: float) -> float:
         """Of the normalised vector, in the 2-norm, for an input of at most this length."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wane.models.certificate.interval_rounding import UP, Matrix, norm_above, roundoff, spectral_norm
 from wane.models.certificate.norm import Norm
-from wane.models.certificate.outward import UP, Matrix, norm_above, roundoff, spectral_norm
-from wane.models.certificate.spread import Spread
+from wane.models.certificate.perturbation import Perturbation
 
 SWEEPS = 60
 
@@ -43,17 +43,21 @@ class Gauge:
     into: float
     back: float
 
-    def of(self, spread: Spread) -> float:
-        """The norm of everything within a spread, from above."""
-        above = self.into * spread.ball * UP
+    def of(self, perturbation: Perturbation) -> float:
+        """The norm of everything within a perturbation, from above."""
+        above = self.into * perturbation.ball * UP
         (scale,) = self.norm.scales
-        return min(above, norm_above(spread.box / scale)) if isinstance(scale, np.ndarray) else above
+        return min(above, norm_above(perturbation.box / scale)) if isinstance(scale, np.ndarray) else above
 
-    def spread(self, value: float, size: int) -> Spread:
+    def perturbation(self, value: float, size: int) -> Perturbation:
         """What the norm leaves of each unit and of all."""
         (scale,) = self.norm.scales
         ball = self.back * value * UP
-        return Spread.within(scale * value * UP, ball) if isinstance(scale, np.ndarray) else Spread.of_ball(ball, size)
+        return (
+            Perturbation.within(scale * value * UP, ball)
+            if isinstance(scale, np.ndarray)
+            else Perturbation.of_ball(ball, size)
+        )
 
 
 def balanced(matrix: Matrix) -> Gauge:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from wane.models.certificate.admissible import Normalised
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector, norm_above, roundoff
 from wane.models.certificate.layer_bound import Errors, Layer
 from wane.models.certificate.layer_norm import normalised_apart, normalised_furthest
-from wane.models.certificate.outward import UP, Matrix, Vector, norm_above, roundoff
-from wane.models.certificate.spread import LinearMap, Spread
+from wane.models.certificate.perturbation import LinearMap, Perturbation
 from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
@@ -39,10 +39,10 @@ NEGLIGIBLE = 1e-30
 class BlockNoise:
     """What a block adds by rounding at each step: to the stream, to n, to the wide layer, to the stream again."""
 
-    mixed: Spread
+    mixed: Perturbation
     normalised: float
     wide: Vector
-    narrow: Spread
+    narrow: Perturbation
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Noise:
     LayerNorm's n, and to what it puts out.
     """
 
-    states: list[tuple[Spread, ...]]
+    states: list[tuple[Perturbation, ...]]
     normalised: list[float]
     blocks: list[BlockNoise]
     top: float
@@ -84,30 +84,30 @@ class Stack:
     def at_rest(self) -> list[Errors]:
         """Nothing is apart."""
         return [
-            layer.at_least(tuple(Spread.within(np.zeros(len(reach))) for reach in layer.bound.reach))
+            layer.at_least(tuple(Perturbation.within(np.zeros(len(reach))) for reach in layer.bound.reach))
             for layer in self.layers
         ]
 
     def step(self, errors: list[Errors], noise: Noise | None = None) -> tuple[list[Errors], float]:
         """One token later; and how far `hidden` is then apart, in the 2-norm. `noise` is added on the way."""
         if errors[0].steps < self.reach:
-            anything = Spread.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
+            anything = Perturbation.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
             return [
                 layer.step(before, anything) for layer, before in zip(self.layers, errors, strict=True)
             ], self.furthest()
-        apart: Spread | None = None
-        stream: Spread | None = None
+        apart: Perturbation | None = None
+        stream: Perturbation | None = None
         after = []
         for index, (layer, before) in enumerate(zip(self.layers, errors, strict=True)):
             fed = apart
             if self.residual and apart is not None:
                 off = noise.normalised[index] if noise else 0.0
-                fed = Spread.of_ball(self._normalised(apart, index) + off, self.architecture.hidden)
+                fed = Perturbation.of_ball(self._normalised(apart, index) + off, self.architecture.hidden)
             moved = layer.step(before, fed)
             if noise:
                 moved = moved + layer.at_least(noise.states[index])
             after.append(moved)
-            apart = moved.spreads[0]
+            apart = moved.perturbations[0]
             if self.residual:
                 apart = self.blocks[index](stream, apart, noise.blocks[index] if noise else None)
                 stream = apart
@@ -120,10 +120,10 @@ class Stack:
     def hidden_apart(self, errors: list[Errors]) -> float:
         """How far `hidden` is apart, in the 2-norm, right after a token that left the layers' states so far apart."""
         if not self.residual:
-            return errors[-1].spreads[0].ball
-        stream: Spread | None = None
+            return errors[-1].perturbations[0].ball
+        stream: Perturbation | None = None
         for block, each in zip(self.blocks, errors, strict=True):
-            stream = block(stream, each.spreads[0], None)
+            stream = block(stream, each.perturbations[0], None)
         assert stream is not None, "this is a bug: there is a layer"
         return float(self.gain.max()) * self._normalised(stream, len(self.layers)) * UP
 
@@ -133,7 +133,7 @@ class Stack:
             return normalised_furthest(self.architecture.hidden) * float(self.gain.max()) * UP
         return 2 * norm_above(self.layers[-1].bound.reach[0])
 
-    def _normalised(self, apart: Spread, above: int) -> float:
+    def _normalised(self, apart: Perturbation, above: int) -> float:
         """Behind the LayerNorm over the output of the first `above` layers."""
         least = self.blocks[above - 1].least
         return normalised_apart(apart.ball, self.architecture.hidden, self.architecture.norm_epsilon, least)
@@ -152,18 +152,18 @@ class _Block:
 
         self.hidden, self.epsilon = architecture.hidden, architecture.norm_epsilon
         self.mix = _centred(tensor("mix.weight"))
-        self.between = self.least = max(0.0, least - self.mix(Spread.within(reach)).ball * UP)
+        self.between = self.least = max(0.0, least - self.mix(Perturbation.within(reach)).ball * UP)
         self.wide = None
         if architecture.feed_forward:
             normalised = Normalised(tensor("feed_forward_norm.weight"), tensor("feed_forward_norm.bias"))
             self.wide = normalised.seen_by(tensor("feed_forward_in.weight"))
             self.narrow = _centred(tensor("feed_forward_out.weight"))
             widest = normalised.reach(tensor("feed_forward_in.weight"), tensor("feed_forward_in.bias")).high
-            longest = self.narrow(Spread.within(np.maximum(widest, 0))).ball
+            longest = self.narrow(Perturbation.within(np.maximum(widest, 0))).ball
             bias = norm_above(tensor("feed_forward_out.bias"))
             self.least = max(0.0, self.between - (longest + bias) * UP)
 
-    def __call__(self, apart: Spread | None, moved: Spread, noise: BlockNoise | None) -> Spread:
+    def __call__(self, apart: Perturbation | None, moved: Perturbation, noise: BlockNoise | None) -> Perturbation:
         mixed = self.mix(moved)
         apart = mixed if apart is None else apart + mixed
         if noise:
@@ -171,9 +171,9 @@ class _Block:
         if self.wide is None:
             return apart
         normalised = normalised_apart(apart.ball, self.hidden, self.epsilon, self.between)
-        wide = self.wide(Spread.of_ball(normalised + (noise.normalised if noise else 0.0), self.hidden))
+        wide = self.wide(Perturbation.of_ball(normalised + (noise.normalised if noise else 0.0), self.hidden))
         if noise:
-            wide = wide + Spread.within(noise.wide)
+            wide = wide + Perturbation.within(noise.wide)
         apart = apart + self.narrow(wide)
         return apart + noise.narrow if noise else apart
 

@@ -11,7 +11,8 @@ the tokens b that the one before left open:
    a LayerNorm's second order, and the relu units that may turn (`deviation.py`).
 
 The distributions: each logit moves, beside the logits' mean under the window's own, by `(V_a - mean) . (hidden~ -
-hidden)`, which is bounded likewise, for all tokens at once (`leads.py`; `answer.py` has what follows from that).
+hidden)`, which is bounded likewise, for all tokens at once (`logit_margins.py`; what follows from that is in
+`total_variation.py`).
 
 Exact logits are meant; those of the window are computed here, and their rounding is part of the test.
 """
@@ -23,11 +24,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.answer import variation_by_token
 from wane.models.certificate.deviation import BEYOND, MARGIN, TINY
-from wane.models.certificate.leads import Leads
-from wane.models.certificate.outward import Matrix, Vector, roundoff
+from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
+from wane.models.certificate.logit_margins import LogitMargins
 from wane.models.certificate.request import RequestBound, WindowBound
+from wane.models.certificate.total_variation import variation_by_token
 from wane.models.manifest import Architecture
 from wane.models.weights import Weights, head_weight
 
@@ -75,9 +76,9 @@ class Top1:
         return np.array([self._variation(bound, row) for row in range(len(bound.hidden))])
 
     @cached_property
-    def _leads(self) -> Leads:
+    def _margins(self) -> LogitMargins:
         """As large as the output layer, and not all ask for variations."""
-        return Leads(self._rows, self._gain, self._mixes)
+        return LogitMargins(self._rows, self._gain, self._mixes)
 
     def _variation(self, bound: WindowBound, row: int) -> float:
         radius = float(bound.radius[row])
@@ -92,7 +93,7 @@ class Top1:
         else:
             windows = np.array([row])
             along = float(self._stream(bound, bound.norm.along(windows), windows)[0])
-            moved = self._leads.moved(bound, row, shares, along)
+            moved = self._margins.moved(bound, row, shares, along)
         # how far the sum of shares times moves may be from 0: by the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self._rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)

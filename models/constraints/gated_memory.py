@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wane.models.constraints.comparison import Comparison, Drive, GruComparison, LstmComparison, perron
+from wane.models.constraints.comparison import Comparison, Drive, perron_vector
+from wane.models.constraints.layer import Recurrence
 
 ROOM = 1.0
 """How far the memory gate's bias stays below the cap's pre-activation, so that the input can still open the gate."""
@@ -47,34 +47,11 @@ BISECTIONS = 6
 STEPS_BACK = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """One layer's weights, and the range of what the input adds to a pre-activation.
+def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], Comparison]) -> Tensor:
+    """Makes a layer contractive by at most `target`, in place; returns the greatest |h| of each unit, (H) float64.
 
-    matrix: (G H, H); bias: (G H), the recurrent one; input_matrix: (G H, I), input_bias: (G H): the layer's own, which
-    are written to. least, greatest: float64 (G H), of `input_matrix x + input_bias` over all admissible x.
+    make: the cell's comparison with a recurrent matrix.
     """
-
-    matrix: Tensor
-    bias: Tensor
-    input_matrix: Tensor
-    input_bias: Tensor
-    least: Tensor
-    greatest: Tensor
-
-    def drive(self) -> Drive:
-        """What the pre-activations get from outside, all biases but the one inside the GRU's reset gate included."""
-        hidden, bias = self.matrix.shape[1], self.bias.double()
-        recalled = torch.zeros_like(bias[:hidden])
-        if len(bias) == 3 * hidden:
-            recalled = bias[2 * hidden :]
-            bias = torch.cat([bias[: 2 * hidden], torch.zeros_like(recalled)])
-        return Drive(self.least + bias, self.greatest + bias, recalled)
-
-
-def hold(recurrence: Recurrence, target: float) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place; returns the greatest |h| of each unit, (H) float64."""
-    make = LstmComparison if len(recurrence.matrix) == 4 * recurrence.matrix.shape[1] else GruComparison
     comparison = make(recurrence.drive(), recurrence.matrix.double())
     if fits(comparison, target * (1 + TOUCHED)):
         return comparison.h
@@ -87,7 +64,7 @@ def hold(recurrence: Recurrence, target: float) -> Tensor:
 
 def fits(comparison: Comparison, target: float) -> bool:
     """Whether a rule says so."""
-    return perron(comparison, target)[0] <= target or comparison.two_norm() <= target
+    return perron_vector(comparison, target)[0] <= target or comparison.two_norm() <= target
 
 
 def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
@@ -114,14 +91,14 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
     """The nearest to `matrix` among the shrunk ones that fit."""
 
     def by_unit(scaled: Tensor) -> bool:
-        return perron(make(scaled), target)[0] <= target
+        return perron_vector(make(scaled), target)[0] <= target
 
     def by_any_rule(scaled: Tensor) -> bool:
         return fits(make(scaled), target)
 
     comparison = make(matrix)
     best = torch.zeros_like(matrix)
-    for bounds in (comparison.even(), perron(comparison)[1]):
+    for bounds in (comparison.even(), perron_vector(comparison)[1]):
         rows = matrix
         for _ in range(ROUNDS):
             held = make(rows)

@@ -12,21 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from wane.models.manifest import Cell
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.networks import Network
 
 TOUCHED = 1e-6
 """A matrix is left alone until it passes its limit by this much, relative: float32 rounding alone moves nothing."""
-
-INPUT_MATRICES: dict[Cell, tuple[str, int]] = {
-    "linear": ("weight_ih_l0", 1),
-    "rnn_tanh": ("weight_ih_l0", 1),
-    "rnn_relu": ("weight_ih_l0", 1),
-    "gru": ("weight_ih_l0", 3),
-    "lstm": ("weight_ih_l0", 4),
-    "gated": ("weight", 2),
-}
-"""By cell: the parameter that holds its input matrices, one above the other, and how many they are."""
 
 
 @torch.no_grad()
@@ -69,7 +59,7 @@ def limit_spectral_norms(network: Network, limit: float) -> None:
 
 def limited_matrices(layer: nn.Module, cell: Cell) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The matrices of one residual block that a limit holds for, each with its gain."""
-    name, gates = INPUT_MATRICES[cell]
+    (name, _), gates = CELLS[cell].input_tensors, CELLS[cell].gates
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     for matrix in parameters[f"cell.{name}"].chunk(gates):
         yield matrix, parameters["norm.weight"]

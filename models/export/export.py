@@ -11,10 +11,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from wane.models.bundle import QUANTISED, Bundle, write_bundle
+from wane.models.cell_registry import CELLS
 from wane.models.certificate import certify
-from wane.models.certificate.answer import head_diameter
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.request import RequestBound
+from wane.models.certificate.total_variation import head_diameter
 from wane.models.export.graph import OPSET
 from wane.models.export.parity import ExportError, OnnxGraphs, check_bundle
 from wane.models.export.roles import build_graphs
@@ -126,7 +127,7 @@ def _request_bound(
     That is for cells whose graph has no radius, and where over `max_window` of the tokens it says hardly more than over
     the last of them alone.
     """
-    if architecture.cell != "gated":
+    if not CELLS[architecture.cell].input_gated:
         return None
     request, window = RequestBound(architecture, weights), np.array([tokens[-max_window:]])
     return request if request(window).radius[0] < request(window[:, -1:]).radius[0] / 2 else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
-from wane.models.export.cells import CellWriter
+from wane.models.export.cell_writer import InputGatedWriter, build_cell
 from wane.models.export.front import FrontWriter, feed_forward, layer_norm, layer_norm_by
 from wane.models.export.graph import GraphWriter
 from wane.models.export.linear import linear
 from wane.models.export.radius import RadiusWriter
-from wane.models.manifest import STATE_NAMES, Architecture
+from wane.models.manifest import Architecture
 
 TABLE_ELEMENTS = 1 << 22
 """The largest per-token table folded at load, in floats (16 MiB): beyond it the projection is computed per request."""
@@ -39,9 +40,9 @@ class NetworkWriter:
         self._graph = graph
         self._architecture = architecture
         self._residual = architecture.block == "residual"
-        self._states = len(STATE_NAMES[architecture.cell])
+        self._states = len(CELLS[architecture.cell].states)
         self._front = FrontWriter(graph, architecture)
-        self._cells = [CellWriter(graph, architecture, layer) for layer in range(architecture.layers)]
+        self._cells = [build_cell(graph, architecture, layer) for layer in range(architecture.layers)]
 
     def step(self, tokens: str, state: list[str]) -> tuple[str, list[str]]:
         """tokens: (B). Returns hidden (B, H) and the state after."""
@@ -64,7 +65,7 @@ class NetworkWriter:
         """tokens: (B, T); lengths: (B); state: None for zeros.
 
         Unless `every`, only the rows that the last hidden needs go through what stands above the last cell, and
-        the result's `every` is "". `request`: beside a gated run from the zero state that is not `every`, its radius.
+        the result's `every` is "". `request`: the run, input-gated, from the zero state and not `every`, has a radius.
         """
         graph = self._graph
         by_time = graph.node("Transpose", tokens, perm=[1, 0])
@@ -85,6 +86,7 @@ class NetworkWriter:
             if radius is None or layer == 0:
                 driven = self._drive(layer, flat, x)
             else:
+                assert isinstance(cell, InputGatedWriter), "only such cells have a radius: this is a bug"
                 fed, rho = self._normalise_off(f"layers.{layer}.norm", x, r, radius)
                 gate, candidate = cell.gates_of(fed)
                 driven = cell.enter(gate, candidate)

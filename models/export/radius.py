@@ -1,7 +1,7 @@
 """The radius of a window as ONNX nodes: the bound of `models/certificate/request.py`, in the form that is cheapest.
 
-Gated cells only. Beside a run over T tokens of B windows, r is how far the stream x may be off in the 2-norm, (N, 1)
-with N = T * B, and e how far a state may be, unit by unit:
+Input-gated cells only. Beside a run over T tokens of B windows, r is how far the stream x may be off in the 2-norm,
+(N, 1) with N = T * B, and e how far a state may be, unit by unit:
 
 - First layer: `e' = f e`, from `|s| + reach` at the cut. Behind a front it begins with the first token at which all
   that the convolutions see is within the window; before that r is FAR. With no other layer it is a product over time.
@@ -21,7 +21,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from wane.models.certificate.outward import Vector
+from wane.models.cell_registry import CELLS
+from wane.models.certificate.interval_rounding import Vector
 from wane.models.certificate.request import RequestBound
 from wane.models.export.graph import GraphWriter
 from wane.models.manifest import Architecture
@@ -42,7 +43,7 @@ class RadiusWriter:
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
     ) -> None:
         """shape: int64 (2), T and B; lengths: int64 (B)."""
-        assert architecture.cell == "gated", "this is a bug"
+        assert CELLS[architecture.cell].input_gated, "this is a bug"
         self._graph = graph
         self._architecture = architecture
         self._request = request

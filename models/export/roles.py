@@ -2,7 +2,7 @@
 
     step     tokens[B], state                        -> logits[B,V], top, hidden[B,H], state'
     window   tokens[B,T], lengths[B]                 -> logits[B,V], top, hidden[B,H], state'   (from the zero state)
-             and of gated models radius[B], stream[B,H], error.<state>[B,units]
+             and of input-gated models radius[B], stream[B,H], error.<state>[B,units]
     advance  tokens[B,T], lengths[B], state          -> hidden[B,H], state'
     scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hidden[B,H], state'
     head     hidden[B,H]                             -> logits[B,V], top
@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from onnx import TensorProto
 
 from wane.models.bundle_checks import ROLES
+from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
 from wane.models.export.graph import GraphWriter
 from wane.models.export.network import NetworkWriter
@@ -80,7 +81,7 @@ def build_graph(
         assert state is not None, "this is a bug"
         hidden, after = network.step(tokens, state)
     else:
-        bounded = role == "window" and architecture.cell == "gated"
+        bounded = role == "window" and CELLS[architecture.cell].input_gated
         run = network.sequence(tokens, lengths, state, role == "scan", request if bounded else None)
         hidden, after = run.last, run.state
         if run.radius:

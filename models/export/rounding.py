@@ -26,15 +26,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.answer import total_variation
 from wane.models.certificate.certify import CERTIFIED
 from wane.models.certificate.deviation import Deviation
+from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.layer_bound import Layer
-from wane.models.certificate.outward import Matrix, Vector
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.rounding import carry
 from wane.models.certificate.stack import Stack
-from wane.models.manifest import STATE_NAMES, Architecture, Rounding, StateError
+from wane.models.certificate.total_variation import total_variation
+from wane.models.manifest import Architecture, Rounding, StateError
 from wane.models.parity import Run, Tensors
 from wane.models.reference import Reference, State
 from wane.models.weights import Weights
@@ -115,9 +115,7 @@ class _Measuring:
         self._reference = Reference(architecture, weights)
         self._random = np.random.default_rng(2)
         self._residual = architecture.block == "residual"
-        self._names = [
-            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
-        ]
+        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         self._flat = [name for names in self._names for name in names]
         self._seen = _Seen()
 
@@ -318,9 +316,7 @@ class _Along:
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], reference: Reference) -> None:
         self._request = RequestBound(architecture, weights, layers)
         self._reference = reference
-        self._names = [
-            [f"layers.{layer}.{name}" for name in STATE_NAMES[architecture.cell]] for layer in range(len(layers))
-        ]
+        self._names = [architecture.layer_states(layer) for layer in range(len(layers))]
         self._worst: list[tuple[float, Vector, list[Vector], list[Vector]]] = []
         self.largest: dict[str, tuple[float, float]] = {}
 

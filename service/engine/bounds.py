@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wane.models.certificate.answer import total_variation
+from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Certificate
 
 

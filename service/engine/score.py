@@ -27,8 +27,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.answer import total_variation
 from wane.models.certificate.propagation import PATIENCE, Propagation
+from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket

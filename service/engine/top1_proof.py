@@ -40,7 +40,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.outward import Matrix, roundoff
+from wane.models.certificate.interval_rounding import Matrix, roundoff
 from wane.models.certificate.request import RequestBound, WindowBound
 from wane.models.certificate.top1 import Top1
 from wane.models.manifest import Manifest

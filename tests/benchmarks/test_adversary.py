@@ -8,10 +8,10 @@ import pytest
 from benchmarks.adversary import Adversary
 from benchmarks.examined import reachable
 from benchmarks.histories import distances, distances_from, random_histories
-from tests.models.random_models import CELLS, architecture, random_weights
+from tests.models.random_models import architecture, random_weights
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate.layers import build_layers
 from wane.models.certificate.stack import Stack, state_error_curve
-from wane.models.manifest import Cell
 from wane.models.reference import Reference
 
 PAST, LAST, COUNT = 12, 6, 8

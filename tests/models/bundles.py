@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.models.random_models import random_weights
 from wane.models.bundle import write_bundle
+from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
-from wane.models.manifest import SCHEMA_VERSION, Architecture, Cell, Manifest, Provenance, Quality, VocabularyInfo
+from wane.models.manifest import SCHEMA_VERSION, Architecture, Manifest, Provenance, Quality, VocabularyInfo
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import encode_weights
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from wane.models.manifest import Architecture, Cell
+from wane.models.cell_registry import Cell
+from wane.models.manifest import Architecture
 from wane.models.weights import weight_shapes
 
-CELLS: tuple[Cell, ...] = ("linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated")
 BLOCKS = ("plain", "residual")
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests.models.bundles import PROVENANCE, edit_manifest, words_tokenizer
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
 from wane.models.bundle import QUANTISED, Bundle, BundleError, CertificateError, verify_graphs
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate import certify
 from wane.models.export import ExportError, export_bundle
 from wane.models.export import network as network_module
 from wane.models.export.parity import OnnxGraphs, check_bundle
-from wane.models.manifest import Architecture, Cell, Manifest, Role, StateError
+from wane.models.manifest import Architecture, Manifest, Role, StateError
 from wane.models.networks import Network
 from wane.models.parity import Tensors, log_softmax
 from wane.models.reference import Reference

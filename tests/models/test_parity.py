@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
 from tests.models.rounding import rounding
+from wane.models.cell_registry import CELLS
 from wane.models.certificate import certify
 from wane.models.manifest import Role
 from wane.models.parity import ParityError, RoundingError, Run, Tensors, check_graphs, compare_bits, log_softmax

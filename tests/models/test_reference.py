@@ -7,9 +7,10 @@ from math import exp, sqrt, tanh
 import numpy as np
 import pytest
 
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
-from wane.models.manifest import Cell
-from wane.models.reference import Reference, sigmoid
+from tests.models.random_models import BLOCKS, architecture, random_weights
+from wane.models.cell_registry import CELLS, Cell
+from wane.models.reference import Reference
+from wane.models.reference.functions import sigmoid
 
 TOKEN = 1
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.constraints import project
 from wane.models.constraints.spectral_limit import clip_singular_values
-from wane.models.manifest import Architecture, Cell
+from wane.models.manifest import Architecture
 from wane.models.networks import Network
 
-CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 SEEDS = st.integers(0, 2**32 - 1)
 

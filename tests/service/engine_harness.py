@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models.rounding import rounding
-from wane.models.certificate.answer import head_diameter, total_variation
+from wane.models.certificate.total_variation import head_diameter, total_variation
 from wane.models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
 from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.service.batching.cost_model import CostModel

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from tests.models.random_models import architecture, random_weights
 from tests.models.rounding import rounding
 from tests.service.engine_harness import InOrder, make_manifest, name_vocabulary
+from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
 from wane.models.certificate.request import RequestBound
-from wane.models.manifest import Architecture, Cell, Manifest, Role
+from wane.models.manifest import Architecture, Manifest, Role
 from wane.models.reference import Reference, State
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import head_weight

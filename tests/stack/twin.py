@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.bundle import Bundle
-from wane.models.certificate.answer import total_variation
+from wane.models.certificate.total_variation import total_variation
 from wane.models.reference import Reference
 
 Answers = Mapping[int, Mapping[str, Any]]

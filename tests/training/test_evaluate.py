@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.corpora import text_corpus
-from wane.models.manifest import Cell
+from wane.models.cell_registry import Cell
 from wane.models.networks import Network
 from wane.training.config import ModelConfig
 from wane.training.evaluate import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.training.corpora import experiment, text_corpus
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate import certify
-from wane.models.manifest import Cell
 from wane.models.networks import Network
 from wane.training.config import Experiment, ModelConfig, TrainingConfig
 from wane.training.data import Corpus
@@ -19,8 +19,6 @@ from wane.training.errors import ResumeError
 from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 from wane.training.schedule import learning_rate
-
-CELLS: list[Cell] = ["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 
 
 def records(folder: Path) -> list[dict[str, float]]:

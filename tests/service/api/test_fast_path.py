@@ -14,11 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from tests.service.conftest import (
-    SocketServer,
-    make_harness,  # noqa: F401  (a fixture)
-    never,
-)
+from tests.service.conftest import SocketServer, never
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeRegistry
 from tests.service.slow_client import HANDSHAKE, MALFORMED, frame, statuses, until
@@ -91,7 +87,7 @@ Serve = Callable[..., Any]
 
 
 @pytest.fixture
-def serve(make_harness: MakeBench) -> Serve:  # noqa: F811
+def serve(make_harness: MakeBench) -> Serve:
     """Serves a bench's engine with sessions a, b and c, whose states are resident."""
 
     @asynccontextmanager
@@ -599,7 +595,7 @@ async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, cap
     assert clients == ["192.0.2.7", "127.0.0.1"]
 
 
-async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeBench) -> None:  # noqa: F811
+async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeBench) -> None:
     async with serve(make_harness(max_queue=1)) as stage:
         clients = [await Client.of(stage) for _ in range(3)]
         hold(stage)

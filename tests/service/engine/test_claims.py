@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.models.random_models import BLOCKS, CELLS
+from tests.models.random_models import BLOCKS
 from tests.service.oracle import Small
-from wane.models.manifest import Cell
+from wane.models.cell_registry import CELLS, Cell
 from wane.service.engine.agreement import FLOAT32_ROUNDING
 from wane.service.types import Answer, Mode, PredictRequest, StepRequest
 
@@ -109,7 +109,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
 
 @settings(deadline=None, max_examples=40)
 @given(
-    cell=st.sampled_from(CELLS),
+    cell=st.sampled_from(tuple(CELLS)),
     block=st.sampled_from(BLOCKS),
     layers=st.integers(1, 2),
     seed=st.integers(0, 10_000),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.service.oracle import Small
-from wane.models.certificate.outward import Matrix, Vector
+from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.request import WindowBound
 from wane.models.certificate.top1 import Top1
 from wane.service.engine.answer import MOST_PROOFS

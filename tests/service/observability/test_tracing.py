@@ -118,7 +118,7 @@ def test_without_the_extra_the_service_is_imported_and_says_that_there_will_be_n
     program = """
 import sys
 sys.modules["opentelemetry.sdk"] = None  # as if it were not installed
-from service import server
+from wane.service import server
 from wane.service.observability.tracing import Tracing
 assert Tracing.open({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, "1") is None
 """

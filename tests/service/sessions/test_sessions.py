@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.models.random_models import CELLS
 from tests.service.engine.test_claims import EVERYTHING, Tally
 from tests.service.engine.test_step import expected, ranked
 from tests.service.engine_harness import EngineHarness
 from tests.service.oracle import Small
-from wane.models.manifest import Cell
+from wane.models.cell_registry import CELLS, Cell
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
 from wane.service.types import History, Mode, Owner, PredictRequest, StateSource, StepRequest
 
@@ -200,7 +199,7 @@ async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_
 
 
 @settings(deadline=None, max_examples=20)
-@given(cell=st.sampled_from(CELLS), seed=st.integers(0, 2**16), lost=st.integers(1, 40), beside=st.booleans())
+@given(cell=st.sampled_from(tuple(CELLS)), seed=st.integers(0, 2**16), lost=st.integers(1, 40), beside=st.booleans())
 async def test_whatever_is_claimed_of_a_session_that_was_brought_back_is_true(
     cell: Cell, seed: int, lost: int, beside: bool
 ) -> None:

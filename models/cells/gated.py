@@ -1,0 +1,45 @@
+"""The gated cell in torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wane.models.cells import State
+from wane.models.manifest import Architecture
+from wane.models.parallel_scan import linear_recurrence
+
+
+class GatedCell(nn.Module):
+    """`s' = f(x) * s + (1 - f(x)) * z(x)`, `f = cap * sigmoid(W_f x + b_f)`, `z = tanh(W_z x + b_z)`.
+
+    The gates see the input only, so all steps of a sequence are solved at once by a parallel scan; the state is
+    a convex combination of values in (-1, 1) and forgets by the factor f at each step. Kin: SRU, QRNN, minGRU.
+    With `remember`, the forget gates of the latest run are kept in `gates`, (T, B, H), for whoever trains by them.
+    The gates' biases start so that the units' memories reach from 2 to 50 tokens or as far as the cap lets them.
+    """
+
+    def __init__(self, inputs: int, hidden: int, gate_cap: float) -> None:
+        super().__init__()
+        self.gate_cap = gate_cap
+        self.remember = False
+        self.gates: Tensor | None = None
+        self.weight = nn.Parameter(torch.randn(2 * hidden, inputs) / math.sqrt(inputs))
+        memory = torch.exp(torch.linspace(math.log(2), math.log(50), hidden))
+        share = ((1 - 1 / memory) / gate_cap).clamp(max=0.95)
+        self.bias = nn.Parameter(torch.cat([torch.logit(share), torch.zeros(hidden)]))
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        gate, candidate = functional.linear(x, self.weight, self.bias).float().chunk(2, dim=-1)
+        f = self.gate_cap * torch.sigmoid(gate)
+        self.gates = f if self.remember else None
+        y = linear_recurrence(f, (1 - f) * torch.tanh(candidate), state[0])
+        return y, (y[-1],)
+
+
+def build(architecture: Architecture, layer: int) -> GatedCell:
+    """The cell of one layer."""
+    return GatedCell(architecture.cell_inputs(layer), architecture.cell_units, architecture.gate_cap(layer))

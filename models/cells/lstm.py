@@ -1,0 +1,29 @@
+"""The LSTM in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from wane.models.cells import State
+from wane.models.manifest import Architecture
+
+
+class LstmCell(nn.LSTM):
+    """torch's own LSTM, one layer. The forget gate's bias starts at 1 (Jozefowicz et al. 2015)."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__(inputs, hidden)
+        with torch.no_grad():
+            for bias, start in ((self.bias_ih_l0, 1.0), (self.bias_hh_l0, 0.0)):
+                assert isinstance(bias, Tensor)
+                bias[hidden : 2 * hidden] = start
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
+        y, (h, c) = super().forward(x, (state[0].unsqueeze(0), state[1].unsqueeze(0)))
+        return y, (h.squeeze(0), c.squeeze(0))
+
+
+def build(architecture: Architecture, layer: int) -> LstmCell:
+    """The cell of one layer."""
+    return LstmCell(architecture.cell_inputs(layer), architecture.cell_units)

@@ -1,0 +1,27 @@
+"""The RNN with tanh or relu, in torch."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from wane.models.cell_registry import Cell
+from wane.models.cells import State
+from wane.models.manifest import Architecture
+
+NONLINEARITIES: dict[Cell, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
+
+
+class RnnCell(nn.RNN):
+    """`h' = rho(W h + U x + b)`, rho = tanh or relu: torch's own RNN, one layer."""
+
+    def __init__(self, inputs: int, hidden: int, nonlinearity: str) -> None:
+        super().__init__(inputs, hidden, nonlinearity=nonlinearity)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
+        y, h = super().forward(x, state[0].unsqueeze(0))
+        return y, (h.squeeze(0),)
+
+
+def build(architecture: Architecture, layer: int) -> RnnCell:
+    """The cell of one layer."""
+    return RnnCell(architecture.cell_inputs(layer), architecture.cell_units, NONLINEARITIES[architecture.cell])

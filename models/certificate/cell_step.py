@@ -1,0 +1,107 @@
+"""One step of a cell beside a run that is somewhere near: the state after, and how far the run's may be from it.
+
+Without a tilde the window's values, with one the run's; d before a value is its distance from the run's. What a step
+does to them is in `models/certificate/cells/`, cell by cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from wane.models.cell_registry import Cell, load
+from wane.models.certificate.deviation import FAR, ULP, Deviation, Linear, longest
+from wane.models.certificate.interval_rounding import Matrix, Vector
+
+States = tuple[Matrix, ...]
+"""A layer's state tensors in the manifest's order, (B, H) each."""
+
+Deviations = tuple[Deviation, ...]
+
+HARDLY = 1e-9
+"""What moves by less is as good as known: no sharper bound is looked for."""
+
+Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
+"""A cell's state after a step, how far it moves entry by entry, and as a whole; by state tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pre:
+    """A block of H pre-activations, (B, H), and how far each moves; as a whole it moves by `sources` times `balls`."""
+
+    value: Matrix
+    radius: Matrix
+    rounding: Matrix
+    sources: tuple[tuple[Linear, Vector], ...]
+
+    @classmethod
+    def of(cls, linear: Linear, x: Matrix, moved: Deviation) -> Pre:
+        """`linear(x)` where x moves so far."""
+        rounding = linear.rounding(x)
+        radius = linear.moved(moved) + rounding
+        if moved.ball.max(initial=0.0) < HARDLY:
+            return cls(linear(x), radius, radius, ())
+        return cls(linear(x), radius, rounding, ((linear, moved.ball),))
+
+    def __add__(self, other: Pre) -> Pre:
+        rounding = ULP * (np.abs(self.value) + np.abs(other.value)) + self.rounding + other.rounding
+        radius = self.radius + other.radius + rounding
+        return Pre(self.value + other.value, radius, rounding, self.sources + other.sources)
+
+    def ball(self, scale: Matrix) -> Vector:
+        """The 2-norm of what moves, each unit times `scale` (B, H) at most: (B)."""
+        apart = [source.scaled_norm(scale) * ball for source, ball in self.sources]
+        whole = np.linalg.norm(scale * self.rounding, axis=1) + np.sum(apart, axis=0)
+        result: Vector = np.minimum(whole, np.linalg.norm(scale * self.radius, axis=1))
+        return result
+
+
+class CellStep:
+    """A cell of one layer. inflow, recurrent: its matrices by gate; reach: how large states are, by tensor, (H)."""
+
+    def __init__(
+        self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
+    ) -> None:
+        self.cell = cell
+        self.gate_cap = gate_cap
+        self.inflow = inflow
+        self.recurrent = recurrent
+        self._moved: Step = load("certificate", cell).moved
+        self.reach = tuple(np.minimum(each, FAR) for each in reach)
+        self._reaches_far = not all(np.isfinite(each).all() for each in reach)
+
+    def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
+        """x: what the cell reads, and how far that moves. No state is further than if the run's were at its reach."""
+        pre = [Pre.of(linear, x, moved) for linear in self.inflow]
+        new, boxes, balls = self._moved(self, pre, state, error)
+        errors = []
+        for value, box, ball, reach in zip(new, boxes, balls, self.reach, strict=True):
+            if self._reaches_far:  # the run may have started from anywhere
+                errors.append(Deviation.within(np.full_like(box, FAR)))
+                continue
+            box = box + ULP * (1 + np.abs(value))
+            ball = ball + ULP * (np.sqrt(value.shape[1]) + np.linalg.norm(value, axis=1))
+            errors.append(Deviation.within(np.minimum(box, np.abs(value) + reach), ball))
+        return new, tuple(errors)
+
+
+Step = Callable[[CellStep, list[Pre], States, Deviations], Moved]
+"""A cell's step: its pre-activations from the input by gate, the state before, and how far that is from the run's."""
+
+
+def mixed(
+    before: tuple[Matrix, Deviation],
+    values: tuple[Matrix, Matrix, Matrix, Matrix],
+    gate_ball: Callable[[Matrix], Vector],
+    candidate_ball: Callable[[Matrix], Vector],
+) -> Moved:
+    """`f s + (1 - f) z`. before: s and how far it moves; values: f, df, z, dz; the balls of `scale * (f~ - f)` and
+    `scale * (z~ - z)`."""
+    (s, error), (f, df, z, dz) = before, values
+    apart = np.abs(s - z)
+    box = f * error.box + (1 - f) * dz + df * (apart + np.abs(error.box - dz))
+    kept, entering = np.minimum(f + df, 1), np.minimum(1 - f + df, 1)
+    ball = longest(kept, error) + gate_ball(apart) + candidate_ball(entering)
+    return (f * s + (1 - f) * z,), (box,), (ball,)

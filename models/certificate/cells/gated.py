@@ -1,0 +1,129 @@
+"""The gated cell: `s' = f(x) * s + (1 - f(x)) * z(x)`.
+
+**The box.** s' lies between s and z, so from zero each unit stays between the least and the greatest of 0 and z.
+
+**One input.** Every unit's difference shrinks by f: the factor is the largest f over units and inputs, in the maximum
+norm, and never more than the cap.
+
+**Two inputs**, as another layer below is also off:
+
+    s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
+
+so f may be taken as the smaller of the two; its pre-activation m then has `|f - f~| <= F(m) |W_f dx|`, F(m) the
+greatest slope from m on: where f is large, F is small (`gate_pieces.py`). |s - z| is at most the box.
+
+**First layer**: one sequence of tokens for all units. By Hoelder's inequality the error k tokens after the cut,
+
+    sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
+
+is largest for one token k times over: the maximum over the vocabulary is exact, given the box r (`gate_products.py`).
+
+**One window** (`moved`), the window's values known and the run's, with a tilde, at most d away:
+`s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`, and as this is linear in f~,
+`ds' <= f ds + (1 - f) dz + df (|s - z| + |ds - dz|)`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wane.models.certificate.admissible import Inputs, Rows
+from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States, mixed
+from wane.models.certificate.deviation import sigmoid_rise, sigmoid_slope, tanh_rise, tanh_slope
+from wane.models.certificate.gate_pieces import GatePieces
+from wane.models.certificate.gate_products import GateProducts
+from wane.models.certificate.interval_rounding import UP, Matrix, Vector
+from wane.models.certificate.layer_bound import Errors, Layer, LayerBound, Proof
+from wane.models.certificate.norm import Norm
+from wane.models.certificate.perturbation import Perturbation
+from wane.models.reference.functions import sigmoid
+from wane.models.weights import CellWeights
+
+JOINT_TABLE = 4_000_000
+"""Gates of all tokens and units, (V, H), that are followed one by one: 32 MB."""
+
+
+class GatedLayer:
+    """weight: (2H, I), bias: (2H), gates first; cap: what multiplies the gates."""
+
+    def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
+        self.hidden = len(bias) // 2
+        reach = inputs.reach(weight, bias)
+        gate, candidate = reach[: self.hidden], reach[self.hidden :]
+        self.low = np.minimum(0.0, np.tanh(candidate.low) * np.where(candidate.low < 0, UP, 1))
+        self.high = np.maximum(0.0, np.tanh(candidate.high) * np.where(candidate.high > 0, UP, 1))
+        self.width = (self.high - self.low) * UP
+        self.gate = np.minimum(cap * sigmoid(gate.high) * UP, cap)
+        self.pieces = GatePieces.of(gate, cap)
+        self.tanh_slope = candidate.tanh_slope() * UP
+        self.into = None
+        if not isinstance(inputs, Rows):
+            gates, candidates = inputs.seen_by(weight[: self.hidden]), inputs.seen_by(weight[self.hidden :])
+            self.into = gates, candidates
+        table: Matrix | None = None
+        if isinstance(inputs, Rows) and len(inputs.rows) * self.hidden <= JOINT_TABLE:
+            each = inputs.each(weight[: self.hidden], bias[: self.hidden])
+            table = np.minimum(cap * sigmoid(each) * UP, cap) * UP
+        widest = float(self.gate.max())
+        proofs = [Proof("gate_maximum", Norm("inf"), widest), Proof("gate_cap", Norm("inf"), cap)]
+        if widest >= cap:
+            proofs.reverse()
+        self.bound = LayerBound(tuple(proofs), (np.maximum(-self.low, self.high),), self._input_gain())
+        self._joint = None if table is None else GateProducts(table, self.bound.reach[0])
+
+    def _input_gain(self) -> float | None:
+        if self.into is None:
+            return None
+        gates, candidates = self.into
+        slope = self.pieces.slope.max(axis=0)
+        enter = 1 - self.pieces.low.min(axis=0)
+        return (
+            gates.scaled(slope * self.width).norm + candidates.scaled(np.minimum(enter, 1.0) * self.tanh_slope).norm
+        ) * UP
+
+    def start(self) -> Errors:
+        return Errors((Perturbation.within(self.bound.reach[0]),))
+
+    def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
+        before, steps = errors.perturbations[0], errors.steps + 1
+        if fed is None:
+            joint = self._joint(steps) if self._joint is not None and errors.cut_only else np.inf
+            after = Perturbation.within(
+                self.gate * before.box * UP, min(joint, float(self.gate.max()) * before.ball * UP)
+            )
+            return Errors((after,), (), steps, errors.cut_only)
+        assert self.into is not None, "this is a bug: embeddings are equal"
+        gates, candidates = self.into
+        moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
+        off = self.width * gates.rows_of(fed) * UP
+        ends = [keep * before.box + (1 - keep) * moved for keep in (self.pieces.low, self.pieces.high)]
+        box = np.max(np.maximum(*ends) + self.pieces.slope * off, axis=0) * UP
+        return Errors((Perturbation.within(np.minimum(box, self.width)),), (), steps, cut_only=False)
+
+    def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
+        return Errors(perturbations, cut_only=False)
+
+    def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
+        gate, candidate = before_gates[: self.hidden], before_gates[self.hidden :]
+        off = self.width * (self.pieces.slope.max(axis=0) * gate + function)
+        return (Perturbation.within(off + self.tanh_slope * candidate + function + 4 * unit * self.bound.reach[0]),)
+
+
+def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
+    """What is proved of a layer for all admissible inputs."""
+    return GatedLayer(*cell.input, inputs, cell.gate_cap)
+
+
+def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
+    """One step of a window, and how far the run may be from it."""
+    gate, candidate = pre
+    f, df = step.gate_cap * sigmoid(gate.value), step.gate_cap * sigmoid_rise(gate.value, gate.radius)
+    z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)
+    turning = step.gate_cap * sigmoid_slope(gate.value, gate.radius)
+    slope = tanh_slope(candidate.value, candidate.radius)
+    return mixed(
+        (state[0], error[0]),
+        (f, df, z, dz),
+        lambda scale: gate.ball(scale * turning),
+        lambda scale: candidate.ball(scale * slope),
+    )

@@ -1,0 +1,36 @@
+"""The linear cell: `h' = W h + U x + b`.
+
+Its difference is `W (h - h~)`, which shrinks in any norm weighted by a matrix in which W does (`scaling.py`).
+
+**One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wane.models.certificate.admissible import Inputs
+from wane.models.certificate.cell_step import CellStep, Deviations, Moved, Pre, States
+from wane.models.certificate.interval_rounding import Matrix
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.recurrent import RecurrentLayer
+from wane.models.certificate.scaling import Gauge, lyapunov
+from wane.models.weights import CellWeights
+
+
+class LinearLayer(RecurrentLayer):
+    """weight_ih: (H, I), weight_hh: (H, H), biases: (H)."""
+
+    def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
+        return super()._gauges(matrix) | {"lyapunov": lyapunov(matrix)}
+
+
+def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
+    """What is proved of a layer for all admissible inputs."""
+    return LinearLayer(cell, inputs)
+
+
+def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
+    """One step of a window, and how far the run may be from it."""
+    after = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
+    return (after.value,), (after.radius,), (after.ball(np.ones_like(after.value)),)

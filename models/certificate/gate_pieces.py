@@ -1,0 +1,46 @@
+"""A sigmoid gate in two trajectories: how open it is and how much it moves, together.
+
+With g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation, min(g, g~) = cap sigma(m), and by the mean
+value theorem |g - g~| <= cap F(m) |a - a~|, F(m) the greatest slope of the sigmoid between m and the greatest
+pre-activation. A gate that is nearly open hardly moves. The range of m is cut into pieces; whatever m is, it
+lies in one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wane.models.certificate.admissible import Reach
+from wane.models.certificate.interval_rounding import UP, Matrix
+from wane.models.reference.functions import sigmoid
+
+PIECES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GatePieces:
+    """By piece and unit, (C, H): the smaller gate is between `low` and `high`, and moves by at most `slope` |da|."""
+
+    low: Matrix
+    high: Matrix
+    slope: Matrix
+
+    @classmethod
+    def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
+        """Of a gate whose pre-activations stay within `reach` (H)."""
+        low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
+        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # saturated either way, and finite
+        shares = np.linspace(0, 1, PIECES + 1)[:, None]
+        # even in the gate where it opens, so that the pieces near the top, which decide, are as fine as any
+        gates = sigmoid(low) + shares * (sigmoid(high) - sigmoid(low))
+        with np.errstate(divide="ignore"):
+            inner = np.log(gates) - np.log1p(-gates)
+        edges = np.clip(inner, low, high)
+        edges[0], edges[-1] = low, high
+        edges = np.maximum.accumulate(edges, axis=0)
+        start, stop = edges[:-1], edges[1:]
+        nearest = np.maximum(0.0, np.maximum(start, -high))
+        slope = cap * sigmoid(nearest) * sigmoid(-nearest) * UP
+        return cls(cap * sigmoid(start) / UP, np.minimum(cap * sigmoid(stop) * UP, cap), slope)

@@ -1,0 +1,64 @@
+"""How long a vector is at most after it was multiplied k times, unit by unit, by one row of a table.
+
+For row x, `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k: between two k at which it is known it is at most their
+geometric interpolation. So all rows are followed in strides, and in between only those that may be the longest there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.certificate.interval_rounding import TINY, UP, Matrix, Vector
+
+DOUBLINGS = 4
+STRIDE = 2**DOUBLINGS
+
+ALIKE = 1 + 1e-9
+"""Rows this near to the longest are followed too, so that rounding does not choose."""
+
+
+class GateProducts:
+    """`max_x |r f(x)^k|_2` for k >= 1, from above. table: (V, H), f(x), from above; start: r, (H).
+
+    No product is stated smaller than TINY.
+    """
+
+    def __init__(self, table: Matrix, start: Vector) -> None:
+        self._table, self._leap = table, table
+        for _ in range(DOUBLINGS):
+            self._leap = self._leap * self._leap
+        self._rows: Matrix = np.maximum(np.tile(start, (len(table), 1)), TINY)
+        self._squares = _squares(self._rows)
+        self._lengths: list[float] = []
+
+    def __call__(self, k: int) -> float:
+        while len(self._lengths) < k:
+            self._stride()
+        return self._lengths[k - 1]
+
+    def _stride(self) -> None:
+        """The next STRIDE lengths."""
+        before, rows = self._squares, self._rows
+        self._rows = np.maximum(rows * self._leap, TINY)
+        self._squares = _squares(self._rows)
+        ends = np.unique(np.array([before.argmax(), self._squares.argmax()]))
+        reached = self._between(rows, ends)
+        shares = np.arange(1, STRIDE) / STRIDE
+        logs = np.log(before)[:, None] * (1 - shares) + np.log(self._squares)[:, None] * shares
+        open_ = np.flatnonzero((np.exp(logs) * ALIKE >= reached).any(axis=1))
+        inner = self._between(rows, open_)
+        self._lengths += [float(np.sqrt(square)) * UP for square in (*inner, self._squares.max())]
+
+    def _between(self, rows: Matrix, chosen: NDArray[np.intp]) -> Vector:
+        """The largest squared length after 1, ..., STRIDE - 1 further products, of these rows only."""
+        powers, table, largest = rows[chosen], self._table[chosen], []
+        for _ in range(STRIDE - 1):
+            powers = np.maximum(powers * table, TINY)
+            largest.append(float(_squares(powers).max()))
+        return np.array(largest)
+
+
+def _squares(rows: Matrix) -> Vector:
+    result: Vector = np.einsum("vh,vh->v", rows, rows)
+    return result

@@ -1,0 +1,67 @@
+"""How far two trajectories can be apart in one place of the network, and what a linear map makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from wane.models.certificate.interval_rounding import TINY, UP, Matrix, Vector, norm_above, spectral_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """All differences d (H) with |d_i| <= box_i and |d|_2 <= ball."""
+
+    box: Vector
+    ball: float
+
+    @classmethod
+    def within(cls, box: Vector, ball: float = np.inf) -> Perturbation:
+        """Box and ball, each cut to what the other leaves."""
+        box = np.maximum(box, TINY)
+        ball = max(min(ball, norm_above(box)), TINY)
+        return cls(np.minimum(box, ball), ball)
+
+    @classmethod
+    def of_ball(cls, ball: float, size: int) -> Perturbation:
+        """All differences of at most this length."""
+        return cls(np.full(size, ball), ball)
+
+    def __add__(self, other: Perturbation) -> Perturbation:
+        return Perturbation.within((self.box + other.box) * UP, (self.ball + other.ball) * UP)
+
+    def cut(self, other: Perturbation) -> Perturbation:
+        """What lies in both."""
+        return Perturbation.within(np.minimum(self.box, other.box), min(self.ball, other.ball))
+
+
+class LinearMap:
+    """`d -> matrix d`, rows unit by unit and all of them by the spectral norm.
+
+    off: how far a row may be from the row that is meant, in the 2-norm, (R).
+    """
+
+    def __init__(self, matrix: Matrix, off: Vector | float = 0.0) -> None:
+        self.matrix = matrix
+        self.off = np.broadcast_to(np.asarray(off, dtype=np.float64), matrix.shape[:1])
+        self.magnitude = np.abs(matrix) + self.off[:, None]
+        self.rows: Vector = (np.linalg.norm(matrix, axis=1) + self.off) * UP
+
+    @cached_property
+    def norm(self) -> float:
+        """The spectral norm."""
+        return spectral_norm(self.matrix) + norm_above(self.off)
+
+    def scaled(self, scale: Vector) -> LinearMap:
+        """With each row multiplied by a non-negative number."""
+        return LinearMap(self.matrix * scale[:, None], self.off * scale * UP)
+
+    def rows_of(self, perturbation: Perturbation) -> Vector:
+        """Unit by unit only."""
+        box: Vector = np.minimum(self.magnitude @ perturbation.box, self.rows * perturbation.ball) * UP
+        return box
+
+    def __call__(self, perturbation: Perturbation) -> Perturbation:
+        return Perturbation.within(self.rows_of(perturbation), self.norm * perturbation.ball * UP)

@@ -1,0 +1,15 @@
+"""The constraint of the linear cell: the Euclidean projection onto `|W|_2 <= contraction`.
+
+Singular values are clipped from above. A projection and no parametrisation, because it is the projected gradient
+descent of the theory.
+"""
+
+from __future__ import annotations
+
+from wane.models.constraints.layer import ConstrainedLayer
+from wane.models.constraints.spectral_limit import clip_singular_values
+
+
+def constrain(layer: ConstrainedLayer, target: float) -> None:
+    """Makes a layer contractive by at most `target`, in place."""
+    clip_singular_values(layer.tensor("weight_hh_l0"), target)

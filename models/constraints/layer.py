@@ -1,0 +1,72 @@
+"""One layer under a constraint: its weights, and what its cell may be fed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from wane.models.constraints.comparison import Drive
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """One layer's weights, and the range of what the input adds to a pre-activation.
+
+    matrix: (G H, H); bias: (G H), the recurrent one; input_matrix: (G H, I), input_bias: (G H): the layer's own, which
+    are written to. least, greatest: float64 (G H), of `input_matrix x + input_bias` over all admissible x.
+    """
+
+    matrix: Tensor
+    bias: Tensor
+    input_matrix: Tensor
+    input_bias: Tensor
+    least: Tensor
+    greatest: Tensor
+
+    def drive(self) -> Drive:
+        """What the pre-activations get besides the recurrent matrix."""
+        return Drive(self.least, self.greatest, self.bias.double())
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedLayer:
+    """One layer of a network. vocabulary: (V, I), the rows that it reads, if it reads embeddings.
+
+    below: (I), the greatest |x_i| that the layer below puts out, if that is known.
+    """
+
+    module: nn.Module
+    vocabulary: Tensor | None
+    below: Tensor | None
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter of the cell."""
+        value = getattr(self.module.cell, name)
+        assert isinstance(value, Tensor), f"{name} is no tensor: this is a bug"
+        return value
+
+    def recurrence(self) -> Recurrence:
+        """The layer's recurrence with the range of its input part over all admissible inputs.
+
+        Exact over the rows of the vocabulary where the layer reads those, through its LayerNorm if it has one. Else a
+        LayerNorm's output is gain * n + shift, |n| <= sqrt(d) and n of mean zero; without one, the box of the layer
+        below holds, |x_i| <= below_i.
+        """
+        norm = getattr(self.module, "norm", None)
+        own, own_bias = self.tensor("weight_ih_l0"), self.tensor("bias_ih_l0")
+        weight, bias = own.double(), own_bias.double()
+        if self.vocabulary is not None:
+            rows = norm(self.vocabulary) if isinstance(norm, nn.LayerNorm) else self.vocabulary
+            driven = rows.double() @ weight.T
+            least, greatest = driven.amin(0) + bias, driven.amax(0) + bias
+        elif isinstance(norm, nn.LayerNorm):
+            middle = weight @ norm.bias.double() + bias
+            scaled = weight * norm.weight.double()
+            reach = (scaled - scaled.mean(1, keepdim=True)).norm(dim=1) * weight.shape[1] ** 0.5
+            least, greatest = middle - reach, middle + reach
+        else:
+            assert self.below is not None, "a plain layer above the first has one below: this is a bug"
+            reach = weight.abs() @ self.below
+            least, greatest = bias - reach, bias + reach
+        return Recurrence(self.tensor("weight_hh_l0"), self.tensor("bias_hh_l0"), own, own_bias, least, greatest)

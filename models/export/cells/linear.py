@@ -1,0 +1,19 @@
+"""The linear cell as ONNX nodes."""
+
+from __future__ import annotations
+
+from wane.models.export.cell_writer import CellWriter
+from wane.models.export.graph import GraphWriter
+from wane.models.manifest import Architecture
+
+
+class LinearWriter(CellWriter):
+    """`h' = W h + U x + b`."""
+
+    def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
+        return [self._recalled(graph, state[0], driven[0])]
+
+
+def build(graph: GraphWriter, architecture: Architecture, layer: int) -> LinearWriter:
+    """The writer of one layer's cell."""
+    return LinearWriter(graph, architecture, layer)

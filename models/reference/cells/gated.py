@@ -1,0 +1,15 @@
+"""The gated cell: `f = cap * sigma(U_f x + b_f),  z = tanh(U_z x + b_z),  s' = f * s + (1 - f) * z`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wane.models.reference.functions import Array, affine, sigmoid
+from wane.models.weights import CellWeights
+
+
+def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The state after one token."""
+    gate, candidate = np.split(affine(x, *cell.input), 2, axis=-1)
+    f = cell.gate_cap * sigmoid(gate)
+    return (f * state[0] + (1 - f) * np.tanh(candidate),)

@@ -1,0 +1,28 @@
+"""The functions that the oracle's equations are written in."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def sigmoid(x: Array) -> Array:
+    """The logistic function, without overflow or cancellation."""
+    small = np.exp(-np.abs(x))
+    result: Array = np.where(x >= 0, 1.0, small) / (1 + small)
+    return result
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
+    """Over the last axis: weight * (x - mean) / sqrt(variance + epsilon) + bias."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred**2).mean(axis=-1, keepdims=True)
+    result: Array = centred / np.sqrt(variance + epsilon) * weight + bias
+    return result
+
+
+def affine(x: Array, weight: Array, bias: Array) -> Array:
+    """x: (..., I), weight: (R, I), bias: (R) -> (..., R)."""
+    return x @ weight.T + bias

@@ -1,0 +1,349 @@
+"""The theorem: two states come closer by the factor, whatever the token and wherever in the box they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.models.random_models import BLOCKS, architecture, random_weights
+from wane.models.cell_registry import CELLS, Cell
+from wane.models.certificate import certify
+from wane.models.certificate.layer_bound import LayerBound
+from wane.models.certificate.layers import build_layers
+from wane.models.manifest import Architecture, Certificate
+from wane.models.reference import Reference, State
+from wane.models.reference.functions import sigmoid
+
+PAIRS = 64
+CLIMBS = 12
+HISTORY = 20
+CLOSEST = 1e-5
+FLOAT64 = 1e-13
+ROUNDING = 1e-9
+
+
+def layer_bounds(model: Architecture, weights: dict[str, np.ndarray]) -> list[LayerBound]:
+    return [layer.bound for layer in build_layers(model, weights)]
+
+
+def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certificate:
+    return certify(model, weights, 8, None)
+
+
+class TopLayer:
+    """The top layer's state map of a random model, with the layers below in states that a history led them to."""
+
+    def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
+        self._reference = Reference(model, weights)
+        self._generator = generator
+        self._names = model.layer_states(model.layers - 1)
+        self._vocabulary = model.vocabulary_size
+        self.bound: LayerBound = layer_bounds(model, weights)[-1]
+        self.proof = self.bound.best
+        below = self._reference.zero_state(PAIRS)
+        for _ in range(HISTORY):
+            _, _, below = self._reference.step(self.tokens(), below)
+        self._below = below
+
+    def tokens(self) -> NDArray[np.int64]:
+        return self._generator.integers(self._vocabulary, size=PAIRS)
+
+    def states(self) -> list[np.ndarray]:
+        """States anywhere in the box, half of them at its corners; where there is no box, anywhere."""
+        states = []
+        for reach in self.bound.reach:
+            values = self._generator.uniform(-1, 1, (PAIRS, len(reach)))
+            values[::2] = np.sign(values[::2])
+            states.append(values * np.where(np.isfinite(reach), reach, 3.0))
+        return states
+
+    def inside(self, states: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.clip(state, -reach, reach) for state, reach in zip(states, self.bound.reach, strict=True)]
+
+    def ratio(
+        self, first: list[np.ndarray], second: list[np.ndarray], tokens: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Distance after, less float64's rounding, over distance before, (PAIRS); 0 where the two were nearly one."""
+        ends = self._step(first, tokens), self._step(second, tokens)
+        before, after = (
+            self.proof.norm.distance(*(a - b for a, b in zip(one, other, strict=True)))
+            for one, other in ((first, second), ends)
+        )
+        rounding = FLOAT64 * self.proof.norm.distance(*(np.abs(a) + np.abs(b) for a, b in zip(*ends, strict=True)))
+        return np.where(before > CLOSEST, np.maximum(after - rounding, 0) / np.maximum(before, CLOSEST), 0.0)
+
+    def _step(self, states: list[np.ndarray], tokens: NDArray[np.int64]) -> list[np.ndarray]:
+        state: State = {**self._below, **dict(zip(self._names, states, strict=True))}
+        _, _, after = self._reference.step(tokens, state)
+        return [after[name] for name in self._names]
+
+
+def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
+    """The largest expansion found by sampling pairs, far apart and close by, and then climbing from each."""
+    worst = 0.0
+    for spread in (1.0, 1e-3):
+        first, tokens = layer.states(), layer.tokens()
+        second = (
+            layer.states()
+            if spread == 1
+            else layer.inside([s + spread * generator.normal(size=s.shape) for s in first])
+        )
+        ratios = layer.ratio(first, second, tokens)
+        for _ in range(CLIMBS):
+            tried = [
+                layer.inside([s + 0.3 * spread * generator.normal(size=s.shape) for s in states])
+                for states in (first, second)
+            ]
+            found = layer.ratio(*tried, tokens)
+            better = (found > ratios)[:, None]
+            first, second = (
+                [np.where(better, new, old) for new, old in zip(news, olds, strict=True)]
+                for news, olds in zip(tried, (first, second), strict=True)
+            )
+            ratios = np.maximum(ratios, found)
+        worst = max(worst, float(ratios.max()))
+    return worst
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    recurrent=st.floats(0.02, 2.0),
+    driven=st.floats(0.05, 3.0),
+    recalled=st.floats(0.1, 10.0),
+    layers=st.integers(1, 3),
+    hidden=st.integers(1, 8),
+)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_pair_of_states_parts_faster_than_the_factor(
+    cell: Cell, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
+) -> None:
+    caps = (0.9,) * layers if cell == "gated" and seed % 2 else ()
+    model = architecture(cell, block, layers, hidden=hidden, embedding=hidden, gate_caps=caps)
+    generator = np.random.default_rng(seed)
+    weights = random_weights(model, seed, recurrent, driven)
+    for name in weights:
+        if "bias_hh" in name:
+            weights[name] *= np.float32(recalled)
+    layer = TopLayer(model, weights, generator)
+    applying = [proof for proof in layer.bound.proofs if proof.factor is not None]
+    layer.proof = applying[seed % len(applying)]
+    assert layer.proof.factor is not None
+    assert worst_ratio(layer, generator) <= layer.proof.factor * (1 + ROUNDING) + ROUNDING, layer.proof.rule
+
+
+def one_unit(
+    cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
+) -> TopLayer:
+    """A layer of one unit by gates, whose tokens are the inputs -1 and 1; `recalled`: the recurrent part's bias."""
+    model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
+    weights = random_weights(model, seed=0)
+    weights["embedding.weight"][:, 0] = (-1, 1)
+    biases = (("bias_ih", bias), ("bias_hh", recalled or [0.0] * len(bias)))
+    for name, values in (("weight_ih", driven), ("weight_hh", recurrent), *biases):
+        tensor = weights[f"layers.0.cell.{name}_l0"]
+        tensor[:] = np.array(values, dtype=np.float32).reshape(tensor.shape)
+    return TopLayer(model, weights, np.random.default_rng(0))
+
+
+def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
+    """The worst token's ratio for one pair of states of one unit."""
+    tokens = np.arange(PAIRS) % 2
+    states = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
+    return float(layer.ratio(*states, tokens).max())
+
+
+def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
+    """The others hardly see h, so |dh'| = tanh(c') W_o / 4 |dh| about h = 0, with c at the box's edge."""
+    layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
+    edge = float(layer.bound.reach[1][0])
+    assert edge == pytest.approx(2, rel=1e-3)  # i g / (1 - f) with i = g = 1, f = 1/2
+    ratio = largest_ratio(layer, [0.001, edge], [-0.001, edge])
+    assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
+
+
+@pytest.mark.parametrize("recalled", [0.5, 3.0], ids=["the candidate contracts", "the candidate expands"])
+def test_the_update_gate_s_worse_end_attains_a_gru_s_factor(recalled: float) -> None:
+    """h' = (1 - z) tanh(r W_n h) + z h about h = 0, r = 1: the slope (1 - z) W_n + z is worst at one end of z."""
+    layer = one_unit("gru", [0, 1, 0], [0, 0, recalled], [40, 0, 0])
+    ratio = largest_ratio(layer, [0.001], [-0.001])
+    ends = (1 / (1 + np.exp(-token)) for token in (-1.0, 1.0))
+    assert ratio == pytest.approx(max((1 - z) * recalled + z for z in ends), rel=1e-4)
+    assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
+
+
+def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
+    """Only r sees h, and the candidate is tanh(8 r - 4): about h = 0 its slope is 8 r (1 - r) = 2, let in whole."""
+    layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
+    ratio = largest_ratio(layer, [0.001], [-0.001])
+    z = 1 / (1 + np.exp(6))
+    assert ratio == pytest.approx((1 - z) * 2 + z, rel=1e-5)
+    assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_state_never_leaves_its_box(cell: Cell) -> None:
+    model = architecture(cell, "plain", layers=2)
+    weights = random_weights(model, seed=5, recurrent=0.4)
+    reference, generator = Reference(model, weights), np.random.default_rng(5)
+    bounds, state = layer_bounds(model, weights), reference.zero_state(500)
+    largest = {name: np.zeros(model.hidden) for name in state}
+    for _ in range(60):
+        _, _, state = reference.step(generator.integers(model.vocabulary_size, size=500), state)
+        largest = {name: np.maximum(largest[name], np.abs(value).max(axis=0)) for name, value in state.items()}
+    for layer, bound in enumerate(bounds):
+        for name, reach in zip(CELLS[cell].states, bound.reach, strict=True):
+            assert np.all(largest[f"layers.{layer}.{name}"] <= reach)
+
+
+def test_the_factor_of_a_linear_layer_is_its_largest_singular_value() -> None:
+    model = architecture("linear")
+    weights = random_weights(model, seed=1)
+    weights["layers.0.cell.weight_hh_l0"] = np.diag(np.array([0.5, -0.75, 0, 0, 0, 0], dtype=np.float32))
+    certificate = contraction(model, weights)
+    assert certificate.layers[0].factor == pytest.approx(0.75, rel=1e-9)
+    assert certificate.layers[0].factor > 0.75, "rounded outward"
+    assert certificate.contractive
+
+
+def test_an_unstable_model_is_not_called_contractive() -> None:
+    model = architecture("rnn_relu", layers=2)
+    weights = random_weights(model, seed=2, recurrent=0.3)
+    assert contraction(model, weights).contractive
+    weights["layers.1.cell.weight_hh_l0"] = 1.02 * np.eye(model.hidden, dtype=np.float32)
+    weights["layers.1.cell.bias_hh_l0"] += 3  # keeps every unit on the open side of the relu
+    certificate = contraction(model, weights)
+    assert [layer.factor < 1 for layer in certificate.layers] == [True, False]
+    assert not certificate.contractive
+
+    reference = Reference(model, weights)
+    first, second = reference.zero_state(1), reference.zero_state(1)
+    second["layers.1.h"] = second["layers.1.h"] + 1
+    token = np.array([3])
+    for _ in range(50):
+        (_, _, first), (_, _, second) = reference.step(token, first), reference.step(token, second)
+    parted = np.abs(first["layers.1.h"] - second["layers.1.h"])
+    assert parted.min() > 2, "the two states, once 1 apart, did part"
+
+
+def test_a_gate_cap_is_a_proof_by_itself() -> None:
+    model = architecture("gated", "residual", layers=2, gate_caps=(0.875, 0.75))
+    certificate = contraction(model, random_weights(model, seed=3, driven=1e4))
+    assert [(layer.factor, layer.rule) for layer in certificate.layers] == [(0.875, "gate_cap"), (0.75, "gate_cap")]
+    assert certificate.contractive
+
+
+def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
+    model = architecture("gated", gate_caps=(1 - 1e-9,))
+    weights = random_weights(model, seed=3)
+    weights["layers.0.cell.bias"][:] = 60
+    certificate = contraction(model, weights)
+    assert (certificate.layers[0].factor, certificate.layers[0].rule) == (1.0, "gate_cap")
+    assert not certificate.contractive
+
+
+@pytest.mark.parametrize("cap", [0.8, 0.9, 0.98])
+def test_a_cap_is_what_float32_makes_of_it_whether_that_is_more_or_less(cap: float) -> None:
+    multiplies = float(np.float32(cap))
+    assert multiplies != cap
+    model = architecture("gated", gate_caps=(cap,))
+    weights = random_weights(model, seed=3, driven=1e4)
+    assert contraction(model, weights).layers[0].factor == multiplies
+
+    weights["layers.0.cell.weight"][:], weights["layers.0.cell.bias"][:] = 0, 40
+    weights["layers.0.cell.bias"][model.hidden :] = 0  # gates at their cap, candidates 0: states only fade
+    _, after = Reference(model, weights).advance(np.array([1]), {"layers.0.s": np.ones((1, model.hidden))})
+    assert np.all(after["layers.0.s"] == multiplies)
+
+
+def test_terms_that_cancel_in_float64_do_not_hide_an_open_gate() -> None:
+    """1e20 + 30 - 1e20 is 30 and no 0: the gate is all but open."""
+    model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
+    weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
+    weights["embedding.weight"][1] = (1e10, 30, 1e10)
+    weights["layers.0.cell.weight"][0] = (1e10, 1, -1e10)
+    assert contraction(model, weights).layers[0].factor >= sigmoid(np.array(30.0))
+
+
+def test_gates_that_may_stay_open_are_not_called_contractive() -> None:
+    model = architecture("gated")
+    weights = random_weights(model, seed=3)
+    weights["layers.0.cell.bias"][:] = 60
+    assert not contraction(model, weights).contractive
+
+
+def test_an_lstm_s_certificate_names_the_weights_of_its_norm() -> None:
+    """The factor holds in the norm as the manifest states it: a reader needs nothing else."""
+    model = architecture("lstm", hidden=48, embedding=48)
+    weights = random_weights(model, seed=4, recurrent=0.2)
+    (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
+    norm = bound.best.norm
+    assert stated.weights == norm.scales
+    assert stated.norm == f"max(|h|_{norm.order} / p, |c|_{norm.order} / q)"
+    p, q = stated.weights
+    h, c = np.random.default_rng(0).normal(size=(2, 5, model.hidden))
+    order = {"2": 2, "inf": np.inf}[norm.order]
+    expected = np.maximum(np.linalg.norm(h, order, axis=1) / p, np.linalg.norm(c, order, axis=1) / q)
+    np.testing.assert_allclose(norm.distance(h, c), expected)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "lstm"])
+def test_the_norm_of_a_single_state_tensor_has_no_weights(cell: Cell) -> None:
+    model = architecture(cell)
+    assert contraction(model, random_weights(model, seed=4)).layers[0].weights == ()
+
+
+def test_a_saturated_lstm_gets_a_finite_factor_that_is_not_contractive() -> None:
+    model = architecture("lstm", layers=2)
+    weights = random_weights(model, seed=4, recurrent=0.0)
+    weights["layers.0.cell.bias_ih_l0"][:] = 80
+    certificate = contraction(model, weights)
+    assert [np.isfinite(layer.factor) for layer in certificate.layers] == [True, True]
+    assert certificate.layers[0].factor >= 1
+    assert not certificate.contractive
+
+
+def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=6, recurrent=0.0)
+    hidden = slice(model.hidden, 2 * model.hidden)
+    inputs = weights["embedding.weight"].astype(np.float64) @ weights["layers.0.cell.weight_ih_l0"][hidden].T
+    gate = inputs + weights["layers.0.cell.bias_ih_l0"][hidden] + weights["layers.0.cell.bias_hh_l0"][hidden]
+    expected = (1 / (1 + np.exp(-gate))).max()
+    assert contraction(model, weights).layers[0].factor == pytest.approx(expected, rel=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
+def test_lstms_that_miller_and_hardt_call_stable_are_contractive(seed: int, forget: float) -> None:
+    """|W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2 in the maximum norm, f the largest forget gate."""
+    model = architecture("lstm")
+    weights = random_weights(model, seed, driven=0.0)
+    room = 1 - forget
+    matrix = weights["layers.0.cell.weight_hh_l0"]
+    limits = np.repeat([room, room**2, room / 4, room], model.hidden)
+    matrix *= (0.999 * limits / np.abs(matrix).sum(axis=1))[:, None]
+    weights["layers.0.cell.bias_hh_l0"][:] = 0
+    bias = weights["layers.0.cell.bias_ih_l0"]
+    recalled = np.abs(matrix[model.hidden : 2 * model.hidden]).sum(axis=1)
+    bias[model.hidden : 2 * model.hidden] = np.log(forget / room) - recalled  # so that no forget gate passes `forget`
+    (bound,) = layer_bounds(model, weights)
+    factors = {proof.rule: proof.factor for proof in bound.proofs}
+    theirs, ours = factors["miller_hardt_inf"], factors["lstm_comparison_inf"]
+    assert theirs is not None and ours is not None
+    assert ours <= theirs + 1e-8 < 1
+    assert bound.factor <= ours
+
+
+def test_no_rule_vouches_for_an_lstm_whose_forget_gate_is_all_but_open() -> None:
+    model = architecture("lstm")
+    weights = random_weights(model, seed=0, recurrent=0.0, driven=0.0)
+    weights["layers.0.cell.bias_hh_l0"][:] = 0
+    weights["layers.0.cell.bias_ih_l0"][model.hidden : 2 * model.hidden] = 21  # 1 - 8e-10
+    (bound,) = layer_bounds(model, weights)
+    assert {proof.rule for proof in bound.proofs} >= {"miller_hardt_inf", "lstm_elementwise"}
+    assert all(proof.factor is not None and proof.factor >= 1 for proof in bound.proofs)

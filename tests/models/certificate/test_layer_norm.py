@@ -1,0 +1,169 @@
+"""The theorem: within what a LayerNorm's input may move, nothing that reads its output moves further than is said."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from wane.models.certificate.deviation import Linear
+from wane.models.certificate.layer_norm import Between, Normalised
+
+Matrix = NDArray[np.float64]
+
+ONE = np.zeros(1, np.intp)
+FLOAT64 = 1e-12
+ALL_BUT = 1 - 1e-6
+
+
+def normalised(x: Matrix, epsilon: float) -> Matrix:
+    """What it says, without any bound: (..., H)."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    result: Matrix = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
+    return result
+
+
+def corners(box: Matrix) -> Matrix:
+    """(I) -> (2^I, I)."""
+    return np.array(list(itertools.product((-1.0, 1.0), repeat=len(box)))) * box
+
+
+def within(box: Matrix, generator: np.random.Generator) -> Matrix:
+    """All corners of the box, as many points on its edges and faces, and as many anywhere in it."""
+    edges = corners(box)
+    inner = generator.uniform(-1, 1, edges.shape)
+    faces = np.where(generator.random(edges.shape) < 0.5, inner * box, edges)
+    return np.concatenate([edges, faces, inner * box])
+
+
+def unit(vector: Matrix) -> Matrix:
+    """Without its mean, of length 1."""
+    centred = vector - vector.mean(axis=-1, keepdims=True)
+    result: Matrix = centred / np.linalg.norm(centred, axis=-1, keepdims=True)
+    return result
+
+
+SIZES = {
+    "seed": st.integers(0, 2**32 - 1),
+    "hidden": st.integers(2, 6),
+    "units": st.integers(1, 7),
+    "size": st.floats(-3, 1.5),
+    "epsilon": st.sampled_from((1e-5, 0.01, 0.25)),
+    "offset": st.sampled_from((0.0, 1.0, 1e6)),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(**SIZES, besides=st.sampled_from((0.0, 0.1, 1.0)))
+def test_no_reader_behind_it_sees_more_than_is_said(
+    seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float, besides: float
+) -> None:
+    """Perturbations `source d + e`, from tiny ones to such as turn x around, for each of a batch's rows."""
+    generator = np.random.default_rng(seed)
+    source, inner = Linear(generator.normal(size=(hidden, units))), generator.normal(size=(3, hidden))
+    reader = Linear.behind_norm(inner, np.zeros(3), generator.normal(size=hidden), generator.normal(size=hidden))
+    x = generator.normal(size=(2, hidden)) + offset
+    box = 10**size * generator.uniform(0, 1, (2, units))
+    rest = besides * 10**size * generator.uniform(0, 1, 2)
+    norm = Normalised(x, epsilon, source.furthest(box) + rest)
+    said = norm.seen_by(Between(reader, source), box, rest)
+    for row in range(2):
+        moved = within(box[row], generator) @ source.weight.T
+        besides_it = generator.normal(size=moved.shape)
+        moved += rest[row] * besides_it / np.linalg.norm(besides_it, axis=1, keepdims=True)
+        seen = (normalised(x[row] + moved, epsilon) - normalised(x[row], epsilon)) @ reader.weight.T
+        slack = FLOAT64 * (1 + offset) * reader.rows / np.sqrt(epsilon)
+        assert (np.abs(seen).max(axis=0) <= said[row] + slack).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(**SIZES)
+def test_no_function_of_it_moves_further_than_its_gradient_and_its_second_order(
+    seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
+) -> None:
+    """Both ways to count the second order, with the gradient's part and what goes along x known exactly."""
+    generator = np.random.default_rng(seed)
+    source = Linear(generator.normal(size=(hidden, units)))
+    x = generator.normal(size=(1, hidden)) + offset
+    box = 10**size * generator.uniform(0, 1, units)
+    norm = Normalised(x, epsilon, source.furthest(box[None]))
+    g = generator.normal(size=(4, hidden)) * 10 ** generator.uniform(-2, 2, (4, 1))
+    rows = np.zeros(4, np.intp)
+    gradient, left = norm.pull(g, rows)
+    first = np.abs(gradient @ source.weight) @ box
+    along = np.repeat(np.abs(norm.along(ONE) @ source.weight) @ box, 4)
+    said = np.minimum(first + left, norm.turned(g, rows, first, along))
+    moved = within(box, generator) @ source.weight.T
+    seen = (normalised(x + moved, epsilon) - normalised(x, epsilon)) @ g.T
+    slack = FLOAT64 * (1 + offset) * np.linalg.norm(g, axis=1) / np.sqrt(epsilon)
+    assert (np.abs(seen).max(axis=0) <= said + slack).all()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
+def test_n_made_shorter_is_all_that_a_move_across_does_to_its_own_length(share: float) -> None:
+    """No first order at all: the bound is attained."""
+    generator = np.random.default_rng(0)
+    lead, across = unit(generator.normal(size=(2, 8)))
+    across = unit(across - lead * (lead @ across))
+    x, r = 3 * lead[None], 3 * share
+    norm = Normalised(x, 1e-12, np.array([r]))
+    said = norm.turned(lead[None], ONE, np.zeros(1), np.zeros(1))[0]
+    seen = abs((normalised(x + r * across, 1e-12) - normalised(x, 1e-12)) @ lead)[0]
+    assert ALL_BUT * said < seen <= said
+    assert seen == pytest.approx(np.sqrt(8) * (1 - 1 / np.sqrt(1 + share**2)))
+
+
+@pytest.mark.parametrize("closer", [0.1, 0.5, 0.9])
+def test_a_move_toward_the_origin_magnifies_the_first_order(closer: float) -> None:
+    """Along x by `closer` of its length, and a thousandth across: the bound is all but attained."""
+    generator = np.random.default_rng(1)
+    back, across = unit(generator.normal(size=(2, 8)))
+    across = unit(across - back * (back @ across))
+    x, along, aside = 2 * back[None], 2 * closer, 2e-3 * (1 - closer)
+    norm = Normalised(x, 1e-12, np.array([np.hypot(along, aside)]))
+    gradient, _ = norm.pull(across[None], ONE)
+    first = np.abs(gradient @ across) * aside
+    said = norm.turned(across[None], ONE, first, np.array([along]))[0]
+    seen = abs((normalised(x - along * back + aside * across, 1e-12) - normalised(x, 1e-12)) @ across)[0]
+    assert 0.999 * said < seen <= said
+    assert seen > first[0] / (1 - closer) * 0.999
+
+
+def test_nothing_is_said_of_a_direction_where_x_may_get_to_the_origin() -> None:
+    generator = np.random.default_rng(2)
+    x, g = generator.normal(size=(1, 4)), generator.normal(size=(1, 4))
+    norm = Normalised(x, 1e-5, np.array([1e3]))
+    assert norm.turned(g, ONE, np.array([1.0]), np.array([1e3]))[0] == np.inf
+    _, left = norm.pull(g, ONE)
+    assert np.isfinite(left[0]), "how long n can be bounds it all the same"
+
+
+def test_a_large_mean_costs_no_more_than_its_rounding() -> None:
+    """What is left of it after centring once is centred away."""
+    x = np.random.default_rng(3).normal(size=(1, 6))
+    near, far = (Normalised(x + offset, 1e-5, np.full(1, 1e-3)) for offset in (0.0, 2.0**30))
+    assert far.remainder[0] == pytest.approx(near.remainder[0], rel=1e-3)
+    np.testing.assert_allclose(far.value.sum(axis=1), 0, atol=1e-14)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 8), units=st.integers(1, 8))
+def test_no_corner_of_a_box_is_sent_further_by_a_matrix_than_its_columns_allow(
+    seed: int, rows: int, units: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    matrix, box = Linear(generator.normal(size=(rows, units))), generator.exponential(size=(3, units))
+    said = matrix.furthest(box)
+    farthest = [np.linalg.norm(corners(each) @ matrix.weight.T, axis=1).max() for each in box]
+    assert (farthest <= said * (1 + 1e-14)).all()
+    assert (said <= np.linalg.norm(box @ matrix.magnitude.T, axis=1) * (1 + 1e-14)).all(), "nor than its rows do"
+
+
+@pytest.mark.parametrize("matrix", [np.diag([1.0, -2, 3]), np.array([[1.0, 2, 3], [4, 5, 6]])], ids=["right", "sharp"])
+def test_columns_at_right_angles_and_such_as_add_up_attain_it(matrix: Matrix) -> None:
+    box = np.array([0.5, 1, 2])
+    assert Linear(matrix).furthest(box[None])[0] == pytest.approx(np.linalg.norm(matrix @ box), rel=1e-14)

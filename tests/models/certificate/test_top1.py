@@ -1,0 +1,180 @@
+"""The theorem by direction: whatever came before a window, no lead moves by more, and no proved first token loses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from benchmarks.adversary import Adversary
+from tests.models.certificate.test_request import after, run, worst_pasts
+from tests.models.random_models import architecture, random_weights
+from wane.models.cell_registry import CELLS, Cell
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import head_diameter
+from wane.models.manifest import Architecture
+from wane.models.reference import Array, Reference
+
+FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 4}
+WINDOWS = 2
+PUSHED = 6
+FLIPS = 2
+FLOAT64 = 1e-14
+
+
+def ends(
+    reference: Reference,
+    adversary: Adversary,
+    window: NDArray[np.int64],
+    gaps: Array,
+    generator: np.random.Generator,
+) -> Array:
+    """Hidden after the window, (N, H), for pasts of all kinds: random ones, and such as climb along the gaps."""
+    pasts, _ = worst_pasts(reference, window, generator)
+    pushed = [adversary.flipped(pasts[-PUSHED:], pasts.shape[1], FLIPS, window, gap) for gap in gaps[:2]]
+    return run(reference, after(np.concatenate([pasts, *pushed]), window))
+
+
+def shares_of(logits: Array) -> Array:
+    """Probabilities, (..., V)."""
+    shares: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return shares / shares.sum(axis=-1, keepdims=True)
+
+
+def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> Array:
+    """Two leads of one token over another, two directions, (4, H)."""
+    head = Reference(model, weights).head
+    random = generator.normal(size=(2, model.hidden)) * 10 ** generator.uniform(-2, 2, (2, 1))
+    return np.concatenate([head[:2] - head[2:4], random])
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    recurrent=st.floats(0.02, 1.0),
+    driven=st.floats(0.05, 3.0),
+    between=st.floats(0.1, 2.0),
+    layers=st.integers(1, 3),
+    hidden=st.integers(2, 8),
+    feed_forward=st.sampled_from((0, 5)),
+    epsilon=st.sampled_from((1e-5, 0.25)),
+    front=st.sampled_from((None, FRONT)),
+    length=st.integers(1, 16),
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_past_moves_a_lead_by_more_than_by_direction(
+    cell: Cell,
+    seed: int,
+    recurrent: float,
+    driven: float,
+    between: float,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    epsilon: float,
+    front: dict[str, int] | None,
+    length: int,
+) -> None:
+    """Windows together and alone."""
+    fields = {"feed_forward": feed_forward, "norm_epsilon": epsilon, "front": front, "units": hidden + seed % 3}
+    model = architecture(cell, "residual", layers, hidden=hidden, embedding=hidden, **fields)
+    weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
+    for name in weights:
+        if "mix" in name or "feed_forward_out" in name:
+            weights[name] *= np.float32(between)
+    windows = generator.integers(model.vocabulary_size, size=(WINDOWS, length))
+    request, gaps = RequestBound(model, weights), leads(model, weights, generator)
+    top1, reference, adversary = Top1(model, weights, request), Reference(model, weights), Adversary(model, weights)
+    together = top1.moved(request(windows), np.tile(gaps, (WINDOWS, 1)), np.repeat(np.arange(WINDOWS), len(gaps)))
+    together = together.reshape(WINDOWS, len(gaps))
+    for window, of_window in zip(windows, together, strict=True):
+        alone = top1.moved(request(window[None]), gaps, np.zeros(len(gaps), np.intp))
+        found = ends(reference, adversary, window, gaps, generator)
+        exact = run(reference, window[None])
+        assert (np.abs((found - exact) @ gaps.T).max(axis=0) <= np.minimum(alone, of_window)).all()
+        bound = request(window[None])
+        shares = shares_of(reference.logits(found)), shares_of(reference.logits(bound.hidden))
+        variations = np.abs(shares[0] - shares[1]).sum(axis=1) / 2
+        assert variations.max() <= top1.variation(bound)[0] + FLOAT64
+        told = alone > 1e-3 * np.linalg.norm(gaps, axis=1)
+        np.testing.assert_allclose(alone[told], of_window[told], rtol=1e-4)
+
+
+@pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
+def test_it_comes_near_to_what_an_adversary_does(front: dict[str, int] | None) -> None:
+    """One gated layer whose block amplifies little: no lead is bounded at ten times what it was moved by, and each is
+    bounded well below what the radius allows."""
+    model = architecture("gated", "residual", gate_caps=(0.9,), front=front, feed_forward=5, units=8, norm_epsilon=0.25)
+    for seed in range(3):
+        weights, generator = random_weights(model, seed), np.random.default_rng(seed)
+        for name in weights:
+            if "mix" in name or "feed_forward_out" in name:
+                weights[name] *= np.float32(0.3)
+        window = generator.integers(model.vocabulary_size, size=24)
+        request, gaps = RequestBound(model, weights), leads(model, weights, generator)
+        bound = request(window[None])
+        said = Top1(model, weights, request).moved(bound, gaps, np.zeros(len(gaps), np.intp))
+        found = ends(Reference(model, weights), Adversary(model, weights), window, gaps, generator)
+        seen = np.abs((found - bound.hidden) @ gaps.T).max(axis=0)
+        assert (seen <= said).all()
+        assert (said < 10 * seen).all()
+        assert (said < 0.7 * np.linalg.norm(gaps, axis=1) * bound.radius[0]).all()
+
+
+def test_of_no_lead_at_all_nothing_is_said() -> None:
+    model = architecture("gated", "residual", layers=2, feed_forward=5)
+    weights = random_weights(model, seed=0)
+    request = RequestBound(model, weights)
+    for count in (1, 2):
+        bound = request(np.ones((count, 4), dtype=np.int64))
+        assert Top1(model, weights, request).moved(bound, np.zeros((0, 6)), np.zeros(0, np.intp)).shape == (0,)
+
+
+def test_what_comes_from_below_counts_in_full_and_no_more() -> None:
+    """A stream that is `off` from the exact one, where the cut is long forgotten: along a lead's gradient, that is all
+    it takes to move the lead as far as it is said to move."""
+    model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
+    weights, off = random_weights(model, seed=0), 1e-3
+    request, gaps = RequestBound(model, weights), leads(model, weights, np.random.default_rng(0))
+    exact = request(np.random.default_rng(0).integers(model.vocabulary_size, size=(1, 80)))
+    states, errors = [step.state[0] for step in exact.steps], [step.error[0].box for step in exact.steps]
+    for gap in gaps:
+        aim = np.ones(model.hidden)
+        for _ in range(8):  # of all streams that far away, the one that moves the lead most
+            bound = request.resume(exact.stream + off * aim / np.linalg.norm(aim), np.array([80]), states, errors, off)
+            assert bound.norm is not None
+            aim = bound.norm.pull((gap * weights["norm.weight"])[None], np.zeros(1, np.intp))[0][0]
+        seen = abs(gap @ (exact.hidden - bound.hidden)[0])
+        said = Top1(model, weights, request).moved(bound, gap[None], np.zeros(1, np.intp))[0]
+        assert 0.5 * said < seen <= said
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
+def test_all_tokens_at_once_are_bounded_nearly_as_each_alone(front: dict[str, int] | None, layers: int) -> None:
+    """And never below what is seen, nor is the variation far above it."""
+    fields = {"feed_forward": 5, "units": 8, "norm_epsilon": 0.25, "front": front}
+    model = architecture("gated", "residual", layers, gate_caps=(0.9,) * layers, **fields)
+    for seed in range(3):
+        weights, generator = random_weights(model, seed), np.random.default_rng(seed)
+        for name in weights:
+            if name.startswith("layers.") and weights[name].ndim == 2:
+                weights[name] *= np.float32(0.3)
+        request, reference = RequestBound(model, weights), Reference(model, weights)
+        top1, window = Top1(model, weights, request), generator.integers(model.vocabulary_size, size=(2, 14))
+        bound = request(window)
+        for row in range(2):
+            shares = shares_of(reference.logits(bound.hidden[row]))
+            gaps = reference.head - shares @ reference.head
+            along = top1._stream(bound, bound.norm.along(np.array([row])), np.array([row]))[0]
+            together = top1._margins.moved(bound, row, shares, along)
+            alone = top1.moved(bound, gaps, np.full(len(gaps), row))
+            assert (together <= 1.2 * alone + 0.01 * np.median(alone)).all()
+            found = ends(reference, Adversary(model, weights), window[row], gaps, generator)
+            assert (np.abs((found - bound.hidden[row]) @ gaps.T).max(axis=0) <= together).all()
+            variation = np.abs(shares_of(reference.logits(found)) - shares).sum(axis=1).max() / 2
+            assert variation <= top1.variation(bound)[row] < 40 * variation
+            assert top1.variation(bound)[row] < np.tanh(head_diameter(reference.head) * bound.radius[row] / 4)

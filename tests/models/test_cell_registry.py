@@ -1,0 +1,127 @@
+"""Every cell has all of its parts, or says why not; and the parts of each cell work together."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.models.bundles import PROVENANCE, words_tokenizer
+from tests.models.random_models import architecture
+from tests.training.audit.foreign_models import TORCH_CELLS
+from wane.models.bundle import Bundle, verify_graphs
+from wane.models.cell_registry import CELLS, PARTS, Cell, Part, load
+from wane.models.certificate import certify
+from wane.models.constraints import project
+from wane.models.export import export_bundle
+from wane.models.export.parity import OnnxGraphs
+from wane.models.networks import Network
+from wane.models.reference import Reference
+from wane.training.audit.checkpoint import read_checkpoint
+from wane.training.audit.model import import_model
+
+ROOT = Path(__file__).parents[2]
+
+DEFINED: dict[Part, tuple[str, ...]] = {
+    "torch": ("build",),
+    "oracle": ("step",),
+    "certificate": ("build_layer", "moved"),
+    "constraint": ("constrain",),
+    "export": ("build",),
+}
+"""The functions that a cell's file of each part defines."""
+
+CONTRACTION = 0.75
+
+
+def test_every_cell_that_a_manifest_may_name_has_its_line() -> None:
+    assert set(get_args(Cell)) == set(CELLS)
+    assert set(get_args(Part)) == set(PARTS) == set(DEFINED)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_has_the_part_or_states_why_it_has_none(cell: Cell, part: Part) -> None:
+    if part in CELLS[cell].missing:
+        assert CELLS[cell].missing[part]
+        assert find_spec(f"{PARTS[part]}.{CELLS[cell].module}") is None
+    else:
+        for function in DEFINED[part]:
+            assert callable(getattr(load(part, cell), function))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_folder_of_parts_holds_the_cells_files_and_no_others(part: Part) -> None:
+    files = {path.stem for path in (ROOT / PARTS[part].replace(".", "/")).glob("*.py")} - {"__init__"}
+    assert files == {info.module for info in CELLS.values() if part not in info.missing}
+
+
+def test_the_audit_imports_every_recurrent_layer_of_torch_and_states_why_no_other_cell() -> None:
+    layers = {kind for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.RNNBase)}
+    assert set(TORCH_CELLS.values()) == layers - {nn.RNNBase}
+    assert all(info.missing["audit"] for cell, info in CELLS.items() if cell not in TORCH_CELLS)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_small_model_is_built_constrained_exported_certified_and_held_against_the_oracle(
+    tmp_path: Path, cell: Cell
+) -> None:
+    model = architecture(cell, layers=2, gate_caps=(CONTRACTION,) * 2 if CELLS[cell].input_gated else ())
+    torch.manual_seed(0)
+    network = Network(model)
+    with torch.no_grad():
+        for tensor in network.layers.parameters():
+            tensor.mul_(4)
+    weights = network.weights()
+    before = certify(model, {name: tensor.numpy() for name, tensor in weights.items()}, 8, None)
+    assert any(layer.factor > CONTRACTION for layer in before.layers) is ("constraint" not in CELLS[cell].missing)
+    project(network, [CONTRACTION] * 2)
+    written = export_bundle(
+        tmp_path / "model",
+        architecture=model,
+        weights={name: tensor.numpy() for name, tensor in weights.items()},
+        vocabulary_kind="words",
+        tokenizer_json=words_tokenizer(),
+        name="model",
+        version="1",
+        description="",
+        window=8,
+        max_window=128,
+        quality=None,
+        provenance=PROVENANCE,
+        sample_tokens=np.random.default_rng(0).integers(11, size=30).tolist(),
+        torch_network=network,  # refused unless torch, the oracle and the graphs agree
+    )
+    bundle = Bundle.read(tmp_path / "model")  # refused unless the certificate is that of the weights
+    assert bundle.manifest == written
+    assert all(layer.factor <= CONTRACTION for layer in written.certificate.layers)
+    assert written.certificate.certified
+    run = OnnxGraphs(bundle).run
+    assert 0 < verify_graphs(bundle, run) < 1e-5
+    outputs = run("window", {"tokens": np.array([[1, 2, 3]]), "lengths": np.array([3])})
+    assert ("radius" in outputs) is CELLS[cell].input_gated
+
+
+@pytest.mark.parametrize("cell", TORCH_CELLS)
+def test_the_oracle_computes_with_an_imported_checkpoint_what_torch_s_own_layer_does(
+    tmp_path: Path, cell: Cell
+) -> None:
+    relu = {"nonlinearity": "relu"} if cell == "rnn_relu" else {}
+    torch.manual_seed(0)
+    embedding, recurrent, head = nn.Embedding(11, 5), TORCH_CELLS[cell](5, 6, **relu), nn.Linear(6, 11)
+    parts = nn.ModuleDict({"embedding": embedding, "rnn": recurrent, "head": head})
+    torch.save(parts.state_dict(), tmp_path / "model.pt")
+    model = import_model(read_checkpoint(tmp_path / "model.pt"), **relu)
+    assert model.architecture.cell == cell
+    tokens, reference = [3, 7, 1, 3], Reference(model.architecture, model.weights)
+    state = reference.zero_state(1)
+    for token in tokens:
+        logits, _, state = reference.step(np.array([token]), state)
+    with torch.no_grad():
+        expected = head(recurrent(embedding(torch.tensor(tokens)[:, None]))[0])[-1]
+    np.testing.assert_allclose(logits, expected.numpy(), atol=1e-6)

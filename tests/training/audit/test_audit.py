@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from wane.training.__main__ import main
+
+from tests.training.audit.foreign_models import VOCABULARY, Plain, saved
+from tests.training.audit.test_vocabulary import byte_level
+from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
+from wane.models.bundle import Bundle
+from wane.models.certificate import certify
+from wane.service.runners.onnx import OnnxRunner
+from wane.training.audit.report import AuditReport
+from wane.training.config import ModelConfig
+from wane.training.data import data_kind, load_whole
+from wane.training.errors import DataError
+from wane.training.run import train
+
+NAMES = ("</s>", "<unk>", *"abcdefghijk")
+assert len(NAMES) == VOCABULARY
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with events, their names, and a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    torch.set_num_threads(1)
+    generator = np.random.default_rng(0)
+    sequences = [[NAMES[2 + index] for index in generator.integers(11, size=12)] for _ in range(30)]
+    write_events(tmp_path / "events.jsonl", sequences)
+    (tmp_path / "names.json").write_text(json.dumps(NAMES))
+    return tmp_path
+
+
+def calm(module: Plain, recurrent: float) -> Plain:
+    """The module with its recurrent matrix scaled: small enough, it is proved to forget."""
+    with torch.no_grad():
+        module.get_submodule("rnn").weight_hh_l0.mul_(recurrent)  # type: ignore[operator, union-attr]
+    return module
+
+
+def audited(folder: Path, *options: str) -> AuditReport:
+    command = [
+        "audit",
+        str(folder / "model.pt"),
+        "--data",
+        str(folder / "events.jsonl"),
+        "--positions",
+        "20",
+        "--threads",
+        "1",
+    ]
+    assert main([*command, "--vocabulary", str(folder / "names.json"), "--max-window", "16", *options]) == 0
+    return AuditReport.model_validate_json((folder / "audits" / "model" / "audit.json").read_text())
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+def test_a_checkpoint_becomes_a_bundle_that_answers_as_torch_does(folder: Path, cell: str) -> None:
+    module = Plain(cell, num_layers=2)
+    saved(folder / "model.pt", {"state_dict": module.state_dict()})
+    report = audited(folder, "--export", str(folder / "bundles"))
+    bundle = Bundle.read(folder / "bundles" / "model")
+    sequence = [0, 3, 4, 1, 12, 5, 0, 7]
+    tokens = np.array([sequence], dtype=np.int64)
+    outputs = OnnxRunner(bundle, "cpu", threads=1).run("window", {"tokens": tokens, "lengths": np.array([8])})
+    with torch.no_grad():
+        expected = module(torch.tensor(sequence)[:, None])[-1]
+    assert np.allclose(outputs["logits"], expected.numpy(), atol=1e-5)
+    assert bundle.vocabulary.encode_events(["a", "b", "what"]) == [2, 3, 1]
+
+    manifest = bundle.manifest
+    assert manifest.max_window == 16
+    assert manifest.window == (report.recommended.p99 or 16)
+    assert manifest.quality is not None
+    assert manifest.quality.recurrent["audit"] == report.perplexity
+    assert manifest.quality.window["audit"].positions == report.text.positions == 20
+    imported = manifest.provenance.config["imported"]
+    assert isinstance(imported, dict)
+    assert (imported["file"], imported["sha256"]) == ("model.pt", report.model.sha256)
+    assert imported["tensors"]["head.weight"] == "fc.weight"
+    assert "--data events.jsonl" in manifest.provenance.command
+    assert str(folder) not in manifest.model_dump_json()
+    assert str(folder) not in report.model_dump_json()
+
+
+def test_the_certificate_is_the_weights_and_its_margins_say_by_how_much(folder: Path) -> None:
+    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="tanh"), 0.3).state_dict())
+    report = audited(folder)
+    assert report.certificate.contractive
+    best = [margin for margin in report.margins if margin.best]
+    assert [margin.layer for margin in best] == [0]
+    assert best[0].factor == report.certificate.layers[0].factor
+    assert best[0].margin == pytest.approx(1 - best[0].factor)
+    k = report.recommended.certified
+    assert k is not None
+    assert report.certificate.error_bound_at(k) <= 1e-2
+    for at in report.windows:  # what is proved is at least what was seen
+        bound = report.certificate.state_error_at(at.k)
+        assert bound is not None
+        assert at.distance.max <= bound + 1e-5
+
+
+def test_what_is_not_certified_is_said_with_its_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", calm(Plain("rnn_tanh"), 9.0).state_dict())
+    report = audited(folder)
+    assert not report.certificate.certified
+    assert report.recommended.certified is None
+    assert all(margin.margin < 0 for margin in report.margins if margin.margin is not None)
+    printed = capsys.readouterr().out
+    assert "not certified: " in printed
+    assert str(report.certificate.reason)[:40] in printed
+    assert "measured at 20 positions spread evenly over the text (all of the data that was given)" in printed
+    assert "proved, for every text              none" in printed
+
+
+def test_a_model_that_diverges_is_reported_as_one_without_measured_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder / "model.pt", Plain("rnn_tanh").state_dict())
+    audited(folder)
+    plot = folder / "audits" / "model" / "audit.png"
+    assert plot.exists()
+    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    capsys.readouterr()
+    report = audited(folder, "--nonlinearity", "relu")
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"the never-interrupted run overflows float32 at token \d+", str(report.unmeasured))
+    assert f"nothing is measured: {report.unmeasured}" in printed
+    assert "not certified: layer 0 is not proved to forget" in printed
+    assert not report.certificate.certified
+    assert len(report.margins) > 1
+    assert (report.perplexity, report.windows, report.gradients) == (None, (), ())
+    assert (report.text.tokens, report.text.positions, report.text.gradient_positions) == (390, 0, 0)
+    recommended = report.recommended
+    assert (recommended.p99, recommended.max, recommended.certified, recommended.perplexity) == (None,) * 4
+    assert not plot.exists()  # it was of another model
+    assert "audit.png" not in printed
+
+
+def test_a_model_that_diverges_is_not_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--nonlinearity", "relu"]
+    assert main([*command, "--max-window", "8", "--threads", "1", "--export", "bundles"]) == 2
+    told = capsys.readouterr().out
+    assert "bundles/model was not written: the never-interrupted run overflows float32 at token" in told
+    assert not (folder / "bundles").exists()
+    assert (folder / "audits" / "model" / "audit.json").exists()
+
+
+@pytest.mark.parametrize("zero", ["fc", "rnn", ""])
+def test_a_model_of_zeros_is_reported_plotted_and_exported(
+    folder: Path, capsys: pytest.CaptureFixture[str], zero: str
+) -> None:
+    module = Plain()
+    with torch.no_grad():
+        for parameter in module.get_submodule(zero).parameters():
+            parameter.zero_()
+    saved(folder / "model.pt", module.state_dict())
+    report = audited(folder, "--export", "bundles")
+    assert all(at.gradient.max == 0 for at in report.gradients)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "in an input i tokens before it: median 0 at i = 0 recommended k" in printed
+    assert (folder / "audits" / "model" / "audit.png").read_bytes().startswith(b"\x89PNG")
+    assert Bundle.read(folder / "bundles" / "model").manifest.max_window == 16
+
+
+def test_the_report_holds_table_plot_and_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    report = audited(folder, "--tolerance", "0.05", "--report", "audits/model")
+    printed = capsys.readouterr().out
+    assert [at.k for at in report.windows] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert [at.i for at in report.gradients] == [0, 1, 2, 3, 4, 6, 8, 12]
+    assert all(re.search(rf"\n *{at.k} +\d", printed) for at in report.windows)
+    assert "recommended k, total variation 0.05" in printed
+    assert report.recommended.tolerance == 0.05
+    assert (report.text.tokens, report.text.words, report.text.unknown) == (390, None, 0)
+    assert list(report.text.files) == ["events.jsonl"]
+    assert report.text.behind == 32
+    plot = (folder / "audits" / "model" / "audit.png").read_bytes()
+    assert plot.startswith(b"\x89PNG")
+
+
+def test_a_text_is_read_up_to_the_tokens_that_were_asked_for(folder: Path) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    assert audited(folder, "--tokens", "100").text.tokens == 7 * 13
+    assert audited(folder, "--tokens", "9999").text.tokens == 390
+
+
+def test_a_short_text_leaves_out_the_windows_that_it_cannot_show(folder: Path) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    report = audited(folder, "--tokens", "52")
+    assert report.text.tokens == 52
+    assert max(at.k for at in report.windows) == 12
+
+
+def test_a_bundle_is_audited_too(folder: Path) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    first = audited(folder, "--export", str(folder / "bundles"))
+    command = ["audit", str(folder / "bundles" / "model"), "--data", str(folder / "events.jsonl")]
+    assert main([*command, "--positions", "20", "--max-window", "16", "--report", "again"]) == 0
+    second = AuditReport.model_validate_json((folder / "again" / "audit.json").read_text())
+    assert (second.model.source, second.model.sha256) == ("bundle", None)
+    assert second.windows == first.windows
+    assert second.margins == first.margins
+    assert first.certificate.rounding is None
+    assert second.certificate == Bundle.read(folder / "bundles" / "model").manifest.certificate
+
+
+def test_a_text_model_with_a_tokenizer_is_audited_on_a_folder_of_text(folder: Path) -> None:
+    (folder / "texts" / "more").mkdir(parents=True)
+    (folder / "texts" / "a.txt").write_text("the cat sat on the mat\n" * 20)
+    (folder / "texts" / "more" / "b.txt").write_text("the dog sat on the log\n" * 20)
+    tokenizer = byte_level(folder / "tokenizer.json", ["<|endoftext|>"])
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Embedding(tokenizer.get_vocab_size(), 6),
+            "lstm": torch.nn.LSTM(6, 6),
+            "fc": torch.nn.Linear(6, tokenizer.get_vocab_size()),
+        }
+    )
+    saved(folder / "model.pt", model.state_dict())
+    command = ["audit", "model.pt", "--data", "texts", "--tokenizer", "tokenizer.json", "--positions", "9"]
+    assert main([*command, "--max-window", "8", "--export", "bundles", "--name", "cats"]) == 0
+    report = AuditReport.model_validate_json(Path("audits/cats/audit.json").read_text())
+    assert list(report.text.files) == ["a.txt", str(Path("more") / "b.txt")]
+    assert report.text.words == 40 * 7
+    assert report.perplexity is not None
+    assert report.perplexity.per_word is not None
+    bundle = Bundle.read(Path("bundles/cats"))
+    theirs = Tokenizer.from_file("tokenizer.json")
+    assert bundle.vocabulary.encode("the cat") == theirs.encode("the cat").ids
+    assert certify(bundle.manifest.architecture, bundle.weights(), 8, None) == report.certificate
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no text: name a file or folder with --data"),
+        (["--data", "events.jsonl"], "give --tokenizer tokenizer.json or --vocabulary NAMES"),
+        (["--data", "none.jsonl", "--vocabulary", "names.json"], "none.jsonl: No such file or directory"),
+        (
+            ["--data", "events.jsonl", "--vocabulary", "short.json"],
+            "short.json has 3 tokens, model.pt: embedding.weight has 13 rows: not the vocabulary",
+        ),
+        (["--data", "short.jsonl", "--vocabulary", "names.json"], "the text has 6 tokens, too few for windows of 8"),
+        (["--data", "events.jsonl", "--vocabulary", "names.json", "--map", "x=y"], "--map x=y: expected NAME=THEIRS"),
+        (["--data", "bad.jsonl", "--vocabulary", "names.json"], "bad.jsonl, line 2: not JSON"),
+        (["--data", ".", "--vocabulary", "names.json"], "holds both text and events (JSON lines, such as bad.jsonl)"),
+        (["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"], "model.pt: File exists"),
+        (["--tolerance", "2"], "'2' is not a number between 0 and 1"),
+        (["--name", "a b"], "'a b' is not a name"),
+        (["--max-window", "65537"], "argument --max-window: 65537 is more than 65536, the largest window there is"),
+        (["--max-window", "0"], "argument --max-window: '0' is not a whole number from 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    (folder / "short.json").write_text('["</s>", "a", "b"]')
+    (folder / "short.jsonl").write_text('["a", "b"]\n["c"]\n')
+    (folder / "bad.jsonl").write_text('["a", "b"]\n[')
+    try:
+        status: object = main(["audit", "model.pt", "--max-window", "16", *options])
+    except SystemExit as ended:  # argparse's own way out
+        status = ended.code
+    told = capsys.readouterr()
+    assert status == 2
+    assert message in told.out + told.err
+
+
+def test_a_folder_is_not_exported_and_one_that_is_nothing_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["audit", str(folder), "--data", "events.jsonl"]
+    assert main(command) == 2
+    assert "is neither a checkpoint, a run nor a bundle" in capsys.readouterr().out
+    assert main([*command, "--export", "bundles"]) == 2
+    assert "--export is for checkpoints" in capsys.readouterr().out
+
+
+def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    audited(folder, "--export", "bundles")
+    before = (folder / "bundles" / "model" / "weights.safetensors").read_bytes()
+    (folder / "audits" / "model" / "audit.json").unlink()
+    capsys.readouterr()
+    with torch.no_grad():
+        module = Plain()
+        module.get_submodule("fc").get_parameter("bias").add_(1)
+    saved(folder / "model.pt", module.state_dict())
+    command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "16"]
+    assert main([*command, "--export", "bundles"]) == 2
+    told = capsys.readouterr().out
+    assert "bundles/model was not written: a bundle is there already: version 1, perplexity " in told
+    assert "the new bundle: version 1, not evaluated; --replace replaces it" in told
+    assert not (folder / "audits" / "model" / "audit.json").exists()  # refused before anything was measured
+    assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() == before
+    audited(folder, "--export", "bundles", "--replace")
+    assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() != before
+
+
+def test_a_bundle_that_cannot_be_written_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    (folder / "file").write_text("")
+    command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "8"]
+    assert main([*command, "--positions", "5", "--export", "file"]) == 2
+    assert "file/model was not written" in capsys.readouterr().out
+
+
+def test_whole_data_is_every_line_in_order_and_counts_its_words() -> None:
+    corpus = text_corpus()
+    whole = load_whole(REAL_TEXT, corpus.vocabulary, corpus.tokenizer_json, 10**6)
+    parts = [corpus.streams[split] for split in ("train", "valid", "test")]
+    assert whole.streams["audit"].tolist() == [*parts[0], *parts[1][1:], *parts[2][1:]]
+    assert whole.words["audit"] == sum(corpus.words.values())
+    assert whole.hashes == corpus.hashes
+    part = load_whole(REAL_TEXT, corpus.vocabulary, corpus.tokenizer_json, 100).streams["audit"]
+    assert 50 < len(part) <= 101
+    assert part.tolist() == whole.streams["audit"][: len(part)].tolist()
+    assert part[-1] == corpus.vocabulary.eos_id
+
+
+def test_a_run_is_audited_on_its_validation_split(folder: Path) -> None:
+    train(experiment(ModelConfig(cell="gated", hidden=8)), None, folder / "run", None, "none", Console(quiet=True))
+    assert main(["audit", str(folder / "run"), "--positions", "9", "--max-window", "8", "--threads", "1"]) == 0
+    report = AuditReport.model_validate_json(Path("audits/run/audit.json").read_text())
+    corpus = text_corpus()
+    assert (report.model.source, report.text.split) == ("run", "its valid split")
+    assert report.text.tokens == len(corpus.streams["valid"]) - 1
+    assert report.text.words == corpus.words["valid"]
+    assert main(["audit", str(folder / "run"), "--tokens", "60", "--max-window", "8", "--threads", "1"]) == 0
+    short = AuditReport.model_validate_json(Path("audits/run/audit.json").read_text())
+    assert short.perplexity is not None
+    assert (short.text.tokens, short.text.words, short.perplexity.per_word) == (60, None, None)
+
+
+def test_a_single_window_of_one_token_is_enough(folder: Path) -> None:
+    saved(folder / "model.pt", Plain().state_dict())
+    report = audited(folder, "--max-window", "1", "--positions", "1")
+    assert ([at.k for at in report.windows], [at.i for at in report.gradients]) == ([1], [0])
+    assert report.windows[0].distance.median == report.windows[0].distance.max
+
+
+def test_data_is_events_by_its_files_names(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.ndjson"):
+        (tmp_path / name).write_text('["x"]\n')
+    assert data_kind(tmp_path) == "events"
+    assert data_kind(tmp_path / "a.txt") == "text"
+    (tmp_path / "c.txt").write_text("x")
+    with pytest.raises(DataError, match="holds both text and events"):
+        data_kind(tmp_path)

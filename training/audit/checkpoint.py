@@ -1,0 +1,124 @@
+"""A checkpoint from elsewhere as named tensors: what `torch.save` or safetensors wrote, without running any of it.
+
+A file may hold the tensors themselves or dictionaries of them, as training scripts write: `{"state_dict": ...}`,
+`{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. Names are joined with dots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from wane.training.audit.tensor_names import PART
+from wane.training.errors import ForeignError
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a file. `inside`: the dotted key that they stood under, "" for the whole file."""
+
+    path: Path
+    sha256: str
+    inside: str
+    tensors: Tensors
+
+
+def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
+    """Reads a file. `inside`: the key of the tensors, where the file holds more than one model.
+
+    Raises ForeignError: it cannot be read, holds more than data, or no recurrent model, or several.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ForeignError(f"{path}: {error.strerror}") from error
+    if data[8:9] == b"{" and not data.startswith(b"PK"):
+        tree: object = _safetensors(path, data)
+    else:
+        tree = _torch(path)
+    if not isinstance(tree, Mapping):
+        raise ForeignError(f"{path}: holds a {type(tree).__name__}, expected named tensors: save model.state_dict()")
+    found = _model(path, tree) if inside is None else inside
+    tensors = _flat(_at(path, tree, found))
+    if not tensors:
+        raise ForeignError(f"{path}: {found or 'the file'} holds no tensors")
+    return Checkpoint(path, hashlib.sha256(data).hexdigest(), found, tensors)
+
+
+def _safetensors(path: Path, data: bytes) -> object:
+    try:
+        return load_safetensors(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ForeignError(f"{path}: not a safetensors file: {error}") from error
+
+
+def _torch(path: Path) -> object:
+    """With weights_only: a pickle that asks for anything but tensors and plain containers is refused, not run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged archive raises nearly anything
+        if isinstance(error, pickle.UnpicklingError) and (asked := re.search(r"GLOBAL (\S+)", str(error))):
+            raise ForeignError(
+                f"{path}: holds {asked.group(1)}, which would have to be run to be read; nothing of a checkpoint is "
+                "run here. Where it was made, save the tensors alone: torch.save(model.state_dict(), ...)"
+            ) from error
+        if "TorchScript" in str(error):
+            raise ForeignError(
+                f"{path}: a TorchScript archive, which is a program; save its tensors alone: "
+                "torch.save(torch.jit.load(...).state_dict(), ...)"
+            ) from error
+        told = re.search(r"WeightsUnpickler error: (.+)", str(error))
+        line = told.group(1) if told else f"{type(error).__name__} {error}".partition("\n")[0]
+        raise ForeignError(f"{path}: neither a torch checkpoint nor a safetensors file: {line.strip()}") from error
+
+
+def _flat(tree: Mapping[object, object], prefix: str = "") -> Tensors:
+    """Every tensor of a tree of dictionaries by its dotted name; what is no tensor is left out."""
+    found: Tensors = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Tensor):
+            found[name] = value.detach()
+        elif isinstance(value, Mapping):
+            found |= _flat(value, f"{name}.")
+    return found
+
+
+def _is_model(tensors: Tensors) -> bool:
+    """Whether there is a recurrent layer and, beside it, another matrix."""
+    recurrent = [name for name in tensors if PART.match(name)]
+    return bool(recurrent) and any(tensor.dim() == 2 for name, tensor in tensors.items() if name not in recurrent)
+
+
+def _model(path: Path, tree: Mapping[object, object], prefix: str = "") -> str:
+    """The dotted key of the smallest dictionary that holds a whole model, "" for the file itself."""
+    inner = [key for key, value in tree.items() if isinstance(value, Mapping) and _is_model(_flat(value))]
+    if len(inner) > 1:
+        keys = ", ".join(f"{prefix}{key}" for key in inner)
+        raise ForeignError(f"{path}: holds several models: {keys}; choose one with --state-dict KEY")
+    if inner:
+        return _model(path, cast("Mapping[object, object]", tree[inner[0]]), f"{prefix}{inner[0]}.")
+    return prefix.removesuffix(".")
+
+
+def _at(path: Path, tree: Mapping[object, object], inside: str) -> Mapping[object, object]:
+    """The dictionary under a dotted key."""
+    for key in inside.split(".") if inside else ():
+        branch = tree.get(key)
+        if not isinstance(branch, Mapping):
+            known = ", ".join(str(name) for name, value in tree.items() if isinstance(value, Mapping)) or "none"
+            raise ForeignError(f"{path}: --state-dict {inside}: there is no dictionary {key!r}; there are: {known}")
+        tree = branch
+    return tree

@@ -1,0 +1,163 @@
+"""The recurrent layers of a checkpoint: which tensors they are, in which order, of which cell."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from wane.models.cell_registry import CELLS, Cell
+from wane.training.audit.tensor_map import Array, TensorMap
+from wane.training.audit.tensor_names import PART, PARTS
+
+TORCH_CELLS: dict[int, Cell] = {
+    info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
+}
+"""The cells that `torch.nn` has too, by blocks of rows in the recurrent matrix; of an RNN the first, with tanh."""
+
+Names = dict[str, str]
+"""One layer's tensors, by part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Bottom to top. `sizes`: units of each; `inputs`: features that the first one reads."""
+
+    cell: Cell
+    names: list[Names]
+    sizes: list[int]
+    inputs: int
+
+
+def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
+    """The recurrent layers of the tensors; they have their places then. Raises ForeignError."""
+    found: dict[tuple[str, int], Names] = {}
+    for name in sorted(tensors.unassigned):
+        if (match := PART.match(name)) is None:
+            continue
+        if match["reverse"]:
+            raise tensors.error(f"{name}: the layer is bidirectional; what reads the future cannot predict it")
+        if match["part"] == "weight_hr":
+            raise tensors.error(f"{name}: the LSTM projects its output (proj_size); Wane's cells have no such matrix")
+        found.setdefault((match["prefix"], int(match["layer"] or 0)), {})[match["part"]] = name
+    names = _mapped(tensors, found) or _ordered(tensors, found)
+    if not names:
+        raise tensors.error(
+            "no recurrent layer: no tensor is named as those of torch.nn.RNN, GRU or LSTM are (weight_ih_l0, "
+            f"weight_hh_l0), and --map names none. There are: {tensors.listing()}"
+        )
+    for index, layer in enumerate(names):
+        for part in ("weight_ih", "weight_hh"):
+            if part not in layer:
+                raise tensors.error(f"layer {index} ({', '.join(layer.values())}) has no {part}")
+        tensors.unassigned -= set(layer.values())
+    return _checked(tensors, names, nonlinearity)
+
+
+def _mapped(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
+    """The layers that --map names, where it names any."""
+    layers: dict[int, Names] = {}
+    modules = {prefix.rstrip("._"): parts for (prefix, layer), parts in found.items() if layer == 0}
+    for ours, theirs in tensors.mapping.items():
+        if not ours.startswith("layers."):
+            continue
+        index, _, part = ours.removeprefix("layers.").partition(".")
+        layer = layers.setdefault(int(index), {})
+        if part:
+            layer[part] = tensors.mapped(ours) or ""
+        elif theirs in modules:
+            layer |= modules[theirs]
+        else:
+            known = ", ".join(sorted(modules)) or "none"
+            raise tensors.error(f"--map {ours}={theirs}: no recurrent module has that name; there are: {known}")
+    if sorted(layers) != list(range(len(layers))):
+        raise tensors.error(f"--map names the layers {sorted(layers)}: they are counted from 0, bottom to top")
+    return [layers[index] for index in sorted(layers)]
+
+
+def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
+    """Layers of one module by their number; modules whose names differ by a number (`cells.0`) by that."""
+    prefixes = {prefix for prefix, _ in found}
+    if len({re.sub(r"\d+", "", prefix) for prefix in prefixes}) > 1:
+        known = ", ".join(sorted(prefix.rstrip("._") for prefix in prefixes))
+        raise tensors.error(
+            f"several recurrent modules ({known}), whose order is not to be told from their names; "
+            "tell it: --map layers.0=MODULE --map layers.1=MODULE"
+        )
+
+    def place(key: tuple[str, int]) -> tuple[list[int], int]:
+        return [int(number) for number in re.findall(r"\d+", key[0])], key[1]
+
+    return [found[key] for key in sorted(found, key=place)]
+
+
+def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:
+    """The layers, once their shapes have been held against each other."""
+    cells: list[Cell] = []
+    sizes: list[int] = []
+    for layer in names:
+        name = layer["weight_hh"]
+        rows, hidden = tensors.matrix(name)
+        if hidden == 0 or rows % hidden or rows // hidden not in TORCH_CELLS:
+            known = ", ".join(f"{n * hidden} ({CELLS[cell].module.upper()})" for n, cell in sorted(TORCH_CELLS.items()))
+            raise tensors.error(f"{name} has shape [{rows}, {hidden}]: the rows of {hidden} units may be {known}")
+        fed = tensors.matrix(layer["weight_ih"])
+        expected = (rows, sizes[-1] if sizes else fed[1])
+        if fed != expected:
+            below = f", over a layer of {sizes[-1]} units" if sizes else ""
+            raise tensors.error(
+                f"{layer['weight_ih']} has shape {list(fed)}, expected {list(expected)} "
+                f"beside {name} [{rows}, {hidden}]{below}"
+            )
+        for part in ("bias_ih", "bias_hh"):
+            if part in layer:
+                tensors.expect(layer[part], (rows,))
+        cells.append(TORCH_CELLS[rows // hidden])
+        sizes.append(hidden)
+    if len(set(cells)) > 1:
+        raise tensors.error(f"layers of different cells ({', '.join(cells)}); in Wane's stack all are of one")
+    return Layers(_cell(tensors, cells[0], nonlinearity), names, sizes, tensors.matrix(names[0]["weight_ih"])[1])
+
+
+def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
+    if CELLS[cell].module != "rnn":
+        if nonlinearity is not None:
+            raise tensors.error(f"--nonlinearity is for an RNN; by its rows this is a {cell.upper()}")
+        return cell
+    if nonlinearity is None:
+        tensors.notes.append(
+            "a file does not say an RNN's nonlinearity: taken to be tanh (or give --nonlinearity relu)"
+        )
+    return "rnn_relu" if nonlinearity == "relu" else "rnn_tanh"
+
+
+def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
+    """The layers' weights by Wane's names, all as wide as the widest.
+
+    A narrower layer is filled up with units whose every weight is 0: they start at 0, stay at 0 in every cell
+    (tanh(0) = 0) and feed 0 upward, so no output changes.
+    """
+    hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
+    if len(set(layers.sizes)) > 1:
+        tensors.notes.append(
+            f"layers of {', '.join(map(str, layers.sizes))} units: the narrower are filled up to {hidden} with units "
+            "that stay at zero, which changes no output"
+        )
+    weights: dict[str, Array] = {}
+    missing: list[str] = []
+    for index, layer in enumerate(layers.names):
+        more = hidden - layers.sizes[index]
+        below = hidden - layers.sizes[index - 1] if index else 0
+        columns = {"weight_ih": [(0, below)], "weight_hh": [(0, more)]}
+        for part in PARTS:
+            ours = f"layers.{index}.cell.{part}_l0"
+            if part in layer:
+                blocks = np.split(tensors.take(ours, layer[part]), gates)
+                weights[ours] = np.concatenate([np.pad(block, [(0, more), *columns.get(part, [])]) for block in blocks])
+            else:
+                missing.append(f"{part} of layer {index}")
+                weights[ours] = np.zeros(gates * hidden, np.float32)
+    if missing:
+        tensors.notes.append(f"biases that are not in the file are zeros: {', '.join(missing)}")
+    return weights

@@ -1,0 +1,241 @@
+"""What an audit found: `audit.json`, and the same as tables.
+
+The schema is stable: a field is never renamed or given another meaning without a higher `schema_version`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from wane.models.manifest import Architecture, Certificate, Frozen, Perplexity, Positive, Sha256
+from wane.training.audit.forgetting import AtLag, AtWindow, Spread
+
+
+class AuditedModel(Frozen):
+    """What was audited. `tensors`: where each of Wane's weights stood in the file. `notes`: assumed or converted."""
+
+    source: Literal["checkpoint", "bundle", "run"]
+    file: str
+    sha256: Sha256 | None
+    architecture: Architecture
+    parameters: Positive
+    tensors: dict[str, str]
+    notes: tuple[str, ...]
+
+
+class AuditedText(Frozen):
+    """The sample. `unknown`: tokens that are `<unk>`; `positions`: where windows and the whole past were compared, each
+    with at least `behind` tokens before it; `gradient_positions`: those of them that were run backwards. Both are 0
+    where nothing could be measured.
+    """
+
+    split: str
+    files: dict[str, Sha256]
+    tokens: Positive
+    words: int | None
+    unknown: int
+    positions: int = Field(ge=0)
+    behind: Positive
+    gradient_positions: int = Field(ge=0)
+
+
+class Margin(Frozen):
+    """A sufficient condition for a layer to forget: it holds where `factor` < 1. `margin` is 1 - factor: negative, it
+    says by how much the condition fails. Null where the rule does not apply. `best`: the one that the layer goes by.
+    """
+
+    layer: int
+    rule: str
+    norm: str
+    factor: float | None
+    margin: float | None
+    best: bool
+
+
+class Recommended(Frozen):
+    """Windows for a tolerance of total variation, each null where none of the evaluated ones is enough.
+
+    `p99`, `max`: the smallest evaluated k from which on that share of the positions was within it (measured).
+    `certified`: the smallest k from which on every token of every text is (proved).
+    `perplexity`: the smallest evaluated k from which on the perplexity is within 0.5 % of recurrent (measured).
+    """
+
+    tolerance: float = Field(gt=0)
+    p99: Positive | None
+    max: Positive | None
+    certified: Positive | None
+    perplexity: Positive | None
+
+
+class AuditReport(Frozen):
+    """The whole of `audit.json`. `perplexity`: recurrent, over all of the text. Distances: 2-norm of what the output
+    layer reads. The certificate is of the float32 weights in exact arithmetic; of a bundle, its term for rounding is
+    added. What was measured is of float32 runs, which at large k stay apart by their rounding alone.
+
+    `unmeasured`: why there is nothing measured, of a model whose runs overflow: no perplexity, window or gradient.
+    """
+
+    schema_version: Literal[1] = 1
+    model: AuditedModel
+    text: AuditedText
+    perplexity: Perplexity | None
+    certificate: Certificate
+    margins: tuple[Margin, ...]
+    unmeasured: str | None = None
+    windows: tuple[AtWindow, ...]
+    gradients: tuple[AtLag, ...]
+    recommended: Recommended
+
+
+def margins(certificate: Certificate) -> tuple[Margin, ...]:
+    """Every condition that was tried on every layer, bottom to top."""
+    found = []
+    for layer in certificate.layers:
+        tried = [(one.rule, one.norm, one.factor) for one in layer.conditions]
+        if all((layer.rule, layer.norm) != one[:2] for one in tried):
+            tried.insert(0, (layer.rule, layer.norm, layer.factor))
+        found += [
+            Margin(
+                layer=layer.layer,
+                rule=rule,
+                norm=norm,
+                factor=factor,
+                margin=None if factor is None else 1 - factor,
+                best=(rule, norm) == (layer.rule, layer.norm),
+            )
+            for rule, norm, factor in tried
+        ]
+    return tuple(found)
+
+
+def show(report: AuditReport, console: Console) -> None:
+    """The report for people."""
+    model, text = report.model, report.text
+    architecture = model.architecture
+    console.print(
+        f"[bold]{escape(model.file)}[/]: {architecture.cell}, {architecture.layers} layer(s) of {architecture.hidden}, "
+        f"vocabulary {architecture.vocabulary_size:,}, {model.parameters:,} weights",
+        highlight=False,
+    )
+    for note in model.notes:
+        console.print(f"  [dim]- {escape(note)}[/]", highlight=False)
+    words = "" if text.words is None else f", {text.words:,} words"
+    console.print(
+        f"text: {text.tokens:,} tokens{words} of {len(text.files)} file(s), {text.unknown / text.tokens:.2%} unknown"
+        f"{_perplexity(report.perplexity)}",
+        highlight=False,
+    )
+    console.print(_margins(report))
+    certificate = report.certificate
+    if certificate.certified:
+        console.print("[bold green]certified[/]: the bound on the total variation falls to 1e-3 and stays there")
+    else:
+        console.print(f"[bold red]not certified[/]: {escape(certificate.reason or 'no reason')}", highlight=False)
+    if report.unmeasured is None:
+        _show_measured(report, console)
+    else:
+        console.print(f"[bold red]nothing is measured[/]: {escape(report.unmeasured)}", highlight=False)
+    console.print(_recommended(report.recommended))
+
+
+def _perplexity(found: Perplexity | None) -> str:
+    if found is None:
+        return ""
+    per_word = "" if found.per_word is None else f" ({found.per_word:.2f} a word)"
+    return f"; recurrent perplexity {found.per_token:.2f} a token{per_word}"
+
+
+def _show_measured(report: AuditReport, console: Console) -> None:
+    text = report.text
+    console.print(_forgetting(report))
+    console.print(
+        f"[dim]measured at {text.positions:,} positions spread evenly over the text ({text.split}), each with at least "
+        f"{text.behind} tokens behind it; gradients at {text.gradient_positions}[/]",
+        highlight=False,
+    )
+    if report.certificate.error_bound:
+        console.print(f"[dim]proved: {_rounding(report)}[/]", highlight=False)
+    console.print(_gradient(report), highlight=False)
+
+
+def _margins(report: AuditReport) -> Table:
+    table = Table(title="what would prove that a layer forgets: a factor below 1", box=box.SIMPLE_HEAD)
+    for heading in ("layer", "rule"):
+        table.add_column(heading)
+    for heading in ("factor", "margin: 1 - factor"):
+        table.add_column(heading, justify="right")
+    for one in report.margins:
+        factor = "does not apply" if one.factor is None else f"{one.factor:.4g}"
+        margin = "" if one.margin is None else f"{one.margin:+.4g}"
+        colour = "green" if one.margin is not None and one.margin > 0 else "red"
+        style = "bold" if one.best else "dim"
+        table.add_row(str(one.layer), escape(one.rule), factor, f"[{colour}]{margin}[/]", style=style)
+    return table
+
+
+def _forgetting(report: AuditReport) -> Table:
+    title = "the last k tokens against all of them: distance, total variation"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    headings = ["k", "dist.\nmedian", "\np99", "\nmax", "var.\nmedian", "\np99", "\nmax"]
+    headings += ["top-1\nmatch", "perpl.\nratio"]
+    proved = bool(report.certificate.error_bound)
+    for heading in [*headings, *(["var.\nproved"] if proved else [])]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for at in report.windows:
+        cells = [str(at.k), *_cells(at.distance), *_cells(at.total_variation), f"{at.top1_match:.3f}"]
+        cells.append(f"{at.perplexity_ratio:.4f}")
+        bound = report.certificate.error_bound_at(at.k)
+        table.add_row(*cells, *([] if bound is None else [_short(bound)]))
+    return table
+
+
+def _cells(spread: Spread) -> list[str]:
+    return [_short(value) for value in (spread.median, spread.p99, spread.max)]
+
+
+def _short(value: float) -> str:
+    """As 3.2e-4."""
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if value else "0"
+
+
+def _rounding(report: AuditReport) -> str:
+    """What the proved column holds of float32's rounding."""
+    if report.certificate.rounding is None:
+        return "in exact arithmetic; float32 itself keeps two runs a little apart, which the exported bundle adds"
+    return "in exact arithmetic, with what was measured of float32's rounding added"
+
+
+def _gradient(report: AuditReport) -> str:
+    """In a sentence, from which i on the gradient's median stays below a hundredth of what it is at i = 0."""
+    first = report.gradients[0].gradient.median
+    said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"
+    if first == 0:
+        return f"{said} 0 at i = 0"
+    below = None
+    for at in reversed(report.gradients):
+        if not at.gradient.median <= first / 100:
+            break
+        below = at.i
+    fallen = "never falls below" if below is None else "has fallen below"
+    until = "" if below is None else f" by i = {below}"
+    return f"{said} {_short(first)} at i = 0; it {fallen} a hundredth of that{until}"
+
+
+def _recommended(found: Recommended) -> Table:
+    table = Table(title=f"recommended k, total variation {found.tolerance:g}", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("k", justify="right")
+    for name, k in (
+        ("measured, 99 % of the positions", found.p99),
+        ("measured, every position", found.max),
+        ("measured, perplexity within 0.5 %", found.perplexity),
+        ("proved, for every text", found.certified),
+    ):
+        table.add_row(name, "none" if k is None else str(k))
+    return table

@@ -1,0 +1,123 @@
+"""What an audit is of: a checkpoint from elsewhere, a bundle or a run, with the text that it is to be read on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.bundle import Bundle, BundleError
+from wane.models.manifest import Architecture, Rounding
+from wane.models.weights import Weights
+from wane.training.audit.checkpoint import read_checkpoint
+from wane.training.audit.model import import_model
+from wane.training.audit.tensor_names import parse_mapping
+from wane.training.audit.vocabulary import read_names, read_tokenizer
+from wane.training.data import Corpus, data_kind, load_whole
+from wane.training.errors import ForeignError, RunError
+from wane.training.run import open_run
+
+TOLERANCE = 1e-2
+POSITIONS = 1024
+TOKENS = 200_000
+MAX_WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """The command's options. `file`: a checkpoint, or the folder of a bundle or a run."""
+
+    file: Path
+    command: str
+    data: Path | None = None
+    tokenizer: Path | None = None
+    vocabulary: Path | None = None
+    eos: str | None = None
+    state_dict: str | None = None
+    mapping: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    nonlinearity: str | None = None
+    tolerance: float = TOLERANCE
+    positions: int = POSITIONS
+    tokens: int = TOKENS
+    max_window: int = MAX_WINDOW
+    threads: int | None = None
+    report: Path | None = None
+    export: Path | None = None
+    replace: bool = False
+    name: str | None = None
+    version: str = "1"
+    attribution: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model under audit, and the text for it. `split`: the stream of `corpus` that is read."""
+
+    source: Literal["checkpoint", "bundle", "run"]
+    architecture: Architecture
+    weights: Weights
+    corpus: Corpus
+    split: str
+    sha256: str | None = None
+    tensors: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()
+    rounding: Rounding | None = None
+
+
+def find_subject(options: AuditOptions) -> Subject:
+    """The model and its text. Raises TrainingError."""
+    if (options.file / "experiment.json").exists():
+        run = open_run(options.file, options.data)
+        weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
+        return Subject("run", run.network.architecture, weights, run.corpus, "valid")
+    if options.data is None:
+        raise RunError("no text: name a file or folder with --data")
+    if options.file.is_dir():
+        try:
+            bundle = Bundle.read(options.file)
+            weights = bundle.weights()
+        except BundleError as error:
+            raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
+        json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
+        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens)
+        rounding = bundle.manifest.certificate.rounding
+        return Subject("bundle", bundle.manifest.architecture, weights, corpus, "audit", rounding=rounding)
+    return _foreign(options, options.data)
+
+
+def _foreign(options: AuditOptions, data: Path) -> Subject:
+    checkpoint = read_checkpoint(options.file, options.state_dict)
+    model = import_model(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
+    kind = data_kind(data)
+    if (options.tokenizer is None) == (options.vocabulary is None):
+        raise ForeignError("the vocabulary of a checkpoint: give --tokenizer tokenizer.json or --vocabulary NAMES")
+    if options.tokenizer is not None:
+        path, read = options.tokenizer, read_tokenizer(options.tokenizer, kind, options.eos)
+    else:
+        assert options.vocabulary is not None, "this is a bug"
+        path, read = options.vocabulary, read_names(options.vocabulary, kind, options.eos)
+    if read.vocabulary.size != model.architecture.vocabulary_size:
+        source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
+        raise ForeignError(
+            f"{path} has {read.vocabulary.size} tokens, {options.file}: {source} has "
+            f"{model.architecture.vocabulary_size} rows: not the vocabulary that the model was trained with"
+        )
+    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens)
+    notes = (*model.notes, *read.notes)
+    return Subject(
+        "checkpoint", model.architecture, model.weights, corpus, "audit", checkpoint.sha256, model.tensors, notes
+    )
+
+
+def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
+    """The first tokens of the subject's stream, in whose place they are put; how many words they are is not known."""
+    corpus, split = subject.corpus, subject.split
+    if len(corpus.streams[split]) > tokens + 1:
+        corpus.streams[split] = corpus.streams[split][: tokens + 1]
+        corpus.words.pop(split, None)
+    return corpus.streams[split]

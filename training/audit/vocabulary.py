@@ -1,0 +1,195 @@
+"""A vocabulary from elsewhere as one that Wane serves: a Hugging Face tokenizer.json, or a list of names.
+
+Wane has three kinds (`models/vocabulary.py`), and in each `<eos>` begins a sequence and stands for a line break. So
+the token that did this where the model was trained is found by its usual names, or told, and renamed; its id stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from wane.models.manifest import VocabularyKind
+from wane.models.vocabulary import EOS, UNK, Vocabulary
+from wane.training.errors import ForeignError
+
+LINE_BREAK = "\u010a"
+"""A line feed as byte-level BPE spells it."""
+
+EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
+UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
+SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
+"""Names of tokens that are no text."""
+
+DataKind = Literal["text", "events"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignVocabulary:
+    """A vocabulary in Wane's terms, and what was assumed of it."""
+
+    vocabulary: Vocabulary
+    tokenizer_json: str
+    notes: tuple[str, ...]
+
+
+def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
+    """A tokenizer.json: byte-level BPE, or one token a word or event (WordLevel). `eos`: what begins a sequence.
+
+    Raises ForeignError: of another kind, or no such token.
+    """
+    record = _json(path, _text(path))
+    model = record.get("model") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise ForeignError(f"{path}: " + (_not_served(kind) if kind else "not a tokenizer.json"))
+    kind = model.get("type") or ("BPE" if "merges" in model else None)
+    names = {**model["vocab"], **{token["content"]: token["id"] for token in record.get("added_tokens") or ()}}
+    if kind == "BPE" and '"ByteLevel"' in json.dumps(record.get("pre_tokenizer")):
+        own: VocabularyKind = "bpe"
+        end, why = _end(path, names, eos, (*EOS_NAMES, LINE_BREAK))
+    elif kind == "WordLevel":
+        own = "events" if data == "events" else "words"
+        end, why = _end(path, names, eos, EOS_NAMES)
+    else:
+        raise ForeignError(f"{path}: {_not_served(f'{kind}, not byte-level' if kind == 'BPE' else str(kind))}")
+    if own == "bpe" and data == "events":
+        raise ForeignError(f"{path}: a BPE splits text; events need one token each: give --vocabulary NAMES")
+    renamed = _renaming(path, names, end, model.get("unk_token"))
+    for old, new in renamed.items():
+        model["vocab"] = {new if name == old else name: index for name, index in model["vocab"].items()}
+        for token in record.get("added_tokens") or ():
+            token["content"] = new if token["content"] == old else token["content"]
+        if model.get("unk_token") == old:
+            model["unk_token"] = new
+        if "merges" in model:  # a line is encoded without its break, so no merge with it ever takes place
+            merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            model["merges"] = [pair for pair in merges if old not in pair and "".join(pair) != old]
+    record |= {"truncation": None, "padding": None, "post_processor": None}
+    return _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_told(renamed)])
+
+
+def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
+    """A list of names in the order of their ids: JSON (a list, or an object from name to id), or one name a line.
+
+    For text they are its words, or its characters where every name is one. Raises ForeignError.
+    """
+    names = _names(path)
+    ordinary = [name for name in names if name not in (*EOS_NAMES, *UNKNOWN_NAMES, *SPECIAL_NAMES, eos)]
+    characters = data == "text" and all(len(name) == 1 for name in ordinary)
+    table = {name: index for index, name in enumerate(names)}
+    end, why = _end(path, table, eos, ("\n", *EOS_NAMES) if characters else EOS_NAMES)
+    renamed = _renaming(path, table, end, None)
+    table = {renamed.get(name, name): index for name, index in table.items()}
+    if characters:
+        why = ["every name is one character: text is split into characters", *why]
+        return _made(path, "bpe", _characters(table), [*why, *_told(renamed)])
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
+    if data == "text":
+        if split := [name for name in names if name not in renamed and len(name.split()) != 1]:
+            raise ForeignError(f"{path}: {split[0]!r} is not one word, and text is split into words at its blanks")
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    kind: VocabularyKind = "words" if data == "text" else "events"
+    return _made(path, kind, tokenizer.to_str(), [*why, *_told(renamed)])
+
+
+def _characters(table: dict[str, int]) -> str:
+    """Characters as byte-level BPE spells their bytes, one token each."""
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelling = {name if len(name) > 1 else spelled.pre_tokenize_str(name)[0][0]: index for name, index in table.items()}
+    tokenizer = Tokenizer(models.WordLevel(spelling, unk_token=UNK))
+    split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, spelled])
+    made: str = tokenizer.to_str()
+    return made
+
+
+def _end(path: Path, names: dict[str, int], told: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The name of the token that begins a sequence, and a note where it was not told."""
+    if told is not None:
+        if told not in names:
+            raise ForeignError(f"{path}: --eos {told}: there is no such token")
+        return told, []
+    for name in usual:
+        if name in names:
+            return name, [] if name == EOS else [f"{name!r} is taken to begin a sequence and to be a line break"]
+    raise ForeignError(
+        f"{path}: none of the {len(names)} tokens is called as one that begins a sequence "
+        f"({', '.join(map(repr, usual))}); name it with --eos TOKEN"
+    )
+
+
+def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) -> dict[str, str]:
+    """Old names to Wane's."""
+    renamed = {}
+    if end != EOS:
+        if EOS in names:
+            raise ForeignError(f"{path}: {end!r} is to begin a sequence, but another token is called {EOS}")
+        renamed[end] = EOS
+    unknown = unknown or next((name for name in UNKNOWN_NAMES if name in names), None)
+    if unknown in names and unknown not in (UNK, end) and UNK not in names:
+        renamed[unknown] = UNK
+    return renamed
+
+
+def _told(renamed: dict[str, str]) -> list[str]:
+    return [f"the token {old!r} is called {new} here" for old, new in renamed.items()]
+
+
+def _not_served(kind: str) -> str:
+    return (
+        f"a tokenizer of the kind {kind}; Wane serves byte-level BPE and one token a word or event (WordLevel), "
+        "because it has to turn tokens back into the text's bytes"
+    )
+
+
+def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str]) -> ForeignVocabulary:
+    try:
+        vocabulary = Vocabulary(kind, tokenizer_json)
+    except KeyError as error:
+        raise ForeignError(f"{path}: a token holds {error}, which byte-level BPE never writes") from error
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ForeignError(f"{path}: {error}") from error
+    if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
+        notes.append(f"there is no token for what is not known ({UNK}): it is refused")
+    return ForeignVocabulary(vocabulary, tokenizer_json, tuple(notes))
+
+
+def _names(path: Path) -> list[str]:
+    text = _text(path)
+    if path.suffix != ".json":
+        names: object = text.removesuffix("\n").split("\n")
+    else:
+        names = _json(path, text)
+        if isinstance(names, dict):
+            ids = list(names.values())
+            if not all(type(index) is int for index in ids) or sorted(ids) != list(range(len(ids))):
+                raise ForeignError(f"{path}: the ids of {len(ids)} names are not 0 to {len(ids) - 1}, each once")
+            names = sorted(names, key=names.__getitem__)
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ForeignError(f"{path}: expected a list of names, or an object from name to id")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ForeignError(f"{path}: the name {twice[0]!r} stands there more than once")
+    return names
+
+
+def _json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ForeignError(f"{path}: not JSON: {error}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise ForeignError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ForeignError(f"{path}: not UTF-8 at byte {error.start}") from error
