@@ -4,6 +4,7 @@ __main__ -> server -> app -> middleware, routes -> engine -> runners, stores
 everyone -> settings, metrics, errors, engine.{mode,requests,answers,scores,generated,compared,standing}
 service  -> the light part of models (no torch), never training
 training -> models, never service
+research -> benchmarks; nothing else imports research
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
+OUTSIDE = ("benchmarks", "deploy", "examples")
 
 LIGHT_MODELS = (
     "models.manifest",
@@ -98,8 +100,8 @@ NEVER = {
 """What the files under a prefix may not import, by path prefix: nobody looks up."""
 
 
-def sources() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+def sources(packages: Iterable[str] = PACKAGES) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -153,6 +155,15 @@ def test_the_service_sees_only_the_light_part_of_models() -> None:
         if module.startswith("models")
     }
     assert {module for module in used if not module.startswith(LIGHT_MODELS)} == set()
+
+
+def test_only_research_and_tests_import_research() -> None:
+    importers = {
+        name_of(path)
+        for path in sources((*PACKAGES, *OUTSIDE))
+        if any(module == "research" or module.startswith("research.") for module in imports(path))
+    }
+    assert importers == set()
 
 
 def modules_loaded_by(*names: str) -> set[str]:

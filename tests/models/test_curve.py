@@ -7,9 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.adversary import Adversary
-from benchmarks.examined import reachable
-from benchmarks.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
 from models.certificate import certify
 from models.certificate.answer import head_diameter, total_variation
 from models.certificate.layer_bound import Layer
@@ -21,6 +18,9 @@ from models.manifest import Architecture, Cell
 from models.parity import log_softmax
 from models.reference import Reference, State, layer_norm
 from models.weights import Weights
+from research.adversary import Adversary
+from research.bound_check import reachable
+from research.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 from tests.models.rounding import rounding
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.adversary import Adversary
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
 from models.manifest import Cell
 from models.reference import Array, Reference
+from research.adversary import Adversary
 from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 
 PASTS = 48

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.adversary import Adversary
 from models.certificate.answer import head_diameter
 from models.certificate.request import RequestBound
 from models.certificate.top1 import Top1
 from models.manifest import Architecture, Cell
 from models.reference import Array, Reference
+from research.adversary import Adversary
 from tests.models.random_models import CELLS, architecture, random_weights
 from tests.models.test_request import after, run, worst_pasts
 
