@@ -224,7 +224,7 @@ class _Examined:
             outputs = run("step", {"tokens": column, **full})
             full = {name: outputs[f"next.{name}"] for name in zeros}
             hidden, exact = self.exact.advance(column, exact)
-            off = np.maximum(off, np.linalg.norm(outputs["hidden"] - hidden, axis=1))
+            off = np.maximum(off, np.linalg.norm(np.float64(outputs["hidden"]) - hidden, axis=1))
         both = {name: np.concatenate([full[name], zeros[name]]) for name in zeros}
         for column in tokens.T:
             outputs = run("step", {"tokens": np.tile(column, 2), **both})

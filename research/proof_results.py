@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from benchmarks.summary import write_json
 from models.manifest import Contraction, Frozen
 
 Values = NDArray[np.float64]
@@ -105,10 +106,7 @@ class Results(Frozen):
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        building = path.with_suffix(".part")
-        building.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        building.replace(path)
+        write_json(path, self)
 
     def having(self, name: str, model: ModelFigures) -> Results:
         return self.model_copy(update={"models": {**self.models, name: model}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.page import markdown
 from research.proof_results import ModelFigures, Results, Spread
 
 SHOWN = 64
@@ -16,7 +17,7 @@ def tables(results: Results) -> dict[str, list[str]]:
 
 def models_table(results: Results) -> list[str]:
     """One line a bundle: its certificate, what it costs in perplexity, and what is proved at the usual window."""
-    lines = _head(
+    names = (
         "bundle",
         "contraction by layer: factor, rule, norm",
         "k(1e-3)",
@@ -25,6 +26,7 @@ def models_table(results: Results) -> list[str]:
         f"top-1 proved at k = {SHOWN}: by the curve, by the request's bound, by direction",
         "positions",
     )
+    rows: list[list[str]] = []
     for name, model in sorted(results.models.items()):
         if (window := model.windows.get(SHOWN)) is None:
             continue
@@ -38,13 +40,13 @@ def models_table(results: Results) -> list[str]:
             ", ".join(_share(share) for share in (window.proved.curve, window.proved.request, window.proved.direction)),
             f"{window.positions:,}",
         ]
-        lines.append(_line(*cells))
-    return lines
+        rows.append(cells)
+    return markdown(names, rows)
 
 
 def distances_table(results: Results) -> list[str]:
     """The state: observed distance and its two bounds, by bundle and k."""
-    lines = _head(
+    names = (
         "bundle",
         "k",
         "positions",
@@ -54,6 +56,7 @@ def distances_table(results: Results) -> list[str]:
         "observed / e_k",
         "observed / request's bound",
     )
+    rows: list[list[str]] = []
     for name, model in sorted(results.models.items()):
         for k, window in sorted(model.windows.items()):
             cells = [
@@ -66,13 +69,13 @@ def distances_table(results: Results) -> list[str]:
                 "" if window.over_worst_case is None else _spread(window.over_worst_case),
                 _spread(window.over_request),
             ]
-            lines.append(_line(*cells))
-    return lines
+            rows.append(cells)
+    return markdown(names, rows)
 
 
 def answers_table(results: Results) -> list[str]:
     """The answer: total variation and its two bounds, and the first token, by bundle and k."""
-    lines = _head(
+    names = (
         "bundle",
         "k",
         "observed total variation",
@@ -85,6 +88,7 @@ def answers_table(results: Results) -> list[str]:
         "by direction",
         "violations",
     )
+    rows: list[list[str]] = []
     for name, model in sorted(results.models.items()):
         for k, window in sorted(model.windows.items()):
             cells = [
@@ -97,8 +101,8 @@ def answers_table(results: Results) -> list[str]:
                 *(_share(share) for share in _shares(model, k)),
                 f"{window.violations}",
             ]
-            lines.append(_line(*cells))
-    return lines
+            rows.append(cells)
+    return markdown(names, rows)
 
 
 def _shares(model: ModelFigures, k: int) -> Iterator[float]:
@@ -118,14 +122,6 @@ def _k(model: ModelFigures) -> str:
     if model.smallest_window is not None:
         return f"{model.smallest_window}"
     return f"over {model.max_window}" if model.curve else "none"
-
-
-def _head(*names: str) -> list[str]:
-    return [_line(*names), "|" + " --- |" * len(names)]
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _spread(spread: Spread) -> str:

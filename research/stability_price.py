@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.summary import command, write_json
 from models.certificate import certify
 from research.stability_price_plots import plot_distances, plot_prices
 from training.config import Experiment
@@ -129,10 +129,12 @@ def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFo
         "k": certificate.smallest_window(EPSILON),
         "reason": certificate.reason,
         "train_wall_s": round(checkpoint["wall_s"], 1),
-        "data": dict(checkpoint["data"]),
-        "git_commit": origins[0].git_commit,
-        "versions": origins[0].versions,
-        "hardware": origins[0].hardware,
+        "origin": {
+            "data": dict(checkpoint["data"]),
+            "git_commit": origins[0].git_commit,
+            "versions": origins[0].versions,
+            "hardware": origins[0].hardware,
+        },
     }
 
 
@@ -177,7 +179,14 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
         for optimizer, (one, two) in distance_runs(bases, cap).items()
         if is_done(folder(one), one) and is_done(folder(two), two)
     ]
-    return {"epsilon": EPSILON, "longest_window": longest, "prices": prices, "distances": distances}
+    origins = list({json.dumps(price.pop("origin")): None for price in prices})  # of runs that were stopped, several
+    return {
+        "epsilon": EPSILON,
+        "longest_window": longest,
+        "origins": [json.loads(origin) for origin in origins],
+        "prices": prices,
+        "distances": distances,
+    }
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
@@ -214,8 +223,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--figures", type=Path, help="folder for stability_price.png and weight_distance.png")
     options = parser.parse_args(arguments)
     console = Console()
-    typed = [Path(word).name if "/" in word else word for word in arguments or sys.argv[1:]]  # not where they lay here
-    command = shlex.join(["python", "-m", "research.stability_price", *typed])
     try:
         bases = {"gated": Experiment.read(options.gated), "rnn": Experiment.read(options.rnn)}
         runs = [] if options.report else plan(bases)
@@ -224,14 +231,15 @@ def main(arguments: list[str] | None = None) -> int:
             console.rule(f"{number} of {len(runs)}: {run.name}")
             if not is_done(folder, run):
                 train(run, options.data, folder.path, options.tokenizer, "research.stability_price", console)
-        results = {"command": command} | measure(bases, options.runs, options.longest_window, console)
+        told = {"command": command("research.stability_price", arguments or sys.argv[1:])}
+        results = told | measure(bases, options.runs, options.longest_window, console)
     except (TrainingError, FloatingPointError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 2
     for table in tables(results):
         console.print(table)
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, results)
     if options.figures is not None:
         options.figures.mkdir(parents=True, exist_ok=True)
         plot_prices(results, options.figures / "stability_price.png")

@@ -10,7 +10,6 @@ two sets of weights are apart, beside how far each moved from the weights that b
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.summary import provenance, write_json
 from models.bundle import Bundle
 from models.networks import Network
 from service.engine.agreement import AgreementStatistics, compare
@@ -76,8 +76,10 @@ def agreement(one: Answers, other: Answers) -> dict[str, float]:
     }
 
 
-def latencies(runners: dict[str, OnnxRunner], bundles: dict[str, Bundle], k: int) -> dict[str, dict[str, list[float]]]:
-    """Medians of every round, microseconds, of one step and of one window of k, at batch 1."""
+def latencies(
+    runners: dict[str, OnnxRunner], bundles: dict[str, Bundle], k: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Quartiles of the rounds' medians, microseconds, of one step and of one window of k, at batch 1."""
     token, rows = np.array([5]), np.full((1, k), 5)
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "window": []} for name in runners}
     for _ in track(range(ROUNDS), "latency", transient=True):
@@ -91,7 +93,12 @@ def latencies(runners: dict[str, OnnxRunner], bundles: dict[str, Bundle], k: int
                     runner.run(role, feeds)  # type: ignore[arg-type]
                     times.append(1e6 * (time.perf_counter() - start))
                 found[name][role].append(float(np.median(times)))
-    return found
+    return {name: {role: quartiles(medians) for role, medians in roles.items()} for name, roles in found.items()}
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """By name."""
+    return dict(zip(("p25", "median", "p75"), np.percentile(values, (25, 50, 75)).tolist(), strict=True))
 
 
 def weight_distance(bundles: dict[str, Bundle]) -> dict[str, float]:
@@ -144,11 +151,11 @@ def main() -> None:
         },
         "latency_us": latencies(runners, bundles, k),
         "weights": weight_distance(bundles),
-        "processor": bundles[one].manifest.provenance.hardware,
     }
     show(results, bundles, Console())
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        origin = provenance("research.twins", "onnxruntime", "numpy", "torch")
+        write_json(options.json, {**origin, "rounds": ROUNDS, **results})
 
 
 def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  # type: ignore[type-arg]
@@ -172,8 +179,8 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
     for role in ("step", "window"):
         cells = []
         for name in TWINS:
-            low, median, high = np.percentile(results["latency_us"][name][role], (25, 50, 75))
-            cells.append(f"{median:.0f} ({low:.0f}-{high:.0f})")
+            of_role = results["latency_us"][name][role]
+            cells.append(f"{of_role['median']:.0f} ({of_role['p25']:.0f}-{of_role['p75']:.0f})")
         table.add_row(f"{role}, batch 1, us (quartiles of {ROUNDS} rounds)", *cells)
     console.print(table)
     table = Table("agreement", "positions", "top-1 match", "TV mean", "TV max")

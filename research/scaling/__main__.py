@@ -14,13 +14,13 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from benchmarks.page import put_all
+from benchmarks.summary import provenance, rounded, write_json
 from research.scaling import check, costs, measure, tables
 from research.scaling.plots import plot_all
 from research.scaling.results import SESSIONS, compute
@@ -28,11 +28,6 @@ from research.scaling.results import SESSIONS, compute
 PAGE = Path("docs/scaling.md")
 RESULTS = costs.FIGURES / "scaling.json"
 STAGES = 1 + 6 * len(measure.POLICIES) + len(SESSIONS)
-
-
-def write(file: Path, document: dict[str, Any]) -> None:
-    """As JSON."""
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def show(title: str, lines: list[str]) -> None:
@@ -62,10 +57,11 @@ def run(options: argparse.Namespace) -> None:
             wire_s,
             lambda stage: progress.update(task, advance=1, stage=stage),
         )
-    result["costs"] = {policy: asdict(own) for policy, own in by_policy.items()}
     checked = json.loads(check.FILE.read_text(encoding="utf-8"))
     result["check"] = check.simulate(costs.read("tail"), checked)
-    write(RESULTS, result)
+    result = rounded(result)
+    result["costs"] = {policy: asdict(own) for policy, own in by_policy.items()}
+    write_json(RESULTS, {**provenance("research.scaling", "numpy", "simpy"), **result})
     plot_all(result, checked)
     made = tables.all_of(result, checked)
     put_all(PAGE, made)
@@ -87,9 +83,9 @@ def main() -> None:
     parser.add_argument("--wire-us", type=float, default=100.0, help="one way between two machines, microseconds")
     options = parser.parse_args()
     if options.command == "measure":
-        write(costs.FILE, measure.measure(options.seconds))
+        write_json(costs.FILE, {**provenance("research.scaling", "redis"), **measure.measure(options.seconds)})
     elif options.command == "check":
-        write(check.FILE, check.measure(options.seconds))
+        write_json(check.FILE, {**provenance("research.scaling", "redis"), **check.measure(options.seconds)})
     else:
         run(options)
 

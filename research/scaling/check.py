@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,6 +25,7 @@ import simpy
 from benchmarks.bench.connections import BadAnswer
 from benchmarks.routing import BUNDLE, CONNECTIONS, SESSIONS_EACH, begin, drive
 from benchmarks.storm import PARKED, RATE, RESIDENT, UNDISTURBED_S, FirstCome
+from benchmarks.summary import Spread
 from deploy.stack.stack import Stack, replicas
 from research.scaling.costs import BENCHMARKS, FIGURES, Costs
 from research.scaling.fleet import Fleet, Shape
@@ -215,52 +216,68 @@ def simulate(costs: Costs, measured: Result) -> Result:
     kills_us = measured["kills"]["client_us"]
     storm = json.loads((BENCHMARKS / "storm.json").read_text(encoding="utf-8"))
     bench = json.loads((BENCHMARKS / "bench.json").read_text(encoding="utf-8"))
-    engine = bench["figures"]["gated-stable"]["onnxruntime"]["engine-64"]
-    engine_step_s = statistics.median(one["seconds"] / one["requests"] for one in engine)
+    engine_step_s = 1 / bench["figures"]["gated-stable"]["onnxruntime"]["engine-64"]["rate"]["median"]
     ways = {
         way: [
             simulated_storm(costs, engine_step_s, way, storm["within_s"], storm["tail"], seed) for seed in range(SEEDS)
         ]
         for way in storm["ways"]
     }
+    closed = [simulated_closed(costs, closed_us, CLOSED_S, seed) for seed in range(SEEDS)]
+    kills = [simulated_kills(costs, kills_us, seed) for seed in range(SEEDS)]
     return {
-        "closed": [simulated_closed(costs, closed_us, CLOSED_S, seed) for seed in range(SEEDS)],
-        "kills": [simulated_kills(costs, kills_us, seed) for seed in range(SEEDS)],
-        "storm": ways,
+        "seeds": SEEDS,
+        "closed": spreads(closed, "steps_per_s", "p50_ms", "p99_ms"),
+        "kills": {
+            "back_s": Spread.of(away_s(one) for one in kills).model_dump(),
+            "rebuilt": Spread.of(rebuilt_by_kills(one) for one in kills).model_dump(),
+            **{span: spreads([one[span] for one in kills], "p50_ms", "p99_ms") for span in SPANS},
+        },
+        "storm": {
+            way: spreads(runs, *(name for name, value in runs[0].items() if value is not None))
+            for way, runs in ways.items()
+        },
     }
+
+
+def spreads(runs: Sequence[Result], *names: str) -> Result:
+    """Of these figures over the runs."""
+    return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
+
+
+def away_s(kills: Result) -> float:
+    """How long a killed replica is away, in the mean."""
+    return statistics.mean(end - begun for begun, end in kills["outages"])
+
+
+def rebuilt_by_kills(kills: Result) -> float:
+    """States that were rebuilt from the first kill on."""
+    return float(sum(kills[span]["rebuilt"] for span in ("outages_", "after")))
 
 
 def rows(real: Result, model: Result) -> list[list[str]]:
     """Side by side: what was measured, what was simulated (the median of its seeds), and how far off that is."""
     made = []
 
-    def row(what: str, unit: str, measured: float, simulated: list[float]) -> None:
-        middle = statistics.median(simulated)
-        off = 100 * (middle / measured - 1) if measured else float("nan")
-        spread = f"{middle:,.1f} ({min(simulated):,.1f} to {max(simulated):,.1f})"
-        made.append([what, f"{measured:,.1f} {unit}", f"{spread} {unit}", f"{off:+.0f} %"])
+    def row(what: str, unit: str, measured: float, simulated: Result) -> None:
+        off = 100 * (simulated["median"] / measured - 1) if measured else float("nan")
+        made.append([what, f"{measured:,.1f} {unit}", f"{Spread(**simulated):,.1f} {unit}", f"{off:+.0f} %"])
 
     for key, unit in (("steps_per_s", "steps/s"), ("p50_ms", "ms"), ("p99_ms", "ms")):
         middle = statistics.median(one[key] for one in real["closed"])
-        row(f"closed loop, 32 connections: {NAMES[key]}", unit, middle, [one[key] for one in model["closed"]])
-    ready = statistics.mean(end - begun for begun, end in real["kills"]["outages"])
-    back = [statistics.mean(end - begun for begun, end in one["outages"]) for one in model["kills"]]
-    row("a killed replica is back after", "s", ready, back)
-    for span, named in (("calm", "before"), ("outages_", "while it is away"), ("after", "afterwards")):
+        row(f"closed loop, 32 connections: {NAMES[key]}", unit, middle, model["closed"][key])
+    row("a killed replica is back after", "s", away_s(real["kills"]), model["kills"]["back_s"])
+    for span, named in SPANS.items():
         for key in ("p50_ms", "p99_ms"):
-            own = real["kills"][span][key]
-            row(f"250 steps/s, {named}: {NAMES[key]}", "ms", own, [one[span][key] for one in model["kills"]])
-    total = sum(real["kills"][span]["rebuilt"] for span in ("outages_", "after"))
-    all_rebuilt = [float(sum(one[span]["rebuilt"] for span in ("outages_", "after"))) for one in model["kills"]]
-    row("states rebuilt after three kills", "", total, all_rebuilt)
+            row(f"250 steps/s, {named}: {NAMES[key]}", "ms", real["kills"][span][key], model["kills"][span][key])
+    row("states rebuilt after three kills", "", rebuilt_by_kills(real["kills"]), model["kills"]["rebuilt"])
     storm = json.loads((BENCHMARKS / "storm.json").read_text(encoding="utf-8"))["ways"]
-    for way, runs in model["storm"].items():
-        for key in ("p50_ms", "p99_ms", "storm_s"):
-            if runs[0][key] is not None:
-                middle = statistics.median(one[key] for one in storm[way]["rounds"])
-                unit = key.rpartition("_")[2]
-                row(f"1,000 rebuilds, {way}: {NAMES[key]}", unit, middle, [one[key] for one in runs])
+    for way, simulated in model["storm"].items():
+        for key, spread in simulated.items():
+            unit = key.rpartition("_")[2]
+            row(f"1,000 rebuilds, {way}: {NAMES[key]}", unit, storm[way][key]["median"], spread)
     return made
 
 
 NAMES = {"steps_per_s": "rate", "p50_ms": "p50", "p99_ms": "p99", "storm_s": "all rebuilt after"}
+SPANS = {"calm": "before", "outages_": "while it is away", "after": "afterwards"}

@@ -29,13 +29,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect, http_request
-from benchmarks.bench.subjects import cpu
 from benchmarks.routing import BUNDLE, VOCABULARY, begin, drive
 from deploy.stack.process import Process
 from deploy.stack.stack import ENTRANCE, STORE, Stack, replicas
 from research.scaling.processes import Spent, resident_bytes, spent
 
-COMMAND = "python -m research.scaling measure"
 SOME, FEW, CROWDED = 12, 3, 32  # connections
 SESSIONS_EACH = 8
 SECONDS = 5.0
@@ -219,7 +217,7 @@ def runs(replica: Process) -> list[Result]:
 
 def measure(seconds: float = SECONDS) -> Result:
     """All of it: by policy of the store, and what depends on none."""
-    document: Result = {"command": COMMAND, "machine": cpu(), "policies": {}}
+    document: Result = {"policies": {}}
     writes: dict[str, list[float]] = {"always": [], "everysec": []}
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring the stack", total=6 * len(POLICIES))

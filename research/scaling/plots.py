@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 
 from research.scaling.costs import FIGURES
+from research.scaling.scenarios import BEFORE_S
 
 matplotlib.use("Agg")
 
@@ -79,20 +80,19 @@ def storms(result: Result, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for one in own["lost_zone"]:
-            at = [point["at_s"] - 10 for point in one["slices"]]
+            at = [at_s - BEFORE_S for at_s in one["at_s"]]
             style = "-" if one["queue"] == "fair" else ":"
             left.semilogy(
                 at,
-                [point["resident_p99_ms"] for point in one["slices"]],
+                nan_for_none(one["resident_p99_ms"]),
                 style,
                 color=f"C{number}",
                 label=f"{policy}, {one['queue']}",
             )
     for number, one in enumerate(result["policies"]["tail"]["joined"]):
-        at = [point["at_s"] for point in one["slices"]]
         right.semilogy(
-            at,
-            [point["resident_p99_ms"] for point in one["slices"]],
+            one["at_s"],
+            nan_for_none(one["resident_p99_ms"]),
             color=f"C{number}",
             label=f"slow start {one['slowstart_s']:.0f} s",
         )
@@ -106,6 +106,11 @@ def storms(result: Result, path: Path) -> None:
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3, which="both")
     save(figure, left, path)
+
+
+def nan_for_none(values: list[float | None]) -> list[float]:
+    """So that a line is not drawn there."""
+    return [float("nan") if value is None else value for value in values]
 
 
 def money(result: Result, path: Path) -> None:

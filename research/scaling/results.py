@@ -62,20 +62,22 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
     found["sizes"] = [document_of(one, prices) for one in sizes]
     found["by_think"] = {
         str(think_s): {
-            "all resident": document_of(size(costs, planned, limits, 1e6, think_s), prices),
-            "slab as it is set": document_of(size(costs, planned, limits, 1e6, think_s, room), prices),
+            kind: {"resident": one.resident, "per_million": per_million(one, prices)}
+            for kind, one in (
+                ("all resident", size(costs, planned, limits, 1e6, think_s)),
+                ("slab as it is set", size(costs, planned, limits, 1e6, think_s, room)),
+            )
         }
         for think_s in THINKS_S
         for room in (share_of_slab(costs, limits, planned.steps_per_s * think_s),)
     }
     settings = [Setting(costs, planned, limits, trips_s, one.shards, THINK_S) for one in sizes]
     found["lost"] = [
-        {"sessions": one.sessions, "replicas": one.replicas, **lost(setting, 1 / one.replicas)}
+        {"sessions": one.sessions, "replicas": one.replicas, **without_slices(lost(setting, 1 / one.replicas))}
         for one, setting in zip(sizes, settings, strict=True)
     ]
     advance(f"{name}: a replica lost")
     small = Setting(costs, planned, limits, trips_s, 1, THINK_S)
-    found["lost_of_three"] = [lost(small, 1 / 3, queue) for queue in QUEUES]
     found["lost_zone"] = [lost(settings[-1], ZONE, queue) for queue in QUEUES]
     advance(f"{name}: a third lost")
     found["joined"] = [joined(small, slowstart_s, JOINED_S + slowstart_s) for slowstart_s in SLOWSTARTS]
@@ -83,6 +85,11 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
     found["deployed"] = [deployed(setting, one.replicas, AT_ONCE) for one, setting in zip(sizes, settings, strict=True)]
     advance(f"{name}: deploys")
     return found
+
+
+def without_slices(found: Result) -> Result:
+    """What the page's table shows of a scenario that is not drawn."""
+    return {name: value for name, value in found.items() if name not in ("at_s", "resident_p99_ms")}
 
 
 def share_of_slab(costs: Costs, limits: Limits, sessions: float) -> float:
@@ -93,11 +100,13 @@ def share_of_slab(costs: Costs, limits: Limits, sessions: float) -> float:
 def document_of(one: Size, prices: Prices) -> Result:
     """For JSON, with sums for a million sessions."""
     assert math.isfinite(one.steps_per_s)
+    return {**asdict(one), "per_million": per_million(one, prices)}
+
+
+def per_million(one: Size, prices: Prices) -> Result:
+    """What a million sessions take."""
     return {
-        **asdict(one),
-        "per_million": {
-            "cores": {name: one.per_million(value) for name, value in one.cores.items()},
-            "gib": {name: one.per_million(value) for name, value in one.gib.items()},
-            "an_hour": one.per_million(one.cost(prices)),
-        },
+        "cores": {name: one.per_million(value) for name, value in one.cores.items()},
+        "gib": {name: one.per_million(value) for name, value in one.gib.items()},
+        "an_hour": one.per_million(one.cost(prices)),
     }

@@ -7,14 +7,18 @@ from collections.abc import Callable
 
 import simpy
 
-Then = Callable[[], None]
+Then = Callable[[], object]
 SLICE_S = 0.003
 """For how long a thread keeps a processor while others wait for one: Linux's scheduler, about."""
 
 
 def after(env: simpy.Environment, seconds: float, then: Then) -> None:
     """Does something later."""
-    env.timeout(seconds).callbacks.append(lambda _: then())
+
+    def at_last(_: object) -> None:
+        then()
+
+    env.timeout(seconds).callbacks.append(at_last)
 
 
 class Cores:
