@@ -63,8 +63,7 @@ LEAD_S = 0.5
 
 UNDISTURBED_S = 2.0
 SLICE_S = 0.025
-LEAST_MS = 0.1
-"""The foot of the figure's scale."""
+"""Of the figure."""
 
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
@@ -285,14 +284,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        middle = np.maximum(last["p50_ms"], LEAST_MS)
+        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may ring early
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)
         if last["storm_s"] is not None:
             axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="due, seconds after the storm began (dotted: all are rebuilt)",
-        ylabel=f"a step took, ms: median of {1e3 * SLICE_S:.0f} ms, to the longest",
+        ylabel=f"a step took, ms\n(by {1e3 * SLICE_S:.0f} ms: median, shaded to the longest)",
     )
     axes.set_title(f"{result['parked']} sessions come back, beside {result['steps_per_s']:g} steps/s of resident ones")
     axes.legend(loc="upper right")

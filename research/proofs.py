@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.page import put_all
+from benchmarks.summary import digits
 from models.bundle import Bundle
 from models.bundle_checks import read_manifest
 from models.certificate.certify import CERTIFIED
@@ -56,7 +57,7 @@ def described(manifest: Manifest, tokens: int) -> ModelFigures:
         smallest_window=certificate.smallest_window(CERTIFIED),
         perplexity=quality.window["valid"].recurrent.per_token if quality else None,
         window_perplexity={k: p.per_token for k, p in quality.window["valid"].by_k.items()} if quality else {},
-        curve={k: certificate.state_error[k - 1] for k in shown} if certificate.state_error else {},
+        curve={k: digits(certificate.state_error[k - 1]) for k in shown} if certificate.state_error else {},
         rounding=certificate.rounding.between_runs if certificate.rounding else None,
     )
 

@@ -49,7 +49,7 @@ class Visit(Frozen):
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
-        write_json(path, self)
+        write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -125,7 +125,7 @@ class Results(Frozen):
     """A run: on what, of what, and its figures, by model, contender and load. versions: by contender."""
 
     created: str
-    commit: str | None
+    commit: str | None = None
     machine: dict[str, str]
     seconds: float
     rounds: int
@@ -140,7 +140,7 @@ class Results(Frozen):
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
-        write_json(path, self)
+        write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target]) -> Results:
         """With the summaries of these rounds, and the targets that they reach or miss."""

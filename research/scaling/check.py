@@ -247,7 +247,7 @@ def spreads(runs: Sequence[Result], *names: str) -> Result:
 
 def away_s(kills: Result) -> float:
     """How long a killed replica is away, in the mean."""
-    return statistics.mean(end - begun for begun, end in kills["outages"])
+    return float(statistics.mean(end - begun for begun, end in kills["outages"]))
 
 
 def rebuilt_by_kills(kills: Result) -> float:

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 
 from research.scaling.costs import FIGURES
-from research.scaling.scenarios import BEFORE_S
+from research.scaling.scenarios import SLICE_S
 
 matplotlib.use("Agg")
 
@@ -32,13 +32,10 @@ def plot_all(result: Result, checked: Result) -> None:
 def saturation(result: Result, path: Path) -> None:
     """What one of each carries, by how often sessions step."""
     own = result["policies"]["tail"]["saturated_at"]
-    thinks = np.array([float(think) for think in own])
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    for number, name in enumerate(next(iter(own.values()))):
+    for number, (name, sessions) in enumerate(own.items()):
         style = "--" if "memory" in name or "slab" in name else "-"
-        axes.loglog(
-            thinks, [at[name] for at in own.values()], style, marker="o", markersize=3, color=f"C{number}", label=name
-        )
+        axes.loglog(result["thinks_s"], sessions, style, marker="o", markersize=3, color=f"C{number}", label=name)
     axes.set(xlabel="a session steps once in, seconds", ylabel="sessions that one of each carries")
     axes.set_title(
         f"What saturates first (processors at {100 * result['limits']['load']:.0f} %): the lowest line", fontsize=10
@@ -51,17 +48,20 @@ def capacity(result: Result, path: Path) -> None:
     """One replica and one Redis at rising rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
-        rates = [one["steps_per_s"] for one in own["curve"]]
         for name, style in (("p50_ms", ":"), ("p99_ms", "-")):
             left.plot(
-                rates, [one[name] for one in own["curve"]], style, color=f"C{number}", label=f"{policy}, {name[:3]}"
+                own["curve"]["steps_per_s"],
+                own["curve"][name],
+                style,
+                color=f"C{number}",
+                label=f"{policy}, {name[:3]}",
             )
         left.axvline(own["plan"]["steps_per_s"], color=f"C{number}", linewidth=0.8, linestyle="--")
         for fsync, style in (("always", "-"), ("everysec", "--")):
             points = own["shard"][fsync]
             right.semilogy(
-                [one["commands_per_s"] for one in points],
-                [one["p99_ms"] for one in points],
+                points["commands_per_s"],
+                points["p99_ms"],
                 style,
                 color=f"C{number}",
                 label=f"{policy}, fsync {fsync}",
@@ -80,19 +80,16 @@ def storms(result: Result, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for one in own["lost_zone"]:
-            at = [at_s - BEFORE_S for at_s in one["at_s"]]
             style = "-" if one["queue"] == "fair" else ":"
             left.semilogy(
-                at,
-                nan_for_none(one["resident_p99_ms"]),
+                *over_time(one["slices_p99_ms"]),
                 style,
                 color=f"C{number}",
                 label=f"{policy}, {one['queue']}",
             )
     for number, one in enumerate(result["policies"]["tail"]["joined"]):
         right.semilogy(
-            one["at_s"],
-            nan_for_none(one["resident_p99_ms"]),
+            *over_time(one["slices_p99_ms"]),
             color=f"C{number}",
             label=f"slow start {one['slowstart_s']:.0f} s",
         )
@@ -108,19 +105,27 @@ def storms(result: Result, path: Path) -> None:
     save(figure, left, path)
 
 
-def nan_for_none(values: list[float | None]) -> list[float]:
-    """So that a line is not drawn there."""
-    return [float("nan") if value is None else value for value in values]
+def over_time(values: list[float | None]) -> tuple[list[float], list[float]]:
+    """The middle of each slice, and its value; where there is none, no line is drawn."""
+    at_s = [SLICE_S * (number + 0.5) for number in range(len(values))]
+    return at_s, [float("nan") if value is None else value for value in values]
 
 
 def money(result: Result, path: Path) -> None:
     """What a million sessions cost, by how often they step."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
-        thinks = [float(think) for think in own["by_think"]]
         for kind, style in (("all resident", "-"), ("slab as it is set", "--")):
-            costs = [kinds[kind]["per_million"]["an_hour"] for kinds in own["by_think"].values()]
-            axes.loglog(thinks, costs, style, marker="o", markersize=3, color=f"C{number}", label=f"{policy}, {kind}")
+            costs = own["by_think"][kind]["an_hour"]
+            axes.loglog(
+                result["thinks_s"],
+                costs,
+                style,
+                marker="o",
+                markersize=3,
+                color=f"C{number}",
+                label=f"{policy}, {kind}",
+            )
         axes.axvline(own["worth_keeping_s"], color=f"C{number}", linewidth=0.8, linestyle=":")
     axes.set(xlabel="a session steps once in, seconds (dotted: longer, and its state is not worth its memory)")
     axes.set(ylabel=f"a million sessions, {result['prices']['currency']} an hour")
@@ -132,11 +137,8 @@ def skew(result: Result, path: Path) -> None:
     """How uneven it gets."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, (sessions, own) in enumerate(result["skew"].items()):
-        exponents = [one["exponent"] for one in own["exponents"]]
         label = f"{int(sessions):,} sessions, {own['replicas']:,} replicas"
-        axes.semilogy(
-            exponents, [one["busiest"] for one in own["exponents"]], marker="o", color=f"C{number}", label=label
-        )
+        axes.semilogy(own["exponent"], own["busiest"], marker="o", color=f"C{number}", label=label)
     axes.axhline(
         1 / result["limits"]["load"], color="0.4", linestyle="--", linewidth=0.8, label="more than a replica can do"
     )

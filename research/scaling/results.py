@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +28,8 @@ def compute(
     costs: dict[str, Costs], limits: Limits, prices: Prices, wire_s: float, advance: Advance = lambda _: None
 ) -> Result:
     """`costs` by the policy of the store; `wire_s`: one way between two machines."""
-    document: Result = {"think_s": THINK_S, "limits": asdict(limits), "prices": asdict(prices), "wire_s": wire_s}
+    document: Result = {"think_s": THINK_S, "thinks_s": THINKS_S, "wire_s": wire_s}
+    document |= {"limits": asdict(limits), "prices": asdict(prices)}
     document["ring"] = ring_changes()
     advance("ring")
     document["policies"] = {}
@@ -36,13 +37,13 @@ def compute(
         document["policies"][policy] = of_policy(own, limits, prices, advance)
     tail = document["policies"]["tail"]["sizes"]
     document["skew"] = {}
-    most_per_s = 1e3 / document["policies"]["tail"]["curve"][0]["p50_ms"]
+    most_per_s = 1e3 / document["policies"]["tail"]["curve"]["p50_ms"][0]
     for one in tail:
         sessions, replicas = int(one["sessions"]), one["replicas"]
         found = [
             skew(sessions, replicas, one["steps_per_s"], exponent, most_per_s).document() for exponent in EXPONENTS
         ]
-        document["skew"][str(sessions)] = {"replicas": replicas, "exponents": found}
+        document["skew"][str(sessions)] = {"replicas": replicas, **columns(found)}
         advance(f"skew of {sessions:,}")
     return document
 
@@ -52,24 +53,21 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
     name = costs.policy
     trips_s = trips_of(costs)
     planned = plan(costs, limits, trips_s)
-    found: Result = {"plan": asdict(planned), "curve": curve(costs, trips_s)}
+    found: Result = {"plan": asdict(planned), "curve": columns(curve(costs, trips_s))}
     advance(f"{name}: capacity")
-    found["shard"] = {fsync: shard_rates(costs, fsync, 1.0) for fsync in ("always", "everysec")}
+    found["shard"] = {fsync: columns(shard_rates(costs, fsync, 1.0)) for fsync in ("always", "everysec")}
     advance(f"{name}: Redis")
     found["worth_keeping_s"] = worth_keeping_s(costs, prices, limits)
-    found["saturated_at"] = {str(think_s): saturated_at(costs, planned, limits, think_s) for think_s in THINKS_S}
+    found["saturated_at"] = columns([saturated_at(costs, planned, limits, think_s) for think_s in THINKS_S])
     sizes = [size(costs, planned, limits, sessions, THINK_S) for sessions in SESSIONS]
     found["sizes"] = [document_of(one, prices) for one in sizes]
+    crowded = [share_of_slab(costs, limits, planned.steps_per_s * think_s) for think_s in THINKS_S]
     found["by_think"] = {
-        str(think_s): {
-            kind: {"resident": one.resident, "per_million": per_million(one, prices)}
-            for kind, one in (
-                ("all resident", size(costs, planned, limits, 1e6, think_s)),
-                ("slab as it is set", size(costs, planned, limits, 1e6, think_s, room)),
-            )
-        }
-        for think_s in THINKS_S
-        for room in (share_of_slab(costs, limits, planned.steps_per_s * think_s),)
+        kind: columns([per_million(size(costs, planned, limits, 1e6, *one), prices) for one in given])
+        for kind, given in (
+            ("all resident", [(think_s,) for think_s in THINKS_S]),
+            ("slab as it is set", list(zip(THINKS_S, crowded, strict=True))),
+        )
     }
     settings = [Setting(costs, planned, limits, trips_s, one.shards, THINK_S) for one in sizes]
     found["lost"] = [
@@ -89,7 +87,7 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
 
 def without_slices(found: Result) -> Result:
     """What the page's table shows of a scenario that is not drawn."""
-    return {name: value for name, value in found.items() if name not in ("at_s", "resident_p99_ms")}
+    return {name: value for name, value in found.items() if name != "slices_p99_ms"}
 
 
 def share_of_slab(costs: Costs, limits: Limits, sessions: float) -> float:
@@ -98,15 +96,21 @@ def share_of_slab(costs: Costs, limits: Limits, sessions: float) -> float:
 
 
 def document_of(one: Size, prices: Prices) -> Result:
-    """For JSON, with sums for a million sessions."""
+    """For JSON, with what a million sessions cost an hour."""
     assert math.isfinite(one.steps_per_s)
-    return {**asdict(one), "per_million": per_million(one, prices)}
+    return {**asdict(one), "million_an_hour": one.per_million(one.cost(prices))}
 
 
 def per_million(one: Size, prices: Prices) -> Result:
-    """What a million sessions take."""
+    """What a million sessions take, and the share of steps whose states are there."""
     return {
-        "cores": {name: one.per_million(value) for name, value in one.cores.items()},
-        "gib": {name: one.per_million(value) for name, value in one.gib.items()},
+        "resident": one.resident,
+        **{f"cores: {name}": one.per_million(value) for name, value in one.cores.items()},
+        **{f"GiB: {name}": one.per_million(value) for name, value in one.gib.items()},
         "an_hour": one.per_million(one.cost(prices)),
     }
+
+
+def columns(rows: Sequence[Result]) -> dict[str, list[Any]]:
+    """Rows of the same figures as a list for each figure."""
+    return {name: [row[name] for row in rows] for name in rows[0]}

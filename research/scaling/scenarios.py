@@ -81,14 +81,13 @@ def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = A
         "first_rebuilt_per_s": slices[0]["rebuilt"] / SLICE_S,
         "refused_share": storm["refused_share"],
         "loop_share": sample.replica.loop.busy_s / (BEFORE_S + after_s),
-        **over_time(slices),
+        "slices_p99_ms": p99_over_time(slices),
     }
 
 
-def over_time(slices: list[Result]) -> Result:
-    """What is drawn of slices: the middle of each, and the p99 of the steps whose states were there."""
-    p99_ms = [one["resident_p99_ms"] for one in slices]
-    return {"at_s": [one["at_s"] for one in slices], "resident_p99_ms": p99_ms}
+def p99_over_time(slices: list[Result]) -> list[float | None]:
+    """What is drawn of slices: the p99 of the steps whose states were there, to a hundredth."""
+    return [None if one["resident_p99_ms"] is None else round(one["resident_p99_ms"], 2) for one in slices]
 
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
@@ -127,7 +126,7 @@ def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
         **storm_of(slices, calm["p99_ms"], 0.0),
         "rebuilt": sum(record.rebuilt),
         "refused": record.refused,
-        **over_time(slices),
+        "slices_p99_ms": p99_over_time(slices),
     }
 
 

@@ -122,34 +122,28 @@ def of_sizes(result: Result) -> list[str]:
         ("cores", lambda row: f"{sum(row['cores'].values()):,.0f}"),
         ("GiB", lambda row: f"{sum(row['gib'].values()):,.0f}"),
         number("Gbit/s", "network_bytes_per_s", ",.1f", times=8e-9),
-        ("USD/h a million", lambda row: f"{row['per_million']['an_hour']:,.2f}"),
+        ("USD/h a million", lambda row: f"{row['million_an_hour']:,.2f}"),
     )
     return table(columns, by_policy(result, "sizes"))
 
 
 def of_saturation(result: Result) -> list[str]:
     """Sessions at which one of each is used up, by how often they step."""
+    shown = [index for index, think_s in enumerate(result["thinks_s"]) if think_s in (1.0, 10.0, 100.0, 1000.0)]
     own = result["policies"]["tail"]["saturated_at"]
-    thinks = [think for think in own if float(think) in (1.0, 10.0, 100.0, 1000.0)]
-    rows = [[name, *(f"{own[think][name]:,.0f}" for think in thinks)] for name in own[thinks[0]]]
-    return markdown(
-        ("one of each carries, sessions that step once in", *(f"{float(one):,.0f} s" for one in thinks)), rows
-    )
+    rows = [[name, *(f"{sessions[index]:,.0f}" for index in shown)] for name, sessions in own.items()]
+    thinks = (f"{result['thinks_s'][index]:,.0f} s" for index in shown)
+    return markdown(("one of each carries, sessions that step once in", *thinks), rows)
 
 
 def of_money(result: Result) -> list[str]:
     """A million sessions."""
-    rows = [
-        [
-            f"{float(think):,.0f} s",
-            f"{kind} ({100 * one['resident']:.0f} %)",
-            *(f"{cores:,.2f}" for cores in one["per_million"]["cores"].values()),
-            *(f"{gib:,.2f}" for gib in one["per_million"]["gib"].values()),
-            f"{one['per_million']['an_hour']:,.3f}",
-        ]
-        for think, kinds in result["policies"]["tail"]["by_think"].items()
-        for kind, one in kinds.items()
-    ]
+    rows = []
+    for index, think_s in enumerate(result["thinks_s"]):
+        for kind, found in result["policies"]["tail"]["by_think"].items():
+            resident, *amounts, an_hour = (values[index] for values in found.values())
+            cells = (f"{amount:,.2f}" for amount in amounts)
+            rows.append([f"{think_s:,.0f} s", f"{kind} ({100 * resident:.0f} %)", *cells, f"{an_hour:,.3f}"])
     cores, gib = ("cores: replicas", "Redis", "HAProxy"), ("GiB: states", "replicas' rest", "Redis")
     return markdown(("a step once in", "states", *cores, *gib, "USD/h"), rows)
 
@@ -240,9 +234,14 @@ def of_skew(result: Result) -> list[str]:
     rows = [
         {**one, "sessions": float(sessions), "replicas": own["replicas"]}
         for sessions, own in result["skew"].items()
-        for one in own["exponents"]
+        for one in rows_of({name: values for name, values in own.items() if name != "replicas"})
     ]
     return table(columns, rows)
+
+
+def rows_of(columns: dict[str, list[Any]]) -> Iterator[Result]:
+    """A list for each figure as rows."""
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def ms(value: float | None) -> str:
