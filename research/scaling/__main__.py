@@ -5,7 +5,7 @@
     python -m research.scaling check [--seconds S]     the real stack under the load to compare: scaling_check.json
 
 Each takes about three minutes on two cores. `measure` and `check` want the machine for themselves; the first runs
-anywhere, on one of them, and gives the same figures each time.
+anywhere, on one of them, and gives the same figures each time. Needs the extra research.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def main() -> None:
     parser.add_argument("--wire-us", type=float, default=100.0, help="one way between two machines, microseconds")
     options = parser.parse_args()
     if options.command == "measure":
-        write_json(costs.FILE, {**provenance("research.scaling", "redis"), **measure.measure(options.seconds)})
+        write_json(costs.FILE, {**provenance("research.scaling", "onnxruntime"), **measure.measure(options.seconds)})
     elif options.command == "check":
-        write_json(check.FILE, {**provenance("research.scaling", "redis"), **check.measure(options.seconds)})
+        write_json(check.FILE, {**provenance("research.scaling", "onnxruntime"), **check.measure(options.seconds)})
     else:
         run(options)
 
