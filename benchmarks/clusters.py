@@ -11,26 +11,25 @@ started after the other, round by round; servers, clients and Redis share the ma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import yaml
 
 from benchmarks.bench.open_loop import summary
-from benchmarks.bench.subjects import cpu
 from benchmarks.page import markdown, put
-from benchmarks.routing import BUNDLE, CONNECTIONS, SESSIONS_EACH, begin, drive
+from benchmarks.routing import BUNDLE, CONNECTIONS, SESSIONS_EACH, begin, drive, ways_of
+from benchmarks.summary import Spread, cpu, provenance, write_json
 from deploy.stack.local import ROOT
 from deploy.stack.stack import Stack, replicas
 
@@ -106,17 +105,11 @@ def measure(way: str, number: int, seconds: float) -> Round:
     return Round(way, timed.requests, timed.requests / seconds, timed.p50_ms, timed.p99_ms)
 
 
-def rows(rounds: Sequence[Round]) -> Iterator[list[str]]:
+def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
     """One row for each way."""
-    for way in WAYS:
-        own = [one for one in rounds if one.way == way]
-        rates = [one.steps_per_s for one in own]
-        yield [
-            way,
-            f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
-            f"{statistics.median(one.p50_ms for one in own):.1f}",
-            f"{statistics.median(one.p99_ms for one in own):.1f}",
-        ]
+    for way, found in ways.items():
+        latencies = (f"{found[name]['median']:.1f}" for name in ("p50_ms", "p99_ms"))
+        yield [way, f"{Spread(**found['steps_per_s']):,.0f}", *latencies]
 
 
 def main() -> None:
@@ -132,11 +125,12 @@ def main() -> None:
         for way in WAYS:
             rounds.append(measure(way, number, options.seconds))
             print(rounds[-1], flush=True)
-    table = markdown(COLUMNS, rows(rounds))
+    ways = ways_of(rounds, "steps_per_s", "p50_ms", "p99_ms")
+    table = markdown(COLUMNS, rows(ways))
     print("\n".join(table))
     sessions = f"{CONNECTIONS} connections, {CONNECTIONS * SESSIONS_EACH} sessions"
     how = f"{cpu()}, {os.cpu_count()} cores; {sessions}; {options.rounds} rounds of {options.seconds:g} s each"
-    options.json.write_text(json.dumps({"how": how, "rounds": [asdict(one) for one in rounds]}, indent=2) + "\n")
+    write_json(options.json, {**provenance("benchmarks.clusters"), "how": how, "ways": ways})
     put(options.page, NAME, [f"{how}:", "", *table])
 
 

@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import onnxruntime
 import uvloop
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.summary import Spread, provenance, ratios, write_json
 from wane.models.bundle import Bundle
 from wane.service.batching.batch import Work
 from wane.service.batching.batcher import Batcher
@@ -38,7 +37,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
-from wane.service.runners.runner import NEXT
+from wane.service.runners.runner import NEXT, Array
 from wane.service.server import spare_the_collector
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
@@ -96,6 +95,7 @@ class Subject:
     def bare(self, role: str, batch: int, seconds: float) -> list[float]:
         """Seconds of each run of a full batch."""
         tokens = self.tokens[:batch]
+        feeds: dict[str, Array]
         if role == "step":
             feeds = {t.name: np.zeros((batch, *t.shape), np.float32) for t in self.manifest.state}
             feeds["tokens"] = tokens[:, 0].copy()
@@ -156,11 +156,12 @@ class Subject:
         return 1e6 * float(np.median(taken))
 
 
-async def measure(path: Path, rounds: int, seconds: float) -> dict[str, object]:
-    """Every way's figure in every round: rates in requests/s, latencies in microseconds."""
+async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Every way's figures over the rounds: rates in requests/s, latencies in microseconds."""
     subject = Subject(path)
     await subject.start()
     kinds = {"rate": subject.rate, "latency_us": subject.latency_us}
+    found: dict[str, dict[str, dict[str, list[float]]]]
     found = {role: {kind: {way: [] for way in WAYS} for kind in kinds} for role in ROLES}
     for index in range(rounds + 1):
         for role in ROLES:
@@ -177,11 +178,21 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, object]:
         "cell": architecture.cell,
         "vocabulary": subject.manifest.vocabulary.size,
         "window": subject.manifest.window,
-        "figures": found,
+        "figures": {
+            role: {
+                way: {
+                    "rate": Spread.of(figures["rate"][way]),
+                    "of_bare": ratios(figures["rate"][way], figures["rate"]["bare"]),
+                    "latency_us": Spread.of(figures["latency_us"][way]),
+                }
+                for way in WAYS
+            }
+            for role, figures in found.items()
+        },
     }
 
 
-def table(subject: dict[str, object]) -> Table:
+def table(subject: dict[str, Any]) -> Table:
     """Medians, and the least and the most of all rounds."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
@@ -189,16 +200,9 @@ def table(subject: dict[str, object]) -> Table:
         made.add_column(heading, justify="left" if not heading else "right")
     for role in ROLES:
         figures = subject["figures"][role]
-        for way in WAYS:
-            rates, bare = np.array(figures["rate"][way]), np.array(figures["rate"]["bare"])
-            latencies = figures["latency_us"][way]
-            made.add_row(f"{role}, {way}", _spread(rates, ",.0f"), _spread(rates / bare, ".2f"), _spread(latencies))
+        for way, one in figures.items():
+            made.add_row(f"{role}, {way}", f"{one['rate']:,.0f}", f"{one['of_bare']:.2f}", f"{one['latency_us']:,.0f}")
     return made
-
-
-def _spread(values: object, form: str = ",.0f") -> str:
-    low, middle, high = np.percentile(values, (0, 50, 100))
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
@@ -206,22 +210,21 @@ def main() -> None:
     parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement")
-    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    parser.add_argument("--json", type=Path, help="where the figures are written")
     options = parser.parse_args()
     found = [uvloop.run(measure(path, options.rounds, options.seconds)) for path in options.bundles]
     for subject in found:
         Console(width=120).print(table(subject))
     if options.json:
         document = {
+            **provenance("benchmarks.engine", "onnxruntime", "numpy"),
             "batch": BATCH,
             "clients": CLIENTS,
             "rounds": options.rounds,
             "seconds": options.seconds,
-            "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, "
-            f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
             "subjects": found,
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ python -m benchmarks.engine_page
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.page import markdown, put_all
+from benchmarks.summary import Spread
 
 PAGE, FIGURES = Path("docs/engine.md"), Path("docs/figures")
 GIB = 2**30
@@ -31,8 +31,8 @@ def tables(figures: Path) -> dict[str, list[str]]:
     return {
         "parked": parked(kept["parked"]["results"]),
         "shadows": shadows(kept["shadow"]["windows"].values()),
-        "precision": in_turns(kept["precision"]["subjects"], "float32", "int8", slower="float32"),
-        "lookup": in_turns(kept["lookup"]["subjects"], "looked up", "multiplied", slower="multiplied"),
+        "precision": in_turns(kept["precision"]["subjects"], "float32", "int8", ratio="float32 / int8"),
+        "lookup": in_turns(kept["lookup"]["subjects"], "looked up", "multiplied", ratio="multiplied / looked up"),
     }
 
 
@@ -57,23 +57,17 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Live latency by k and rate, its difference from the same round's without shadows, and what they took and did."""
     rows = []
     for window in windows:
-        none = window["rounds"]["0.0"]
-        for rate, rounds in window["rounds"].items():
-            requests = sum(one["requests"] for one in rounds)
-            over = {
-                name: [one[name] - other[name] for one, other in zip(rounds, none, strict=True)]
-                for name in ("p50_ms", "p99_ms")
-            }
+        for rate, found in window["rates"].items():
+            over = (found["p50_over_none_ms"], found["p99_over_none_ms"])
             rows.append(
                 [
                     f"{window['k']}",
                     rate,
-                    _spread([one["p50_ms"] for one in rounds], ".2f"),
-                    _spread([one["p99_ms"] for one in rounds], ".2f"),
-                    *(["", ""] if rounds is none else [_spread(values, "+.2f") for values in over.values()]),
-                    _spread([1000 * one["shadow_cpu_s"] / one["requests"] for one in rounds], ".3f"),
-                    f"{sum(one['compared'] for one in rounds) / requests:.1%}",
-                    f"{sum(one['dropped'] for one in rounds) / requests:.1%}",
+                    *(f"{Spread(**found[name]):.2f}" for name in ("p50_ms", "p99_ms")),
+                    *("" if spread is None else f"{Spread(**spread):+.2f}" for spread in over),
+                    f"{Spread(**found['shadow_cpu_s_per_1000']):.3f}",
+                    f"{found['compared'] / found['requests']:.1%}",
+                    f"{found['dropped'] / found['requests']:.1%}",
                 ]
             )
     return markdown(
@@ -82,30 +76,20 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
     )
 
 
-def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, slower: str) -> list[str]:
-    """Processor time an item of two ways that took turns, median (least to most), and how many times that of the other
-    the `slower` one takes."""
-    quicker = first if slower == second else second
+def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, ratio: str) -> list[str]:
+    """Processor time an item of two ways that took turns, median (least to most), and the median of their `ratio`."""
     rows = []
     for subject in subjects:
         for run in subject["runs"]:
-            taken = run["us_per_item"]
             role = f"window of {subject['window']}" if run["role"] == "window" else run["role"]
-            ratios = [
-                more / less for more, less in zip(taken[slower], taken[quicker], strict=True)
-            ]  # of one round each
             rows.append(
                 [
                     f"`{subject['model']}`, {role}, batch {run['batch']}",
-                    *(_spread(taken[way]) for way in (first, second)),
-                    f"{statistics.median(ratios):.2f}",
+                    *(f"{Spread(**run['us_per_item'][way]):.1f}" for way in (first, second)),
+                    f"{run['ratio']['median']:.2f}",
                 ]
             )
-    return markdown(["us an item", first, second, f"{slower} / {quicker}"], rows)
-
-
-def _spread(values: Sequence[float], form: str = ".1f") -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    return markdown(["us an item", first, second, ratio], rows)
 
 
 def main() -> None:

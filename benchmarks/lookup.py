@@ -10,18 +10,16 @@ extra train.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import lstm256
-from benchmarks.precision import RUNS, times, twin
+from benchmarks.precision import Subject, in_turns, table, twin
+from benchmarks.summary import provenance, write_json
 from wane.models.bundle import Bundle
 from wane.models.export import network
 from wane.models.parity import log_softmax
@@ -31,7 +29,7 @@ SHIPPED = Path("models/bundles/lstm")
 SAME = 1e-4  # by which log-probabilities of the two may be apart
 
 
-def measure(path: Path, rounds: int) -> dict[str, object]:
+def measure(path: Path, rounds: int) -> Subject:
     """Everything about one bundle."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
@@ -44,36 +42,15 @@ def measure(path: Path, rounds: int) -> dict[str, object]:
         apart = float(np.abs(said[0] - said[1]).max())
         if not apart <= SAME:
             raise SystemExit(f"{bundle.manifest.name}: the two are {apart} apart")
-        runs = [
-            {"role": role, "batch": batch, "us_per_item": times(bundle, runners, role, batch, repeat, rounds)}
-            for role, batch, repeat in RUNS
-        ]
+        runs = in_turns(bundle, runners, rounds, slower="multiplied", quicker="looked up")
     return {"model": bundle.manifest.name, "window": bundle.manifest.window, "apart": apart, "runs": runs}
-
-
-def table(subject: dict[str, object]) -> Table:
-    """Medians, with the least and the most of all rounds."""
-    made = Table(title=f"{subject['model']}: processor time an item, us (windows of {subject['window']})")
-    for name in ("", "looked up", "multiplied", "multiplied / looked up"):
-        made.add_column(name, justify="right")
-    runs = subject["runs"]
-    assert isinstance(runs, list)
-    for run in runs:
-        taken: dict[str, list[float]] = run["us_per_item"]
-        ratios = [more / less for more, less in zip(taken["multiplied"], taken["looked up"], strict=True)]
-        made.add_row(
-            f"{run['role']}, batch {run['batch']}",
-            *(f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})" for values in taken.values()),
-            f"{statistics.median(ratios):.2f}",
-        )
-    return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    parser.add_argument("--json", type=Path, help="where the figures are written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         paths = options.bundles
@@ -82,10 +59,10 @@ def main() -> None:
             paths = [Path(folder) / lstm256.NAME, SHIPPED]
         subjects = [measure(path, options.rounds) for path in paths]
     for subject in subjects:
-        Console().print(table(subject))
+        Console().print(table(subject, "multiplied / looked up"))
     if options.json is not None:
-        found = {"rounds": options.rounds, "subjects": subjects}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        origin = provenance("benchmarks.lookup", "onnxruntime", "numpy")
+        write_json(options.json, {**origin, "rounds": options.rounds, "subjects": subjects})
 
 
 if __name__ == "__main__":

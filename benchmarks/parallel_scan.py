@@ -23,16 +23,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+
+from wane.service.chunked.chunked import ChunkedRunner, ChunkPlan
+from wane.service.chunked.layout import ThroughputProfile
+from wane.service.engine.top1_proof import MarginProof
+from wane.service.state.pool import StatePool
 
 matplotlib.use("Agg")
 
@@ -45,20 +49,19 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import lstm256
+from benchmarks.summary import Spread, provenance, ratios, rounded, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
-from wane.service.chunked.chunked import EXACT, ChunkedRunner, ChunkPlan, Demand
-from wane.service.chunked.layout import ThroughputProfile
+from wane.service.chunked.chunked import EXACT, Demand
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import RESIDUAL
-from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
-from wane.service.state.pool import ZERO, StatePool
+from wane.service.state.pool import ZERO
 from wane.service.types import ScoreMethod, ScoreRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
@@ -113,7 +116,7 @@ class Subject:
         self.two = {role: Session(bundle, role, THREADS) for role in ROLES.values()}
         self.ones = {role: [Session(bundle, role, 1) for _ in range(THREADS)] for role in ROLES.values()}
         self.stepper = Session(bundle, "step", 1)
-        self.pool = ThreadPoolExecutor(THREADS)
+        self.workers = ThreadPoolExecutor(THREADS)
         self.loop = asyncio.new_event_loop()
         runner = OnnxRunner(bundle, "cpu", THREADS)
         settings = Settings(threads=THREADS)
@@ -144,7 +147,7 @@ class Subject:
         self.loop.run_until_complete(self.batcher.close())
         self.loop.run_until_complete(self.engine.close())
         self.loop.close()
-        self.pool.shutdown()
+        self.workers.shutdown()
 
     def ways(self, kind: str) -> dict[str, Way]:
         """What is measured, by name."""
@@ -165,7 +168,7 @@ class Subject:
         one, other = self.ends[kind, "one call"], self.ends[kind, name]
         return {
             what: max(
-                float(np.abs(one[name] - value).max())
+                float(np.abs(np.float64(one[name]) - np.float64(value)).max())
                 for name, value in other.items()
                 if (name == "logprobs") == scored
             )
@@ -213,7 +216,7 @@ class Subject:
         def run(feeds: Feeds) -> Feeds:
             halves = [{name: value[part::THREADS] for name, value in feeds.items()} for part in range(THREADS)]
             halves = [{name: np.ascontiguousarray(value) for name, value in half.items()} for half in halves]
-            ends = list(self.pool.map(lambda session, half: session(half), self.ones[role], halves))
+            ends = list(self.workers.map(lambda session, half: session(half), self.ones[role], halves))
             whole = {name: np.empty((WIDTH, *value.shape[1:]), value.dtype) for name, value in ends[0].items()}
             for part, end in enumerate(ends):
                 for name, value in end.items():
@@ -253,8 +256,8 @@ class Subject:
         return lambda: self.loop.run_until_complete(state() if kind == "state" else score())
 
 
-def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, object]:
-    """Seconds of every way in every round."""
+def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Every way, as `against` tells it, and what it came to."""
     subject = Subject(path, tokens)
     ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
@@ -277,7 +280,7 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
             role: {str(width): 1e6 * pace for width, pace in subject.throughput.pace(role).items()}
             for role in ROLES.values()
         },
-        "seconds": seconds,
+        "ways": {kind: {name: against(of_kind, name) for name in WAYS} for kind, of_kind in seconds.items()},
         "told": {kind: {name: told for (of, name), told in subject.told.items() if of == kind} for kind in ROLES},
         "differences": {
             kind: {
@@ -288,43 +291,46 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
     }
 
 
-def table(found: dict[str, object], tokens: int) -> Table:
+def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
+    """Seconds of a way, and how many times as long the two ways in order take, round by round."""
+    ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
+    return {"seconds": Spread.of(seconds[name]), **ordered}
+
+
+def table(found: dict[str, Any], tokens: int) -> Table:
     """Medians, and the least and the most of all rounds; ratios round by round."""
     made = Table(title=f"{found['model']} version {found['version']}, {tokens:,} tokens")
     for heading in ("", "seconds", "us a token", "one call / it", "in pieces / it", "how"):
         made.add_column(heading, justify="left" if heading in ("", "how") else "right")
     for kind in ROLES:
-        seconds = {name: np.array(values) for name, values in found["seconds"][kind].items()}
         for name in WAYS:
-            taken = seconds[name]
+            way: dict[str, Spread] = found["ways"][kind][name]
             told = dict(found["told"][kind].get(name, {}))
             told |= {f"{what} off": value for what, value in found["differences"][kind].get(name, {}).items()}
             made.add_row(
                 f"{kind}, {name}",
-                _spread(taken, ".3f"),
-                f"{1e6 * np.median(taken) / tokens:.2f}",
-                _spread(seconds["one call"] / taken, ".2f"),
-                _spread(seconds["in pieces"] / taken, ".2f"),
+                f"{way['seconds']:.3f}",
+                f"{1e6 * way['seconds'].median / tokens:.2f}",
+                f"{way['one call / it']:.2f}",
+                f"{way['in pieces / it']:.2f}",
                 ", ".join(f"{what} {value:.3g}" for what, value in told.items() if value is not None),
             )
     return made
 
 
-def _spread(values: NDArray[np.float64], form: str) -> str:
-    low, middle, high = np.percentile(values, (0, 50, 100))
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
-
-def draw(subjects: list[dict[str, object]], tokens: int, path: Path) -> None:
+def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
     """Tokens a second, medians, with the least and the most."""
     figure, axes = plt.subplots(
         1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
     )
     for axis, found in zip(axes[0], subjects, strict=True):
         for index, kind in enumerate(ROLES):
-            rates = [tokens / np.array(found["seconds"][kind][name]) / 1e3 for name in WAYS]
-            middle = np.array([np.median(rate) for rate in rates])
-            spread = [middle - [rate.min() for rate in rates], [rate.max() for rate in rates] - middle]
+            taken = [found["ways"][kind][name]["seconds"] for name in WAYS]
+            slowest, middle, quickest = (
+                1e-3 * tokens / np.array([getattr(spread, end) for spread in taken])
+                for end in ("most", "median", "least")
+            )
+            spread = [middle - slowest, quickest - middle]
             places = np.arange(len(WAYS)) + 0.4 * (index - 0.5)
             axis.barh(places, middle, 0.36, xerr=spread, color=f"C{index}", label=kind, error_kw={"linewidth": 1})
         axis.set_yticks(np.arange(len(WAYS)), WAYS)
@@ -341,7 +347,7 @@ def main() -> None:
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
     parser.add_argument("--tokens", type=int, default=65_536, help=f"a multiple of {WIDTH * STEPS}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    parser.add_argument("--json", type=Path, help="where the figures are written")
     parser.add_argument("--figure", type=Path, help="where they are drawn")
     options = parser.parse_args()
     if options.tokens < WIDTH * STEPS or options.tokens % (WIDTH * STEPS):
@@ -355,16 +361,16 @@ def main() -> None:
     for found in subjects:
         Console(width=190).print(table(found, options.tokens))
     if options.json:
-        document = {
-            "tokens": options.tokens,
-            "rounds": options.rounds,
-            "threads": THREADS,
-            "machine": f"{platform.machine()}, Python {platform.python_version()}, "
-            f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
-            "subjects": subjects,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        document = rounded(
+            {
+                **provenance("benchmarks.parallel_scan", "onnxruntime", "numpy"),
+                "tokens": options.tokens,
+                "rounds": options.rounds,
+                "threads": THREADS,
+                "subjects": subjects,
+            }
+        )
+        write_json(options.json, document)
     if options.figure:
         draw(subjects, options.tokens, options.figure)
 

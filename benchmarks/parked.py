@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import gc
 import json
-import platform
 import random
 import secrets
 import statistics
@@ -34,6 +33,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.summary import provenance, rounded, write_json
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.sessions.record import TokenHistory
@@ -226,14 +226,10 @@ def main() -> None:
     if arguments.way is not None:
         print(json.dumps(asyncio.run(measure(arguments.way, arguments.sessions, arguments.tails[0]))))
         return
-    results = [apart(way, arguments.sessions, tail) for tail in arguments.tails for way in WAYS]
+    results: list[Result] = rounded([apart(way, arguments.sessions, tail) for tail in arguments.tails for way in WAYS])
     show(results)
     if arguments.json is not None:
-        document = {
-            "command": " ".join(["python -m benchmarks.parked", *sys.argv[1:]]),
-            "python": platform.python_version(),
-        }
-        arguments.json.write_text(json.dumps(document | {"results": results}, indent=1) + "\n")
+        write_json(arguments.json, {**provenance("benchmarks.parked"), "results": results})
 
 
 if __name__ == "__main__":

@@ -11,17 +11,18 @@ Needs the extra train.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.summary import Spread, provenance, ratios, write_json
 from wane.models.bundle import Bundle
 from wane.models.export import export_bundle
 from wane.models.manifest import Precision, Role
@@ -41,7 +42,8 @@ RUNS: tuple[tuple[Role, int, int], ...] = (
 )
 """Role, batch, and how often it is run in a round."""
 
-Runners = dict[Precision, OnnxRunner]
+Runners = dict[str, OnnxRunner]
+Subject = dict[str, Any]
 
 
 def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
@@ -112,16 +114,32 @@ def times(
     return taken
 
 
-def measure(path: Path, rounds: int) -> dict[str, object]:
+def in_turns(
+    bundle: Bundle, runners: Mapping[str, OnnxRunner], rounds: int, *, slower: str, quicker: str
+) -> list[dict[str, Any]]:
+    """Every kind of run by two runners in turns: microseconds an item of each, and the ratio of the slower one's to the
+    quicker one's, round by round."""
+    found = []
+    for role, batch, repeat in RUNS:
+        taken = times(bundle, runners, role, batch, repeat, rounds)
+        found.append(
+            {
+                "role": role,
+                "batch": batch,
+                "us_per_item": {name: Spread.of(values) for name, values in taken.items()},
+                "ratio": ratios(taken[slower], taken[quicker]),
+            }
+        )
+    return found
+
+
+def measure(path: Path, rounds: int) -> Subject:
     """Everything about one bundle."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         rounded = twin(bundle, Path(folder), "int8")
         runners: Runners = {"float32": OnnxRunner(bundle, "cpu", 1), "int8": OnnxRunner(rounded, "cpu", 1)}
-        runs = [
-            {"role": role, "batch": batch, "us_per_item": times(bundle, runners, role, batch, repeat, rounds)}
-            for role, batch, repeat in RUNS
-        ]
+        runs = in_turns(bundle, runners, rounds, slower="float32", quicker="int8")
         found = agreement(bundle, runners)
     return {
         "model": bundle.manifest.name,
@@ -131,33 +149,35 @@ def measure(path: Path, rounds: int) -> dict[str, object]:
     }
 
 
+def table(subject: Subject, ratio: str) -> Table:
+    """Medians, and the least and the most of all rounds; `ratio` is the last column's name."""
+    made = Table(title=f"{subject['model']}: processor time an item, us (windows of {subject['window']})")
+    for heading in ("", *subject["runs"][0]["us_per_item"], ratio):
+        made.add_column(heading, justify="right")
+    for run in subject["runs"]:
+        spreads = (f"{spread:.1f}" for spread in run["us_per_item"].values())
+        made.add_row(f"{run['role']}, batch {run['batch']}", *spreads, f"{run['ratio'].median:.2f}")
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where every round's figures are written")
+    parser.add_argument("--json", type=Path, help="where the figures are written")
     options = parser.parse_args()
     subjects = [measure(path, options.rounds) for path in options.bundles]
     console = Console(width=110)
     for subject in subjects:
-        table = Table(title=f"{subject['model']}: processor time an item, us (windows of {subject['window']})")
-        for heading in ("", "float32", "int8", "float32 / int8"):
-            table.add_column(heading, justify="right")
-        for run in subject["runs"]:
-            exact, rounded = (np.array(run["us_per_item"][precision]) for precision in ("float32", "int8"))
-            table.add_row(
-                f"{run['role']}, batch {run['batch']}",
-                *(f"{np.median(x):.1f} ({x.min():.1f} to {x.max():.1f})" for x in (exact, rounded)),
-                f"{np.median(exact / rounded):.2f}",
-            )
-        console.print(table)
+        console.print(table(subject, "float32 / int8"))
         counted = subject["agreement"]
         console.print(
             f"{counted['compared']} answers: the same first token {counted['top1_match_rate']:.4f}, total variation "
             f"{counted['total_variation']['mean']:.2g} in the mean and {counted['total_variation']['max']:.2g} at most"
         )
     if options.json:
-        options.json.write_text(json.dumps({"rounds": options.rounds, "subjects": subjects}, indent=1) + "\n")
+        origin = provenance("benchmarks.precision", "onnxruntime", "numpy")
+        write_json(options.json, {**origin, "rounds": options.rounds, "subjects": subjects})
 
 
 if __name__ == "__main__":

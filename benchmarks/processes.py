@@ -13,21 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.page import markdown, put
+from benchmarks.summary import Spread, provenance, ratios, write_json
 from wane.training.config import DataConfig, Experiment
 from wane.training.data import load_corpus
 from wane.training.group import Group
@@ -80,12 +79,17 @@ def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, 
             for _ in range(WARM_UP):
                 next(steps)
             taken, begun = 0, time.perf_counter()
-            while group.from_first(lambda begun=begun: time.perf_counter() - begun < seconds):
+            while group.from_first(partial(before, begun + seconds)):
                 for _ in range(WARM_UP):
                     next(steps)
                 taken += WARM_UP
             found[name] = taken * training.batch * training.chunk / (time.perf_counter() - begun)
     return found
+
+
+def before(end: float) -> bool:
+    """Whether it is not yet `end`, of the performance counter."""
+    return time.perf_counter() < end
 
 
 def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
@@ -98,14 +102,25 @@ def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
         return speeds
 
 
+def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """By experiment the tokens a second of every way, and the ratio of two processes to two threads by round. `rounds`:
+    by way the rounds' tokens a second by experiment."""
+    found = {}
+    for name in EXPERIMENTS:
+        by_way = {way: [one[name] for one in of_way] for way, of_way in rounds.items()}
+        spreads = {way: Spread.of(values).model_dump() for way, values in by_way.items()}
+        found[name] = {"tokens_per_s": spreads, "ratio": ratios(by_way[MEASURED], by_way[BESIDE]).model_dump()}
+    return found
+
+
 def lines(document: dict[str, Any]) -> list[str]:
     """The figures as a table in Markdown: medians, and the least and the most of all rounds."""
     rows = []
     for name in EXPERIMENTS:
-        by_way = {way.name: [found[name] for found in document["tokens_per_s"][way.name]] for way in WAYS}
-        ratios = np.divide(by_way[MEASURED], by_way[BESIDE])  # of the same round
-        cells = [f"{np.median(s):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in by_way.values()]
-        rows.append([f"`{name}`", *cells, f"{np.median(ratios):.2f}x ({ratios.min():.2f} to {ratios.max():.2f})"])
+        found = document["experiments"][name]
+        ratio = Spread(**found["ratio"])
+        cells = [f"{Spread(**found['tokens_per_s'][way.name]):,.0f}" for way in WAYS]
+        rows.append([f"`{name}`", *cells, f"{ratio.median:.2f}x ({ratio.least:.2f} to {ratio.most:.2f})"])
     return markdown(["tokens/s", *(way.name for way in WAYS), "two processes / two threads"], rows)
 
 
@@ -137,13 +152,13 @@ def main() -> None:
         for way in WAYS:
             told[way.name].append(measure(way, options.text, options.seconds))
     document = {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "torch": torch.__version__,
-        "tokens_per_s": told,
+        **provenance("benchmarks.processes", "torch"),
+        "rounds": options.rounds,
+        "experiments": summary(told),
     }
     console.print("\n".join(lines(document)), markup=False, soft_wrap=True)
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, document)
 
 
 if __name__ == "__main__":

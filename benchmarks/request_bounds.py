@@ -1,4 +1,4 @@
-"""What the bound of one request costs beside the run. (How tight it is: `benchmarks/proofs.py`.)
+"""What the bound of one request costs beside the run. (How tight it is: `research/proofs.py`.)
 
     python -m benchmarks.request_bounds [--repeat N]
 

@@ -18,20 +18,20 @@ import json
 import os
 import re
 import selectors
-import statistics
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from benchmarks.bench.connections import READ_AT_ONCE, HttpAnswers, connect, http_request
 from benchmarks.bench.open_loop import summary
-from benchmarks.bench.subjects import cpu
 from benchmarks.page import markdown, put
+from benchmarks.summary import Spread, cpu, provenance, write_json
 from deploy.stack.local import ROOT
 from deploy.stack.stack import ENTRANCE, Stack, replicas
 
@@ -156,20 +156,24 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
     return Round(way, timed.requests, timed.requests / seconds, timed.p50_ms, timed.p99_ms, **shares)
 
 
-def rows(rounds: Sequence[Round]) -> Iterator[list[str]]:
-    """One row for each way."""
-    for way in WAYS:
+def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
+    """By way: all of its steps, and the spreads of these figures over its rounds."""
+    found: dict[str, dict[str, Any]] = {}
+    for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]
-        rates = [one.steps_per_s for one in own]
+        spreads = {name: Spread.of(getattr(one, name) for one in own).model_dump() for name in figures}
+        found[way] = {"rounds": len(own), "steps": sum(one.steps for one in own), **spreads}
+    return found
 
-        def middle(name: str, own: Sequence[Round] = own) -> float:
-            return float(statistics.median(getattr(one, name) for one in own))
 
+def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+    """One row for each way."""
+    for way, found in ways.items():
         yield [
             way,
-            f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
-            *(f"{middle(name):.1f}" for name in ("p50_ms", "p99_ms")),
-            *(f"{100 * middle(name):.1f}%" for name in COUNTERS),
+            f"{Spread(**found['steps_per_s']):,.0f}",
+            *(f"{found[name]['median']:.1f}" for name in ("p50_ms", "p99_ms")),
+            *(f"{100 * found[name]['median']:.1f}%" for name in COUNTERS),
         ]
 
 
@@ -189,12 +193,12 @@ def main() -> None:
             for way in WAYS:
                 rounds.append(measure(stack, way, number, options.seconds))
                 print(rounds[-1], flush=True)
-    table = markdown(COLUMNS, rows(rounds))
+    ways = ways_of(rounds, "steps_per_s", "p50_ms", "p99_ms", *COUNTERS)
+    table = markdown(COLUMNS, rows(ways))
     print("\n".join(table))
     sessions = f"{CONNECTIONS} connections, {CONNECTIONS * SESSIONS_EACH} sessions"
     how = f"{cpu()}, {os.cpu_count()} cores; {sessions}; {options.rounds} rounds of {options.seconds:g} s each"
-    document = {"how": how, "rounds": [asdict(one) for one in rounds]}
-    options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, {**provenance("benchmarks.routing"), "how": how, "ways": ways})
     put(options.page, NAME, [f"{how}:", "", *table])
 
 

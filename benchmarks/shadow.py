@@ -14,18 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import matplotlib
-import onnxruntime
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +32,7 @@ from benchmarks.bench.contenders import Contender
 from benchmarks.bench.loads import step_body, step_path
 from benchmarks.bench.open_loop import drive, poisson
 from benchmarks.bench.process import ServerProcess
+from benchmarks.summary import Spread, digits, provenance, write_json
 from wane.models.bundle_checks import read_manifest
 from wane.models.manifest import Frozen
 
@@ -52,7 +51,8 @@ SATURATING = 20_000.0
 SATURATED = 3000
 
 
-class Round(Frozen):
+@dataclass(frozen=True, slots=True)
+class Round:
     """One server under load for some seconds. Of its sampled answers, `compared` in time or `dropped`; `cpu_s` is all
     of the server's processor time, `shadow_cpu_s` that of the thread that runs shadows."""
 
@@ -66,14 +66,49 @@ class Round(Frozen):
     dropped: int
 
 
+class OfRate(Frozen):
+    """All rounds of one rate: counts are sums. over_none: latencies less those of the same round without shadows, None
+    where there are none. shadow_cpu_s_per_1000: processor seconds of shadows for a thousand live answers."""
+
+    rounds: int
+    requests: int
+    compared: int
+    dropped: int
+    p50_ms: Spread
+    p99_ms: Spread
+    longest_ms: Spread
+    cpu_s: Spread
+    shadow_cpu_s_per_1000: Spread
+    p50_over_none_ms: Spread | None
+    p99_over_none_ms: Spread | None
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
+        """`none`: the rounds without shadows, in the same order; None where these are they."""
+        pairs = [] if none is None else list(zip(rounds, none, strict=True))
+        return cls(
+            rounds=len(rounds),
+            requests=sum(one.requests for one in rounds),
+            compared=sum(one.compared for one in rounds),
+            dropped=sum(one.dropped for one in rounds),
+            p50_ms=Spread.of(one.p50_ms for one in rounds),
+            p99_ms=Spread.of(one.p99_ms for one in rounds),
+            longest_ms=Spread.of(one.longest_ms for one in rounds),
+            cpu_s=Spread.of(one.cpu_s for one in rounds),
+            shadow_cpu_s_per_1000=Spread.of(1000 * one.shadow_cpu_s / one.requests for one in rounds),
+            p50_over_none_ms=Spread.of(one.p50_ms - other.p50_ms for one, other in pairs) if pairs else None,
+            p99_over_none_ms=Spread.of(one.p99_ms - other.p99_ms for one, other in pairs) if pairs else None,
+        )
+
+
 class OfWindow(Frozen):
-    """The rounds of one k, by rate."""
+    """One k, by rate."""
 
     k: int
     events_per_s: float
     capacity_per_s: float
     seconds: float
-    rounds: dict[str, list[Round]]
+    rates: dict[str, OfRate]
 
 
 class Results(Frozen):
@@ -82,6 +117,9 @@ class Results(Frozen):
     model: str
     model_version: str
     machine: str
+    versions: dict[str, str]
+    command: str | None = None
+    commit: str | None = None
     windows: dict[str, OfWindow]
 
 
@@ -157,17 +195,13 @@ def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share:
             figures = subject.load(share * capacity, seconds, seed=index)
             if index:  # the first round is for warming up
                 found[str(subject.rate)].append(figures)
-    return OfWindow(k=k, events_per_s=share * capacity, capacity_per_s=capacity, seconds=seconds, rounds=found)
-
-
-def spread(values: list[float], form: str) -> str:
-    """Median, and the least and the most of all rounds."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
-def thousand(figures: Round) -> float:
-    """Processor seconds of shadows for a thousand live answers."""
-    return 1000 * figures.shadow_cpu_s / figures.requests
+    return OfWindow(
+        k=k,
+        events_per_s=digits(share * capacity),
+        capacity_per_s=digits(capacity),
+        seconds=seconds,
+        rates={rate: OfRate.of(rounds, found["0.0"] if float(rate) else None) for rate, rounds in found.items()},
+    )
 
 
 def table(results: Results) -> Table:
@@ -186,37 +220,35 @@ def table(results: Results) -> Table:
     ):
         made.add_column(name, justify="right")
     for of_window in results.windows.values():
-        none = of_window.rounds["0.0"]
-        for rate, rounds in of_window.rounds.items():
-            pairs = list(zip(rounds, none, strict=True))
+        for rate, found in of_window.rates.items():
+            over = (found.p50_over_none_ms, found.p99_over_none_ms)
             made.add_row(
                 str(of_window.k),
                 rate,
-                spread([one.p50_ms for one in rounds], ".2f"),
-                spread([one.p99_ms for one in rounds], ".2f"),
-                spread([one.p50_ms - other.p50_ms for one, other in pairs], "+.2f"),
-                spread([one.p99_ms - other.p99_ms for one, other in pairs], "+.2f"),
-                spread([thousand(one) for one in rounds], ".3f"),
-                f"{sum(one.compared for one in rounds) / sum(one.requests for one in rounds):.2%}",
-                f"{sum(one.dropped for one in rounds) / sum(one.requests for one in rounds):.2%}",
+                f"{found.p50_ms:.2f}",
+                f"{found.p99_ms:.2f}",
+                *("" if spread is None else f"{spread:+.2f}" for spread in over),
+                f"{found.shadow_cpu_s_per_1000:.3f}",
+                f"{found.compared / found.requests:.2%}",
+                f"{found.dropped / found.requests:.2%}",
                 end_section=rate == str(RATES[-1]),
             )
     return made
 
 
 def plot(results: Results, path: Path) -> None:
-    """Live p50 and p99 by rate, every round a point; and the processor time added."""
+    """Live p50 and p99 by rate, medians between the least and the most; and the processor time added."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for index, of_window in enumerate(results.windows.values()):
         colour = f"C{index}"
-        for place, (rate, rounds) in enumerate(of_window.rounds.items()):
+        for place, (rate, found) in enumerate(of_window.rates.items()):
             at = place + (index - 1) * 0.22
-            for axis, values in ((axes[0], [r.p50_ms for r in rounds]), (axes[1], [r.p99_ms for r in rounds])):
+            for axis, spread in ((axes[0], found.p50_ms), (axes[1], found.p99_ms)):
                 label = f"k = {of_window.k}, {of_window.events_per_s:,.0f} events/s" if rate == "0.0" else None
-                axis.plot([at] * len(values), values, "o", color=colour, markersize=3, alpha=0.6, label=label)
-                axis.plot([at - 0.08, at + 0.08], [statistics.median(values)] * 2, color=colour, linewidth=2)
-        shares = [float(rate) for rate in of_window.rounds if float(rate)]
-        spent = [statistics.median(thousand(one) for one in of_window.rounds[str(rate)]) for rate in shares]
+                axis.plot([at, at], [spread.least, spread.most], color=colour, linewidth=1, alpha=0.6)
+                axis.plot(at, spread.median, "o", color=colour, markersize=4, label=label)
+        shares = [float(rate) for rate in of_window.rates if float(rate)]
+        spent = [of_window.rates[str(rate)].shadow_cpu_s_per_1000.median for rate in shares]
         axes[2].plot(shares, spent, "o-", color=colour, label=f"k = {of_window.k}")
     names = ["none" if rate == 0 else f"{rate:g}" for rate in RATES]
     for axis, title in ((axes[0], "live p50, ms"), (axes[1], "live p99, ms")):
@@ -243,8 +275,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "measure":
         manifest = read_manifest(BUNDLE)
-        cores = f"{os.cpu_count()} cores of {platform.machine()}, shared with the load"
-        machine = f"{cores}; Python {platform.python_version()}, onnxruntime {onnxruntime.__version__}"
+        origin = provenance("benchmarks.shadow", "onnxruntime")
         known: dict[str, OfWindow] = {}
         if options.results.exists():
             known = Results.model_validate_json(options.results.read_bytes()).windows
@@ -254,11 +285,10 @@ def main() -> None:
             results = Results(
                 model=manifest.name,
                 model_version=manifest.version,
-                machine=machine,
+                **origin,
                 windows=dict(sorted(known.items(), key=lambda item: int(item[0]))),
             )
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            options.results.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            write_json(options.results, results)
     results = Results.model_validate_json(options.results.read_bytes())
     if options.command == "plot":
         plot(results, options.figure or options.results.with_suffix(".png"))

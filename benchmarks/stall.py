@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.bench.contenders import Contender
 from benchmarks.bench.process import ServerProcess
+from benchmarks.summary import provenance, write_json
 
 BUNDLE = Path("models/bundles/gated-stable")
 LIMIT = 4 * 2**20  # the server's max_body_bytes
@@ -277,7 +278,7 @@ def main() -> None:
                 table.add_row(one.body, answered, *(f"{figure:.1f}" for figure in figures))
     Console(width=140).print(table)
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, {**provenance("benchmarks.stall"), "bodies": [asdict(one) for one in found]})
 
 
 if __name__ == "__main__":

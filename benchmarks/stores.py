@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.summary import Spread, provenance, rounded, write_json
 from tests.service.sessions.stores.redis_server import DURABLE, RedisServer, redis_server
 from wane.models.bundle import Bundle
 from wane.service.engine.engine import Engine
@@ -63,7 +63,9 @@ class Replica:
 
     def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
         kind, _, every = policy.partition(":")
-        shared = {} if kind == "memory" else {"store": url, "store_policy": kind, "store_timeout_ms": 10_000}
+        shared: dict[str, Any] = (
+            {} if kind == "memory" else {"store": url, "store_policy": kind, "store_timeout_ms": 10_000}
+        )
         tail = max(256, bundle.manifest.max_window)
         settings = Settings(
             session_history_tokens=tail,
@@ -117,7 +119,12 @@ async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, sec
         written = (await redis.info("persistence"))["aof_current_size"]
         rates, steps = await rate(lambda client: one.step(client, pasts[client][:1]), seconds)
         size = (await redis.info("persistence"))["aof_current_size"]
-        result: Result = {"model": bundle.manifest.name, "policy": policy, "fsync": fsync, "steps_per_s": rates}
+        result: Result = {
+            "model": bundle.manifest.name,
+            "policy": policy,
+            "fsync": fsync,
+            "steps_per_s": Spread.of(rates),
+        }
         if policy != "memory":
             keys = await redis.keys("*")
             result["session_bytes"] = sum([await redis.memory_usage(key, samples=0) for key in keys]) / CLIENTS
@@ -225,17 +232,17 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
         begun = time.perf_counter()
         await store.get(f"s{client}")
         reads.append(time.perf_counter() - begun)
-    return {"steps_per_s": rates, "read_ms": 1e3 * statistics.median(reads)}
+    return {"steps_per_s": Spread.of(rates), "read_ms": 1e3 * statistics.median(reads)}
 
 
 def show(document: Result) -> None:
     """The tables."""
-    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (lowest, highest)")
+    table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (least to most)")
     columns = ("model", "policy", "fsync", "steps/s", "bytes each", "file/step", "first step ms", "resident ms")
     for column in (*columns, f"{CLIENTS - ALONE} at once ms", "top-1 same", "bound"):
         table.add_column(column, justify="right")
     for one in document["served"]:
-        cells = [one["model"], one["policy"], one["fsync"], spread(one["steps_per_s"])]
+        cells = [one["model"], one["policy"], one["fsync"], f"{Spread(**one['steps_per_s']):,.0f}"]
         if "recovery_ms" in one:
             bound = one["error_bound"]
             in_file = one["file_bytes_per_step"]
@@ -249,13 +256,9 @@ def show(document: Result) -> None:
     for column in ("fsync", "state bytes", "appends/s", "read ms"):
         table.add_column(column, justify="right")
     for one in document["sizes"]:
-        row = [one["fsync"], f"{one['state_bytes']:,}", spread(one["steps_per_s"]), f"{one['read_ms']:.2f}"]
+        row = [one["fsync"], f"{one['state_bytes']:,}", f"{Spread(**one['steps_per_s']):,.0f}", f"{one['read_ms']:.2f}"]
         table.add_row(*row)
     Console(width=120).print(table)
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f}, {max(values):,.0f})"
 
 
 def plot(document: Result, path: Path) -> None:
@@ -276,7 +279,7 @@ def plot(document: Result, path: Path) -> None:
             if one["model"] == model and one["fsync"] in ("", document["fsync_of_plot"])
         }
         x = np.arange(len(policies)) + (index - (len(models) - 1) / 2) * width
-        axes[0].bar(x, [statistics.median(of_model[name]["steps_per_s"]) for name in policies], width, label=model)
+        axes[0].bar(x, [of_model[name]["steps_per_s"]["median"] for name in policies], width, label=model)
         axes[1].bar(x[1:], [of_model[name]["recovery_ms"] for name in policies[1:]], width, label=model)
     for axis in axes[:2]:
         axis.set_xticks(np.arange(len(policies)), policies)
@@ -285,7 +288,7 @@ def plot(document: Result, path: Path) -> None:
     axes[1].set(title="first step at a replica that has no state, ms")
     for fsync in FSYNCS:
         of_fsync = [one for one in document["sizes"] if one["fsync"] == fsync]
-        rates = [statistics.median(one["steps_per_s"]) for one in of_fsync]
+        rates = [one["steps_per_s"]["median"] for one in of_fsync]
         axes[2].plot([one["state_bytes"] for one in of_fsync[1:]], rates[1:], marker="o", label=f"state, fsync {fsync}")
         axes[2].axhline(rates[0], linestyle="--", color=axes[2].lines[-1].get_color(), label=f"tail, fsync {fsync}")
     axes[2].set(xscale="log", yscale="log", xlabel="bytes of a state", title="appends a second, a state at every step")
@@ -306,10 +309,10 @@ async def measure(models: list[str], text: str, seconds: float) -> Result:
                 served += await serve(bundle, policy, server, text, seconds)
         async with Redis.from_url(server.url) as redis:
             version = (await redis.info("server"))["redis_version"]
+        origin = provenance("benchmarks.stores", "onnxruntime")
         return {
-            "command": " ".join(["python -m benchmarks.stores", *sys.argv[1:]]),
-            "python": platform.python_version(),
-            "redis": version,
+            **origin,
+            "versions": origin["versions"] | {"redis": version},
             "state_bytes": {model: state_bytes(model) for model in models},
             "fsync_of_plot": FSYNCS[1],
             "served": served,
@@ -332,9 +335,8 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="measure nothing: show what the JSON holds")
     arguments = parser.parse_args()
     if not arguments.render:
-        document = asyncio.run(measure(arguments.models, TEXT.read_text(encoding="utf-8"), arguments.seconds))
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document = rounded(asyncio.run(measure(arguments.models, TEXT.read_text(encoding="utf-8"), arguments.seconds)))
+        write_json(arguments.json, document)
     document = json.loads(arguments.json.read_text(encoding="utf-8"))
     show(document)
     plot(document, arguments.plot)

@@ -18,22 +18,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-import onnxruntime
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.summary import Spread, provenance, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching import batch
@@ -62,6 +60,9 @@ LEAD_S = 0.5
 """Steady load before the storm."""
 
 UNDISTURBED_S = 2.0
+SLICE_S = 0.025
+"""Of the figure."""
+
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
 
@@ -81,6 +82,13 @@ class FirstCome(Scheduler[WorkItem]):
 
     def put(self, item: WorkItem) -> None:
         self._line.append(item)
+
+    @property
+    def full(self) -> bool:
+        return False  # so that no batch is handed over before the one that runs is over
+
+    def put_back(self, items: Sequence[WorkItem]) -> None:
+        self._line.extendleft(reversed(items))
 
     def take(self, runs: Callable[[WorkItem], bool]) -> list[WorkItem]:
         taken, left, longest, total = list[WorkItem](), list[WorkItem](), 0, 0
@@ -167,7 +175,7 @@ class Subject:
             taken_ms.append(1e3 * (time.perf_counter() - due))
 
         async def steady() -> None:
-            steps, due = [], time.perf_counter()
+            steps, due = list[asyncio.Task[None]](), time.perf_counter()
             while not stop.is_set():
                 session = resident[len(steps) % RESIDENT]
                 steps.append(asyncio.create_task(step(session, due)))
@@ -207,6 +215,7 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
     await subject.engine.close()
     manifest = subject.bundle.manifest
     return {
+        **provenance("benchmarks.storm", "onnxruntime", "numpy"),
         "model": manifest.name,
         "model_version": manifest.version,
         "parked": PARKED,
@@ -216,62 +225,72 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
         "tail": TAIL,
         "window": manifest.window,
         "max_batch_size": subject.settings.max_batch_size,
-        "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, "
-        f"onnxruntime {onnxruntime.__version__}, numpy {np.__version__}",
         "ways": {way: summary(of_way) for way, of_way in found.items()},
     }
 
 
 def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Of each round the percentiles of steps that were due in the storm; of the last one every step."""
-    lines = []
+    """Of the steps that were due in the storm percentiles by round; of the last round's, those due in each slice."""
+    found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "max_ms": []}
+    steps = 0
     for one in rounds:
         end = UNDISTURBED_S if one.storm_s is None else one.storm_s
         during = [taken for due, taken in zip(one.due_s, one.taken_ms, strict=True) if 0 <= due <= end]
-        p50, p99, most = np.percentile(during, (50, 99, 100))
-        lines.append(
-            {
-                "steps": len(during),
-                "p50_ms": float(p50),
-                "p99_ms": float(p99),
-                "max_ms": float(most),
-                "storm_s": one.storm_s,
-            }
-        )
-    last = rounds[-1]
-    steps = [[round(due, 4), round(taken, 3)] for due, taken in zip(last.due_s, last.taken_ms, strict=True)]
-    return {"rounds": lines, "steps": sorted(steps)}
+        steps += len(during)
+        for values, value in zip(found.values(), np.percentile(during, (50, 99, 100)), strict=True):
+            values.append(float(value))
+    storms = [one.storm_s for one in rounds if one.storm_s is not None]
+    return {
+        "rounds": len(rounds),
+        "steps": steps,
+        **{name: Spread.of(values).model_dump() for name, values in found.items()},
+        "storm_s": Spread.of(storms).model_dump() if storms else None,
+        "last": timeline(rounds[-1]),
+    }
+
+
+def timeline(one: Round) -> dict[str, Any]:
+    """One round, by slices of SLICE_S in which steps were due: a slice's middle, and the median and the longest of its
+    steps, rounded. storm_s: when all of the parked sessions were answered."""
+    taken_ms = np.array(one.taken_ms)
+    slices = np.floor(np.array(one.due_s) / SLICE_S)
+    columns: dict[str, list[float]] = {"at_s": [], "p50_ms": [], "max_ms": []}
+    for number in np.unique(slices):
+        own = taken_ms[slices == number]
+        columns["at_s"].append(round((float(number) + 0.5) * SLICE_S, 4))
+        columns["p50_ms"].append(round(float(np.median(own)), 2))
+        columns["max_ms"].append(round(float(own.max()), 2))
+    return {**columns, "storm_s": one.storm_s}
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Medians over the rounds, and the least and the most."""
     made = []
     for way in WAYS:
-        lines = result["ways"][way]["rounds"]
-        cells = [_spread([line[name] for line in lines]) for name in ("p50_ms", "p99_ms", "max_ms")]
-        storms = [line["storm_s"] for line in lines]
-        made.append((way, *cells, "" if storms[0] is None else _spread(storms, ".2f")))
+        found = result["ways"][way]
+        cells = [f"{Spread(**found[name]):.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
+        made.append((way, *cells, "" if found["storm_s"] is None else f"{Spread(**found['storm_s']):.2f}"))
     return made
-
-
-def _spread(values: list[float], form: str = ".1f") -> str:
-    low, middle, high = np.percentile(values, (0, 50, 100))
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"{PARKED} rebuilt in s")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Every resident step of the last rounds, by when it was due."""
+    """Resident steps of the last rounds, by when they were due: medians of slices, and shaded to the longest."""
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+    axes.set_yscale("log")
     for index, way in enumerate(WAYS):
-        due, taken = np.array(result["ways"][way]["steps"]).T
-        axes.semilogy(due, taken, ".", markersize=3, color=f"C{index}", label=way)
-        storm_s = result["ways"][way]["rounds"][-1]["storm_s"]
-        if storm_s is not None:
-            axes.axvline(storm_s, color=f"C{index}", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="due, seconds after the storm began (dotted: all are rebuilt)", ylabel="a step took, ms")
+        last = result["ways"][way]["last"]
+        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may ring early
+        axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
+        axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)
+        if last["storm_s"] is not None:
+            axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
+    axes.set(
+        xlabel="due, seconds after the storm began (dotted: all are rebuilt)",
+        ylabel=f"a step took, ms\n(by {1e3 * SLICE_S:.0f} ms: median, shaded to the longest)",
+    )
     axes.set_title(f"{result['parked']} sessions come back, beside {result['steps_per_s']:g} steps/s of resident ones")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
@@ -295,7 +314,7 @@ def main() -> None:
         table.add_row(*row)
     Console(width=120).print(table)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, result)
     if options.plot:
         plot(result, options.plot)
 

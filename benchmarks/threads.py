@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.page import markdown, put
+from benchmarks.summary import Spread, provenance, ratios, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.runners.runner import Array
@@ -132,26 +132,23 @@ def main() -> None:
                         rounds[choice].append(median_us(session, given, options.seconds))
                 cells = []
                 for choice, taken in rounds.items():
-                    ratios = np.divide(rounds[CHOICES[0]], taken)  # of the same round
+                    us, over_it = Spread.of(taken), ratios(rounds[CHOICES[0]], taken)
                     row = {
                         "bundle": bundle.manifest.name,
                         "role": role,
                         "batch": batch,
                         "choice": choice.name,
-                        "us": {"median": np.median(taken), "least": min(taken), "most": max(taken)},
-                        "served_over_it": {"median": np.median(ratios), "least": ratios.min(), "most": ratios.max()},
+                        "us": us,
+                        "served_over_it": over_it,
                     }
                     found.append(row)
-                    cells.append(
-                        f"{np.median(taken):,.0f}\n{np.median(ratios):.2f}x ({ratios.min():.2f} to {ratios.max():.2f})"
-                    )
+                    cells.append(f"{us.median:,.0f}\n{over_it.median:.2f}x ({over_it.least:.2f} to {over_it.most:.2f})")
                 length = f" of {bundle.manifest.window}" if role == "window" else ""
                 table.add_row(f"{role}{length}, batch {batch}", *cells)
         console.print(table)
     if options.json:
-        machine = {"processor": platform.processor() or platform.machine(), "onnxruntime": onnxruntime.__version__}
-        document = {"machine": machine, "rounds": options.rounds, "runs": found}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        origin = provenance("benchmarks.threads", "onnxruntime")
+        write_json(options.json, {**origin, "rounds": options.rounds, "runs": found})
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.subjects import cpu
 from benchmarks.page import markdown, put
+from benchmarks.summary import cpu, provenance, rounded, write_json
 from deploy.stack.local import ROOT
 from tests.service.live_server import live_server
 from tests.stack.receiver import receiver
@@ -115,8 +115,9 @@ def main() -> None:
         for way, took_s in found.items()
     }
     how = f"{cpu()}, {os.cpu_count()} cores; `python -m benchmarks.tracing`, {options.rounds} rounds of {EACH} steps"
-    document = {"how": how, "ways": ways}
-    options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    origin = provenance("benchmarks.tracing", "opentelemetry-sdk")
+    document = rounded({**origin, "how": how, "ways": ways})
+    write_json(options.json, document)
     put(options.page, NAME, lines(document))
     print("\n".join(lines(document)))
 

@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 TRAIN_FILES = [
     HERE / name
     for name in (
-        "benchmarks/test_stability_price.py",
         "docs/test_readme_training.py",
         "docs/test_training.py",
         "models/test_cell_registry.py",
@@ -28,10 +27,9 @@ TRAIN_FILES = [
         "models/test_l1_ball.py",
         "models/test_parallel_scan.py",
         "models/test_spectral_limit.py",
-        "training/audit/test_audit.py",
-        "training/audit/test_forgetting.py",
-        "training/audit/test_model.py",
-        "training/audit/test_served.py",
+        "research/test_stability_price.py",
+        "training/test_audit.py",
+        "training/test_audit_served.py",
         "training/test_end_to_end.py",
         "training/test_evaluate.py",
         "training/test_group.py",

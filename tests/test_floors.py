@@ -4,6 +4,7 @@ service:  cli > server > app > api > registry > engine > chunked > batching > se
           > auth > net > observability > types > settings > errors
 service  -> the light part of models (no torch), never training
 training -> models, never service
+research -> benchmarks; nothing but tests imports research
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
-CHECKED = (*PACKAGES, "benchmarks", "deploy", "examples", "tests")
+PROGRAMS = ("benchmarks", "deploy", "examples")
+CHECKED = (*PACKAGES, *PROGRAMS, "research", "tests")
 MOST_FILES = 25
 
 ROOMS = (
@@ -180,6 +182,16 @@ def test_the_service_sees_only_the_light_part_of_models() -> None:
         if module.startswith("wane.models")
     }
     assert {module for module in used if not module.startswith(tuple(f"wane.{name}" for name in LIGHT_MODELS))} == set()
+
+
+def test_only_tests_import_research() -> None:
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for folder in (*PACKAGES, *PROGRAMS)
+        for path in (ROOT / folder).rglob("*.py")
+        if any(module == "research" or module.startswith("research.") for module in imports(path))
+    }
+    assert importers == set()
 
 
 def modules_loaded_by(*names: str) -> set[str]:

@@ -25,9 +25,10 @@ from benchmarks.bench import environments, plot, tables, wrk
 from benchmarks.bench.connections import BadAnswer
 from benchmarks.bench.contenders import LSTM, ROOT, Contender, contenders, peer_names
 from benchmarks.bench.process import ServerFailed
-from benchmarks.bench.results import Results
+from benchmarks.bench.results import Results, Rounds
 from benchmarks.bench.run import Run
 from benchmarks.bench.subjects import MODELS, WORK, empty, export_lstm
+from benchmarks.bench.targets import targets
 from benchmarks.bench.visit import visit
 from benchmarks.bench.wire import WrongAnswer
 from benchmarks.page import put_all
@@ -57,7 +58,9 @@ def main() -> None:
     if visits := run.visits():
         whole = not failed and not options.workers and rounds >= WHOLE_ROUNDS
         whole = whole and names == list(contenders()) and models == list(MODELS)
-        report(empty(models, rounds, seconds).having(visits), FIGURES if whole else WORK, PAGE if whole else None)
+        found = Rounds(visits)
+        results = empty(models, rounds, seconds).having(found, targets(found))
+        report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
         raise SystemExit(f"bench: failed, and left out: {', '.join(failed)}; the same command tries them again")
 

@@ -12,8 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.bench.contenders import BARE, HANDLER, WANE, contenders, peer_names
-from benchmarks.bench.results import Results, Spread
-from benchmarks.bench.targets import Figure, p50, rate
+from benchmarks.bench.results import Results
+from benchmarks.summary import Spread
 
 OURS, THEIRS, CEILING = "#1f77b4", "#7f7f7f", "#d9a441"
 
@@ -49,7 +49,7 @@ def throughput(results: Results, model: str) -> list[Dot]:
         (BARE, "step-64", "ceiling of the model: bare loop, step", CEILING),
         (BARE, "window-64", "ceiling of the model: bare loop, window", CEILING),
     ]
-    return _measured(results, model, wanted, rate)
+    return _measured(results, model, wanted, "rate")
 
 
 def latency(results: Results, model: str) -> list[Dot]:
@@ -62,21 +62,21 @@ def latency(results: Results, model: str) -> list[Dot]:
         (BARE, "step-1", "bare loop, step", CEILING),
         (BARE, "window-1", "bare loop, window", CEILING),
     ]
-    return _measured(results, model, wanted, p50)
+    return _measured(results, model, wanted, "p50_ms")
 
 
-def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, str]], figure: Figure) -> list[Dot]:
-    spreads = [(label, results.spread(model, name, load, figure), colour) for name, load, label, colour in wanted]
-    return [(label, spread, colour) for label, spread, colour in spreads if spread is not None]
+def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, str]], figure: str) -> list[Dot]:
+    found = [(label, results.summary(model, name, load), colour) for name, load, label, colour in wanted]
+    return [(label, getattr(summary, figure), colour) for label, summary, colour in found if summary is not None]
 
 
 def _dots(axes: Axes, dots: list[Dot], form: str) -> None:
     """A dot each, with a whisker from the smallest to the largest of the rounds: a log scale has no foot for a bar."""
     for index, (_, spread, colour) in enumerate(dots):
-        axes.plot([spread.smallest, spread.largest], [index, index], color=colour, linewidth=2)
+        axes.plot([spread.least, spread.most], [index, index], color=colour, linewidth=2)
         axes.plot(spread.median, index, "o", color=colour, markersize=7)
         text = form.format(spread.median)
-        axes.annotate(text, (spread.largest, index), (7, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(text, (spread.most, index), (7, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(dots)), [label for label, _, _ in dots], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field
 
+from benchmarks.summary import Spread, write_json
 from wane.models.manifest import Frozen
 
 
@@ -49,36 +49,90 @@ class Visit(Frozen):
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
-        write(path, self)
+        write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
     def read(cls, path: Path) -> Self:
         return cls.model_validate_json(path.read_bytes())
 
 
-class Spread(Frozen):
-    """Median, smallest and largest over the rounds."""
+class Rounds:
+    """The figures of every round, by model, contender and load, in the rounds' order; and the contenders' versions."""
 
-    median: float
-    smallest: float
-    largest: float
+    def __init__(self, visits: Iterable[Visit]) -> None:
+        self.figures: dict[str, dict[str, dict[str, list[Measured]]]] = {}
+        self.versions: dict[str, str] = {}
+        for visit in sorted(visits, key=lambda visit: visit.round):
+            self.versions[visit.contender] = visit.version
+            loads = self.figures.setdefault(visit.model, {}).setdefault(visit.contender, {})
+            for name, measured in visit.loads.items():
+                loads.setdefault(name, []).append(measured)
+
+    def of(self, model: str, contender: str, load: str) -> list[Measured]:
+        """One load's; none where it was not measured."""
+        return self.figures.get(model, {}).get(contender, {}).get(load, [])
+
+
+class Summary(Frozen):
+    """One load on one contender, over the rounds. requests: of all rounds; rate: items a second."""
+
+    rounds: int
+    requests: int
+    rate: Spread
+    p50_ms: Spread
+    p90_ms: Spread
+    p99_ms: Spread
+    longest_ms: float
+    lag_p99_ms: Spread | None = None
+    server_cpus: Spread | None = None
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        return cls(median=statistics.median(values), smallest=min(values), largest=max(values))
+    def of(cls, rounds: Sequence[Measured]) -> Self:
+        """Of at least one round."""
+        lags = [one.lag_p99_ms for one in rounds if one.lag_p99_ms is not None]
+        cpus = [one.server_cpus for one in rounds if one.server_cpus is not None]
+        return cls(
+            rounds=len(rounds),
+            requests=sum(one.requests for one in rounds),
+            rate=Spread.of(one.rate for one in rounds),
+            p50_ms=Spread.of(one.p50_ms for one in rounds),
+            p90_ms=Spread.of(one.p90_ms for one in rounds),
+            p99_ms=Spread.of(one.p99_ms for one in rounds),
+            longest_ms=max(one.longest_ms for one in rounds),
+            lag_p99_ms=Spread.of(lags) if lags else None,
+            server_cpus=Spread.of(cpus) if cpus else None,
+        )
+
+
+class Target(Frozen):
+    """what, over against: at least `wanted`, or at most if `most`. spread: of the value, round by round."""
+
+    what: str
+    against: str
+    wanted: float
+    most: bool
+    unit: str
+    value: float
+    spread: Spread
+
+    @property
+    def met(self) -> bool:
+        """By the median."""
+        return self.value <= self.wanted if self.most else self.value >= self.wanted
 
 
 class Results(Frozen):
-    """A run: on what, of what, and every round's figures, by model, contender and load. versions: by contender."""
+    """A run: on what, of what, and its figures, by model, contender and load. versions: by contender."""
 
     created: str
-    commit: str | None
+    commit: str | None = None
     machine: dict[str, str]
     seconds: float
     rounds: int
     models: dict[str, dict[str, str]]
     versions: dict[str, str] = Field(default_factory=dict)
-    figures: dict[str, dict[str, dict[str, list[Measured]]]] = Field(default_factory=dict)
+    figures: dict[str, dict[str, dict[str, Summary]]] = Field(default_factory=dict)
+    targets: tuple[Target, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -86,32 +140,18 @@ class Results(Frozen):
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
-        write(path, self)
+        write_json(path, self.model_dump(mode="json", exclude_none=True))
 
-    def having(self, visits: list[Visit]) -> Results:
-        """With these rounds, in their order."""
-        figures: dict[str, dict[str, dict[str, list[Measured]]]] = {}
-        versions: dict[str, str] = {}
-        for visit in sorted(visits, key=lambda visit: visit.round):
-            versions[visit.contender] = visit.version
-            loads = figures.setdefault(visit.model, {}).setdefault(visit.contender, {})
-            for name, measured in visit.loads.items():
-                loads.setdefault(name, []).append(measured)
-        return self.model_copy(update={"figures": figures, "versions": versions})
+    def having(self, rounds: Rounds, targets: Sequence[Target]) -> Results:
+        """With the summaries of these rounds, and the targets that they reach or miss."""
+        figures = {
+            model: {
+                name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()
+            }
+            for model, contenders in rounds.figures.items()
+        }
+        return self.model_copy(update={"figures": figures, "versions": rounds.versions, "targets": tuple(targets)})
 
-    def rounds_of(self, model: str, contender: str, load: str) -> list[Measured]:
-        """Every round's figures; none where it was not measured."""
-        return self.figures.get(model, {}).get(contender, {}).get(load, [])
-
-    def spread(self, model: str, contender: str, load: str, of: Callable[[Measured], float]) -> Spread | None:
-        """Of one figure over the rounds; None where it was not measured."""
-        rounds = self.rounds_of(model, contender, load)
-        return Spread.of([of(measured) for measured in rounds]) if rounds else None
-
-
-def write(path: Path, document: Frozen) -> None:
-    """As JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    building = path.with_suffix(".part")
-    building.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    building.replace(path)
+    def summary(self, model: str, contender: str, load: str) -> Summary | None:
+        """None where it was not measured."""
+        return self.figures.get(model, {}).get(contender, {}).get(load)

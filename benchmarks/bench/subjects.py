@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.bench.contenders import LSTM, ROOT, SHIPPED
 from benchmarks.bench.results import Results
+from benchmarks.summary import commit, cpu
 
 WORK = ROOT / "build" / "bench"
 MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / SHIPPED}
@@ -49,18 +50,11 @@ def facts(model: str) -> dict[str, str]:
 
 def empty(models: list[str], rounds: int, seconds: float) -> Results:
     """A run of which nothing is known but what it is of."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return Results(
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        commit=git.stdout.strip() or None,
+        commit=commit(),
         machine={"cpu": cpu(), "cores": f"{os.cpu_count()} cores", "python": f"Python {platform.python_version()}"},
         seconds=seconds,
         rounds=rounds,
         models={model: facts(model) for model in models},
     )
-
-
-def cpu() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from benchmarks.bench.contenders import contenders
 from benchmarks.bench.loads import loads_of
-from benchmarks.bench.results import Results, Spread
-from benchmarks.bench.targets import Target, p50, p99, rate, targets
+from benchmarks.bench.results import Results, Target
 from benchmarks.page import markdown
 
 FIGURES = ("contender", "load", "rate: median (smallest to largest)", "p50, ms", "p99, ms", "server's CPUs")
@@ -21,29 +20,28 @@ def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
     """One row for each contender and load that was measured, in the order of measuring."""
     for name, contender in contenders().items():
         for load in loads_of(contender, model):
-            rates = results.spread(model, name, load.name, rate)
-            if rates is None:
+            found = results.summary(model, name, load.name)
+            if found is None:
                 continue
-            rounds = results.rounds_of(model, name, load.name)
-            cpus = [measured.server_cpus for measured in rounds if measured.server_cpus is not None]
             yield [
                 contender.title,
                 load.title,
-                f"{_count(rates.median)} ({_count(rates.smallest)} to {_count(rates.largest)}) {load.unit}",
-                *(_milliseconds(results.spread(model, name, load.name, figure)) for figure in (p50, p99)),
-                f"{Spread.of(cpus).median:.2f}" if cpus else "",
+                f"{found.rate:,.0f} {load.unit}",
+                f"{found.p50_ms.median:.2f}",
+                f"{found.p99_ms.median:.2f}",
+                f"{found.server_cpus.median:.2f}" if found.server_cpus else "",
             ]
 
 
 def target_rows(results: Results) -> Iterator[list[str]]:
     """One row for each target whose figures are there."""
-    for target in targets(results):
+    for target in results.targets:
         yield [
             target.what,
             target.against,
             f"{'at most' if target.most else 'at least'} {target.wanted:g}{target.unit}",
-            f"{_value(target, target.value)} ({_value(target, target.spread.smallest)} to "
-            f"{_value(target, target.spread.largest)})",
+            f"{_value(target, target.value)} ({_value(target, target.spread.least)} to "
+            f"{_value(target, target.spread.most)})",
             "yes" if target.met else "**no**",
         ]
 
@@ -86,11 +84,3 @@ def _figures(results: Results) -> list[str]:
 
 def _value(target: Target, value: float) -> str:
     return f"{value:.3g}{target.unit}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _milliseconds(spread: Spread | None) -> str:
-    return "" if spread is None else f"{spread.median:.2f}"

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from benchmarks.bench.contenders import BARE, HANDLER, LSTM, SCAN, SHIPPED, WANE, contenders, peer_names
-from benchmarks.bench.results import Measured, Results, Spread
+from benchmarks.bench.results import Measured, Rounds, Target
+from benchmarks.summary import Spread, ratios
 
 OWN = "own HTTP single-token rate"
 P99_MS = 5.0
 
 Figure = Callable[[Measured], float]
-
-
-@dataclass(frozen=True)
-class Target:
-    """what, over against: at least `wanted`, or at most if `most`. spread: of the value, round by round."""
-
-    what: str
-    against: str
-    wanted: float
-    most: bool
-    unit: str
-    value: float
-    spread: Spread
-
-    @property
-    def met(self) -> bool:
-        """By the median."""
-        return self.value <= self.wanted if self.most else self.value >= self.wanted
 
 
 def rate(measured: Measured) -> float:
@@ -45,34 +27,35 @@ def p99(measured: Measured) -> float:
     return measured.p99_ms
 
 
-def targets(results: Results) -> list[Target]:
+def targets(rounds: Rounds) -> list[Target]:
     """Those whose figures were measured, in the table's order."""
-    fastest = best_peer(results, LSTM, "window-64", rate, largest=True)
-    quickest = best_peer(results, LSTM, "window-1", p50, largest=False)
-    ratios = [
-        _ratio(results, "session tokens/s over HTTP, 64 connections", "session-64", rate, fastest, "window-64", 4),
-        _ratio(results, "the same", "session-64", rate, HANDLER, "handler-64", 0.75),
-        _ratio(results, "latency at one connection, p50", "session-1", p50, quickest, "window-1", 0.13, most=True),
-        _ratio(results, "window mode, windows/s, 64 connections", "window-64", rate, fastest, "window-64", 1.2),
+    fastest = best_peer(rounds, LSTM, "window-64", rate, largest=True)
+    quickest = best_peer(rounds, LSTM, "window-1", p50, largest=False)
+    wanted = [
+        _ratio(rounds, "session tokens/s over HTTP, 64 connections", "session-64", rate, fastest, "window-64", 4),
+        _ratio(rounds, "the same", "session-64", rate, HANDLER, "handler-64", 0.75),
+        _ratio(rounds, "latency at one connection, p50", "session-1", p50, quickest, "window-1", 0.13, most=True),
+        _ratio(rounds, "window mode, windows/s, 64 connections", "window-64", rate, fastest, "window-64", 1.2),
         _ratio(
-            results, "one WebSocket per session, 64 of them, tokens/s", "websocket-64", rate, WANE, "session-64", 1.5
+            rounds, "one WebSocket per session, 64 of them, tokens/s", "websocket-64", rate, WANE, "session-64", 1.5
         ),
-        _ratio(results, "batched calls, 64 inputs each, tokens/s", "batched-64", rate, WANE, "session-64", 5),
-        _scan(results, LSTM, "state", ("native",), 1.8),
-        _scan(results, LSTM, "score", ("native",), 1.3),
-        *(_scan(results, SHIPPED, kind, ("one call", "in pieces"), 4) for kind in ("state", "score")),
-        *(_engine(results, SHIPPED, way) for way in ("engine", "batcher")),
+        _ratio(rounds, "batched calls, 64 inputs each, tokens/s", "batched-64", rate, WANE, "session-64", 5),
+        _scan(rounds, LSTM, "state", ("native",), 1.8),
+        _scan(rounds, LSTM, "score", ("native",), 1.3),
+        *(_scan(rounds, SHIPPED, kind, ("one call", "in pieces"), 4) for kind in ("state", "score")),
+        *(_engine(rounds, SHIPPED, way) for way in ("engine", "batcher")),
     ]
-    found = [target for target in ratios if target is not None]
-    if events := results.spread(LSTM, WANE, "open-1000", p99):
+    found = [target for target in wanted if target is not None]
+    if open_loop := rounds.of(LSTM, WANE, "open-1000"):
+        events = Spread.of(map(p99, open_loop))
         against = "7 ms p90 (Serenade at bol.com, 2 vCPU)"
         what = "p99 at 1,000 session events/s, open loop"
-        found.append(Target(what, against, P99_MS, True, " ms", events.median, events))
+        found.append(_told(what, against, P99_MS, True, " ms", events.median, events))
     return found
 
 
 def _ratio(
-    results: Results,
+    rounds: Rounds,
     what: str,
     ours: str,
     figure: Figure,
@@ -82,28 +65,26 @@ def _ratio(
     most: bool = False,
 ) -> Target | None:
     """One load of Wane's over another contender's, or its own."""
-    above = results.rounds_of(LSTM, WANE, ours)
-    below = results.rounds_of(LSTM, other, theirs) if other else []
+    above = rounds.of(LSTM, WANE, ours)
+    below = rounds.of(LSTM, other, theirs) if other else []
     against = OWN if other == WANE else contenders()[other].title if other else ""
     return _target(what, against, wanted, most, [figure(found) for found in above], [figure(found) for found in below])
 
 
-def _scan(results: Results, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
+def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
     """The parallel scan over the quickest of those ways."""
-    rounds = {way: [rate(found) for found in results.rounds_of(model, SCAN, f"{kind}-{way}")] for way in ways}
-    above = [rate(found) for found in results.rounds_of(model, SCAN, f"{kind}-parallel")]
-    if not all(rounds.values()):
+    ordered = {way: [rate(found) for found in rounds.of(model, SCAN, f"{kind}-{way}")] for way in ways}
+    above = [rate(found) for found in rounds.of(model, SCAN, f"{kind}-parallel")]
+    if not all(ordered.values()):
         return None
-    best = max(ways, key=lambda way: statistics.median(rounds[way]))
+    best = max(ways, key=lambda way: statistics.median(ordered[way]))
     against = "one native LSTM call, 2 threads" if best == "native" else f"its own graph in order, {best}, 2 threads"
-    return _target(f"65,536 tokens in parallel, {kind}, `{model}`", against, wanted, False, above, rounds[best])
+    return _target(f"65,536 tokens in parallel, {kind}, `{model}`", against, wanted, False, above, ordered[best])
 
 
-def _engine(results: Results, model: str, way: str) -> Target | None:
+def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
     """Wane without HTTP over the bare loop, of one visit."""
-    above, below = (
-        [rate(found) for found in results.rounds_of(model, BARE, load)] for load in (f"{way}-64", "step-64")
-    )
+    above, below = ([rate(found) for found in rounds.of(model, BARE, load)] for load in (f"{way}-64", "step-64"))
     what = f"{way} without HTTP, batch 64, a future per item, `{model}`"
     return _target(what, "bare onnxruntime loop", 0.8, False, above, below)
 
@@ -115,13 +96,19 @@ def _target(
     if not above or not below:
         return None
     value = Spread.of(above).median / Spread.of(below).median
-    spread = Spread.of([a / b for a, b in zip(above, below, strict=False)])
-    return Target(what, against, wanted, most, "x", value, spread)
+    both = min(len(above), len(below))  # a round of either may have failed
+    return _told(what, against, wanted, most, "x", value, ratios(above[:both], below[:both]))
 
 
-def best_peer(results: Results, model: str, load: str, figure: Figure, largest: bool) -> str | None:
+def _told(what: str, against: str, wanted: float, most: bool, unit: str, value: float, spread: Spread) -> Target:
+    return Target(what=what, against=against, wanted=wanted, most=most, unit=unit, value=value, spread=spread)
+
+
+def best_peer(rounds: Rounds, model: str, load: str, figure: Figure, largest: bool) -> str | None:
     """The peer whose median figure is the best; None where none was measured."""
-    medians = {name: spread.median for name in peer_names() if (spread := results.spread(model, name, load, figure))}
+    medians = {
+        name: statistics.median(map(figure, found)) for name in peer_names() if (found := rounds.of(model, name, load))
+    }
     if not medians:
         return None
     return max(medians, key=lambda name: medians[name]) if largest else min(medians, key=lambda name: medians[name])

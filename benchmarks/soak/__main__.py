@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import random
 import sys
 import time
@@ -39,6 +38,7 @@ from benchmarks.soak.hostile import Hostiles, keys
 from benchmarks.soak.plot import plot
 from benchmarks.soak.server import Server
 from benchmarks.soak.visitors import ROUTES, Ledger, Visitors, closed, opened
+from benchmarks.summary import provenance, write_json
 from wane.models.bundle import Bundle
 from wane.service.settings import Settings
 
@@ -51,6 +51,8 @@ MEASURED_S = 20.0
 SETTLING = 0.2  # share of the soak in which memory may still come to its level
 GROWTH = 0.01  # of resident memory, from then to the end, that is none
 SAMPLED_S = 1.0
+SLICE_S = 10.0  # of the figure
+SEED = 0
 IDLE_S = 5.0  # after the load: the server checks once a second, and more where it is idle
 COMPARED = 40
 PROBABILITY = 1e-3  # by which two exact answers may be apart
@@ -59,13 +61,27 @@ NEARLY = 0.05  # and one from a state that was rebuilt from the last tokens, if 
 
 @dataclass
 class Samples:
-    """The server, over time."""
+    """The server, over time. rebuilt and requests count from its start."""
 
     seconds: list[float] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
-    states: list[float] = field(default_factory=list)
     rebuilt: list[float] = field(default_factory=list)
     requests: list[float] = field(default_factory=list)
+
+    def over_time(self) -> dict[str, list[float]]:
+        """By slices of SLICE_S: a slice's middle, the memory then, and how much of the others there was a second."""
+        edges = np.append(np.arange(0, self.seconds[-1], SLICE_S), self.seconds[-1])
+        at_s = (edges[1:] + edges[:-1]) / 2
+        found = {"at_s": at_s, "resident_mib": np.interp(at_s, self.seconds, self.resident_mib)}
+        for name, counted in (("rebuilt_per_s", self.rebuilt), ("requests_per_s", self.requests)):
+            found[name] = np.diff(np.interp(edges, self.seconds, counted)) / np.diff(edges)
+        return {name: values.round(1).tolist() for name, values in found.items()}
+
+    def memory(self) -> dict[str, float]:
+        """Medians of the first and the last quarter once it has settled, MiB."""
+        settled = np.array(self.resident_mib)[int(SETTLING * len(self.resident_mib)) :]
+        quarter = len(settled) // 4
+        return {"settled": float(np.median(settled[:quarter])), "end": float(np.median(settled[-quarter:]))}
 
 
 async def sample(server: Server, samples: Samples) -> None:
@@ -75,7 +91,6 @@ async def sample(server: Server, samples: Samples) -> None:
         counts = await asyncio.to_thread(server.counts)
         samples.seconds.append(time.monotonic() - begun_s)
         samples.resident_mib.append(server.resident_bytes() / 2**20)
-        samples.states.append(sum_of(counts, "wane_sessions_resident"))
         samples.rebuilt.append(sum_of(counts, "wane_state_rebuilds_total"))
         samples.requests.append(sum_of(counts, "wane_http_requests_total"))
         await asyncio.sleep(SAMPLED_S)
@@ -121,7 +136,8 @@ async def soak(
         "rate": rate,
         "actions": actions,
         "compared": compared,
-        "samples": vars(samples),
+        "over_time": samples.over_time(),
+        "resident_mib": samples.memory(),
         "latency_ms": {"p50": p50, "p90": p90, "p99": p99},
     }
 
@@ -134,7 +150,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
     chosen = random.sample(there, min(COMPARED, len(there)))
     for kept in chosen:
         probabilities, bounds = [], []
-        for body in ({"session": kept.name}, {"tokens": kept.tokens, "mode": "recurrent"}):
+        bodies: tuple[dict[str, object], ...] = ({"session": kept.name}, {"tokens": kept.tokens, "mode": "recurrent"})
+        for body in bodies:
             reply = await connection.ask("POST", "/v1/predict", body)
             ledger.count("predict", reply)
             probabilities.append({one["token_id"]: one["probability"] for one in reply.body["predictions"]})
@@ -189,10 +206,8 @@ def main() -> int:
     share = arguments.load or (0.5 if arguments.hostile else 0.8)
     result = run(arguments.minutes, share, arguments.log, hostile=arguments.hostile)
     show(result)
-    result["command"] = " ".join(["python -m benchmarks.soak", *sys.argv[1:]])
-    result["python"] = platform.python_version()
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.json, {**provenance("benchmarks.soak", "onnxruntime"), "seed": SEED, **result})
     if arguments.figure is not None:
         plot(result, arguments.figure)
     return 0 if result["passed"] else 1
@@ -208,7 +223,7 @@ def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: f
         "session_ttl_s": SESSION_TTL_S,
         "log_level": "info",
     }
-    random.seed(0)
+    random.seed(SEED)
     ledger = Ledger(manifest.vocabulary.size, SESSION_TTL_S)
     with ExitStack() as stack:
         key, hostiles, own = None, None, None
@@ -243,10 +258,7 @@ def verdict(
     integrity: dict[str, int],
 ) -> dict[str, Any]:
     """What was counted, and whether it is as it should be."""
-    memory = np.array(result["samples"]["resident_mib"])
-    settled = memory[int(SETTLING * len(memory)) :]
-    quarter = len(settled) // 4
-    first, last = float(np.median(settled[:quarter])), float(np.median(settled[-quarter:]))
+    memory = result["resident_mib"]
     counted = {
         name: round(sum_of(after, f"wane_{name}_total") - sum_of(before, f"wane_{name}_total"))
         for name in ("sessions_rebuilt", "sessions_evicted", "refused_items", "failed_items", "state_faults")
@@ -260,7 +272,6 @@ def verdict(
         "states": dict(ledger.states),
         "server": counted,
         "integrity": integrity,
-        "resident_mib": {"settled": first, "end": last},
         "wrong": ledger.wrong[:20],
         "counted_differently": apart,
         "failed": failed,
@@ -269,7 +280,7 @@ def verdict(
         and not apart
         and not integrity["faults"]
         and integrity["rounds"] > 0
-        and last <= first * (1 + GROWTH),
+        and memory["end"] <= memory["settled"] * (1 + GROWTH),
     }
 
 

@@ -15,17 +15,16 @@ from matplotlib import pyplot as plt
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Resident memory, requests and rebuilt states a second, over the minutes."""
-    samples = result["samples"]
-    minutes = np.array(samples["seconds"]) / 60
-    middle, width = (minutes[1:] + minutes[:-1]) / 2, np.diff(minutes) * 60
+    samples = result["over_time"]
+    minutes = np.array(samples["at_s"]) / 60
     figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 5.2), sharex=True, layout="constrained")
     above.plot(minutes, samples["resident_mib"], color="C0")
     above.set(ylabel="resident memory, MiB", ylim=(0, 1.15 * max(samples["resident_mib"])))
     beside = ", hostile clients beside" if "hostile" in result else ""
     share = f"{100 * result['load']:.0f} % of what can be reached"
     above.set_title(f"{result['rate']:,.0f} actions/s, {share}, on churned sessions{beside}", fontsize=10)
-    for name, label in (("requests", "requests"), ("rebuilt", "states rebuilt from tails")):
-        below.plot(middle, np.diff(samples[name]) / width, label=label)
+    for name, label in (("requests_per_s", "requests"), ("rebuilt_per_s", "states rebuilt from tails")):
+        below.plot(minutes, samples[name], label=label)
     below.set(ylabel="a second", xlabel="minutes", ylim=(0, None))
     below.legend()
     for axes in (above, below):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.shadow import RATES, OfWindow, Results, Round, plot, table, thousand
+from benchmarks.shadow import RATES, OfRate, OfWindow, Results, Round, plot, table
 
 
 def figures(p99_ms: float, compared: int, shadow_cpu_s: float) -> Round:
@@ -21,23 +22,23 @@ def figures(p99_ms: float, compared: int, shadow_cpu_s: float) -> Round:
     )
 
 
+def rounds(rate: float) -> list[Round]:
+    compared = int(90 * rate)
+    return [figures(2 + rate, compared, 0.5 * rate), figures(4 + rate, compared, 0.7 * rate)]
+
+
 RESULTS = Results(
     model="m",
     model_version="1",
     machine="two cores",
+    versions={},
     windows={
         "64": OfWindow(
             k=64,
             events_per_s=500,
             capacity_per_s=1000,
             seconds=3,
-            rounds={
-                str(rate): [
-                    figures(2 + rate, int(90 * rate), 0.5 * rate),
-                    figures(4 + rate, int(90 * rate), 0.7 * rate),
-                ]
-                for rate in RATES
-            },
+            rates={str(rate): OfRate.of(rounds(rate), rounds(0.0) if rate else None) for rate in RATES},
         )
     },
 )
@@ -54,7 +55,8 @@ def test_latencies_are_held_against_the_same_round_without_shadows() -> None:
 
 
 def test_processor_time_is_for_a_thousand_live_answers() -> None:
-    assert thousand(figures(1.0, 5, 0.25).model_copy(update={"requests": 500})) == 0.5
+    of_500 = dataclasses.replace(figures(1.0, 5, 0.25), requests=500)
+    assert OfRate.of([of_500], None).shadow_cpu_s_per_1000.median == 0.5
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:

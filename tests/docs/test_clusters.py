@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.clusters import COLUMNS, Round, rows
+from benchmarks.clusters import COLUMNS, rows
 from benchmarks.page import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -13,6 +13,6 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_has_the_table_of_its_figures() -> None:
     document = json.loads((ROOT / "docs/figures/clusters.json").read_text(encoding="utf-8"))
-    table = markdown(COLUMNS, rows([Round(**one) for one in document["rounds"]]))
+    table = markdown(COLUMNS, rows(document["ways"]))
     page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
     assert "\n".join(table) in page and document["how"] in page

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import check, tables
-from benchmarks.scaling.__main__ import PAGE, RESULTS
-from benchmarks.scaling.costs import FILE, of
+from research.scaling import check, tables
+from research.scaling.__main__ import PAGE, RESULTS
+from research.scaling.costs import FILE, of
 
 ROOT = Path(__file__).parents[2]
 TABLES = tables.all_of(json.loads((ROOT / RESULTS).read_text()), json.loads((ROOT / check.FILE).read_text()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaling.ring import Ring, full, places
+from research.scaling.ring import Ring, full, places
 from tests.stack.replicas import three_replicas
 from tests.stack.states import until
 from tests.stack.test_haproxy import SESSIONS, haproxy

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bench import plot
 from benchmarks.bench.contenders import BARE, HANDLER, SCAN, SHIPPED, WANE
-from benchmarks.bench.results import Measured, Results, Visit
+from benchmarks.bench.results import Measured, Results, Rounds, Visit
 from benchmarks.bench.tables import figure_rows, page_tables, target_rows
 from benchmarks.bench.targets import best_peer, p50, rate, targets
 from benchmarks.page import put_all, with_tables
@@ -41,8 +41,8 @@ def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) 
     )
 
 
-def run(loads: dict[str, dict[str, list[Measured]]], model: str = "lstm256") -> Results:
-    """A run of three rounds, from contender and load to its rounds."""
+def three_rounds(loads: dict[str, dict[str, list[Measured]]], model: str = "lstm256") -> Rounds:
+    """From contender and load to its rounds."""
     visits = [
         Visit(
             model=model,
@@ -54,7 +54,7 @@ def run(loads: dict[str, dict[str, list[Measured]]], model: str = "lstm256") -> 
         for name, found in loads.items()
         for number in reversed(range(3))
     ]
-    return EMPTY.having(visits)
+    return Rounds(visits)
 
 
 def three(*requests: int, items: int = 1) -> list[Measured]:
@@ -62,8 +62,8 @@ def three(*requests: int, items: int = 1) -> list[Measured]:
 
 
 @pytest.fixture
-def results() -> Results:
-    return run(
+def rounds() -> Rounds:
+    return three_rounds(
         {
             WANE: {
                 "session-64": three(4000, 5000, 4400),
@@ -81,21 +81,28 @@ def results() -> Results:
     )
 
 
-def test_figures_are_medians_over_the_rounds_in_the_rounds_order(results: Results) -> None:
-    spread = results.spread("lstm256", WANE, "session-64", rate)
-    assert spread is not None
-    assert (spread.median, spread.smallest, spread.largest) == (4400, 4000, 5000)
-    assert [found.requests for found in results.rounds_of("lstm256", WANE, "session-64")] == [4000, 5000, 4400]
+@pytest.fixture
+def results(rounds: Rounds) -> Results:
+    return EMPTY.having(rounds, targets(rounds))
 
 
-def test_the_best_peer_is_so_by_the_median_and_the_ceilings_are_no_peers(results: Results) -> None:
-    assert best_peer(results, "lstm256", "window-64", rate, largest=True) == "mosec"
-    assert best_peer(results, "lstm256", "window-1", p50, largest=False) == "litserve"
-    assert best_peer(results, "lstm256", "absent", rate, largest=True) is None
+def test_figures_are_medians_over_the_rounds_in_the_rounds_order(rounds: Rounds, results: Results) -> None:
+    summary = results.summary("lstm256", WANE, "session-64")
+    assert summary is not None
+    assert (summary.rate.median, summary.rate.least, summary.rate.most) == (4400, 4000, 5000)
+    assert (summary.rounds, summary.requests) == (3, 13_400)
+    assert [found.requests for found in rounds.of("lstm256", WANE, "session-64")] == [4000, 5000, 4400]
+    assert results.summary("lstm256", WANE, "absent") is None
 
 
-def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(results: Results) -> None:
-    found = targets(results)
+def test_the_best_peer_is_so_by_the_median_and_the_ceilings_are_no_peers(rounds: Rounds) -> None:
+    assert best_peer(rounds, "lstm256", "window-64", rate, largest=True) == "mosec"
+    assert best_peer(rounds, "lstm256", "window-1", p50, largest=False) == "litserve"
+    assert best_peer(rounds, "lstm256", "absent", rate, largest=True) is None
+
+
+def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(rounds: Rounds) -> None:
+    found = targets(rounds)
     assert [(target.against, pytest.approx(target.value), target.met) for target in found] == [
         ("mosec", 4.4, True),
         ("trivial FastAPI handler", 0.55, False),
@@ -105,30 +112,30 @@ def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(re
         ("own HTTP single-token rate", 340 * 64 / 4400, False),
         ("7 ms p90 (Serenade at bol.com, 2 vCPU)", 4.0, True),
     ]
-    assert (found[0].spread.smallest, found[0].spread.largest) == (4, 5)
+    assert (found[0].spread.least, found[0].spread.most) == (4, 5)
 
 
 def test_a_target_whose_figures_are_missing_is_not_told() -> None:
-    found = targets(run({WANE: {"session-64": three(1, 1, 1), "websocket-64": three(2, 2, 2)}}))
+    found = targets(three_rounds({WANE: {"session-64": three(1, 1, 1), "websocket-64": three(2, 2, 2)}}))
     assert [target.what for target in found] == ["one WebSocket per session, 64 of them, tokens/s"]
 
 
 def test_the_engine_is_held_against_the_bare_loop_of_the_same_visits_on_the_shipped_model() -> None:
     loop = {"step-64": three(2000, 2000, 2000, items=64), "engine-64": three(96_000, 112_000, 104_000)}
-    (found,) = targets(run({BARE: loop}, SHIPPED))
+    (found,) = targets(three_rounds({BARE: loop}, SHIPPED))
     assert (found.against, found.value, found.met) == ("bare onnxruntime loop", 0.8125, True)
-    assert (found.spread.smallest, found.spread.largest) == (0.75, 0.875)
-    assert targets(run({BARE: loop})) == []
+    assert (found.spread.least, found.spread.most) == (0.75, 0.875)
+    assert targets(three_rounds({BARE: loop})) == []
 
 
 def test_the_parallel_scan_is_held_against_the_quickest_way_in_order() -> None:
     ways = {"one call": (20, 22, 21), "in pieces": (30, 25, 28), "parallel": (140, 160, 150)}
-    found = targets(run({SCAN: {f"score-{way}": three(*rounds) for way, rounds in ways.items()}}, SHIPPED))
+    found = targets(three_rounds({SCAN: {f"score-{way}": three(*rounds) for way, rounds in ways.items()}}, SHIPPED))
     assert [(target.against, target.value, target.met) for target in found] == [
         ("its own graph in order, in pieces, 2 threads", 150 / 28, True)
     ]
     native = {"state-native": three(10, 10, 10), "state-parallel": three(17, 18, 17)}
-    (target,) = targets(run({SCAN: native}))
+    (target,) = targets(three_rounds({SCAN: native}))
     assert (target.against, target.value, target.met) == ("one native LSTM call, 2 threads", 1.7, False)
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.adversary import Adversary
-from benchmarks.examined import reachable
-from benchmarks.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
+from research.adversary import Adversary
+from research.bound_check import reachable
+from research.histories import climbed_histories, distances, distances_from, greedy_histories, random_histories
 from tests.models.random_models import BLOCKS, architecture, random_weights
 from tests.models.rounding import rounding
 from wane.models.cell_registry import CELLS, Cell

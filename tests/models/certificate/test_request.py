@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.adversary import Adversary
-from tests.models.random_models import BLOCKS, architecture, random_weights
-from wane.models.cell_registry import CELLS, Cell
+from research.adversary import Adversary
+from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
+from wane.models.manifest import Cell
 from wane.models.reference import Array, Reference
 
 PASTS = 48

@@ -133,7 +133,7 @@ async def test_a_catalog_that_is_closed_while_it_loads_leaves_the_sessions_to_th
 ) -> None:
     registry, loop, open_graphs = make(PATHS[0]), asyncio.get_running_loop(), loader.open_graphs
 
-    def and_close(bundle: Bundle, settings: Settings) -> loader.Opened:
+    def and_close(bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
         asyncio.run_coroutine_threadsafe(registry.close(), loop).result()
         return open_graphs(bundle, settings)
 
@@ -148,7 +148,7 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
     store, opening, go_on, closed = registry._store, threading.Event(), threading.Event(), asyncio.Event()
     assert store is not None
 
-    def slow(found: FoundBundle) -> loader.Opened:
+    def slow(found: FoundBundle) -> loader.LoadedBundle:
         opening.set()
         go_on.wait()
         raise LoadFailed(found.name, "too late")

@@ -1,0 +1,125 @@
+"""What is kept of a measurement: spreads in place of samples, and where the figures come from, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from wane.models.manifest import Frozen
+
+WIDTH = 120
+"""Of a line of JSON."""
+
+
+class Spread(Frozen):
+    """Median, least and most of what was measured several times. Formatted, each has the format: `f"{spread:.1f}"`."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of at least one value."""
+        some = [float(value) for value in values]
+        return cls(median=digits(statistics.median(some)), least=digits(min(some)), most=digits(max(some)))
+
+    def __format__(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
+
+
+def digits(value: float) -> float:
+    """To nine digits: more than any measurement has, and enough that a table's rounding is the same."""
+    return float(f"{value:.9g}")
+
+
+def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
+    """Of the values of two series, round by round. Raises ValueError where one series is longer."""
+    return Spread.of(a / b for a, b in zip(above, below, strict=True))
+
+
+def cpu() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str | None:
+    """The checkout's commit; None outside of a repository."""
+    folder = Path(__file__).parent
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or None
+
+
+def command(module: str, arguments: Iterable[str]) -> str:
+    """The command line. Of absolute paths only the name is told: where a file lay is nobody's business."""
+    words = [Path(word).name if word.startswith("/") else word for word in arguments]
+    return shlex.join(["python", "-m", module, *words])
+
+
+def provenance(module: str, *packages: str) -> dict[str, Any]:
+    """This process's command, commit, machine, and the versions of Python and of some packages."""
+    return {
+        "command": command(module, sys.argv[1:]),
+        "commit": commit(),
+        "machine": f"{cpu()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
+    }
+
+
+def write_json(path: Path, document: object) -> None:
+    """Writes a document whole or not at all. Raises ValueError where a number in it is not finite."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    building = path.with_suffix(".part")
+    building.write_text(_laid_out(_plain(document), "", 0) + "\n", encoding="utf-8")
+    building.replace(path)
+
+
+def rounded(document: object) -> Any:
+    """A document for JSON in which every number has nine digits."""
+    return _each(document, lambda value: digits(value) if isinstance(value, float) else value)
+
+
+def _plain(document: object) -> Any:
+    """A document for JSON as dicts, lists and their leaves."""
+    return _each(document, lambda value: value)
+
+
+def _each(value: object, of: Callable[[object], object]) -> Any:
+    if isinstance(value, Frozen):
+        value = value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {str(key): _each(item, of) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(item, of) for item in value]
+    return of(value)
+
+
+def _laid_out(value: Any, indent: str, taken: int) -> str:
+    """JSON whose lines are filled: what fits is on one line, several of them on one, and a record of a list on its own.
+    taken: characters before it on its first line."""
+    flat = json.dumps(value, allow_nan=False)
+    if not isinstance(value, dict | list) or taken + len(flat) < WIDTH:
+        return flat
+    inner = indent + " "
+    items = [("", item) for item in value] if isinstance(value, list) else value.items()
+    lines: list[str] = []
+    filling = False
+    for key, item in items:
+        start = f"{json.dumps(key)}: " if isinstance(value, dict) else ""
+        part = start + json.dumps(item)
+        if filling and len(lines[-1]) + len(part) + 3 <= WIDTH:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(inner + start + _laid_out(item, inner, len(inner + start)))
+            filling = "\n" not in lines[-1] and not (isinstance(value, list) and isinstance(item, dict | list))
+    return flat[0] + "\n" + ",\n".join(lines) + f"\n{indent}{flat[-1]}"

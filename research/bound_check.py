@@ -1,0 +1,300 @@
+"""One random model held to its bounds, by every history that could be made bad for it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from research.adversary import Adversary
+from research.histories import (
+    Tokens,
+    after,
+    climbed_histories,
+    distances,
+    distances_from,
+    greedy_histories,
+    random_histories,
+)
+from wane.models.cell_registry import CELLS
+from wane.models.certificate.cells.gated import GatedLayer
+from wane.models.certificate.layer_bound import Layer
+from wane.models.certificate.layers import build_layers
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.rounding import UNITS, worst_case
+from wane.models.certificate.stack import Stack, state_error_curve
+from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import head_diameter
+from wane.models.export.export import WEIGHTS, opened_step
+from wane.models.export.roles import build_graph
+from wane.models.export.rounding import measure_rounding
+from wane.models.manifest import Architecture
+from wane.models.parity import Run, Tensors
+from wane.models.reference import Reference, State
+from wane.models.weights import Weights, encode_weights, tensor_extents, weight_shapes
+
+PAST, LAST = 24, 24
+RANDOM, CLIMBED, ROUNDS = 12, 4, 3
+ASCENDED, FLIPS, SOFTENING, STATES = 8, 6, 6, 6
+WINDOWS = (24, 8)
+DIRECTIONS, PUSHED = 4, 4
+SHOWN = (1, 2, 4, 8, 16, 24)
+LONG, REPEATED, KEPT = 2000, 12, 64
+FRONT_ROUNDING = 1e-9
+FLOAT64 = 1e-14  # of shares
+DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
+
+OF_WINDOWS = ("of_radius", "of_lead", "of_top1", "of_variation")
+"""What of a window may be passed."""
+
+Floats = NDArray[np.float64]
+Found = dict[str, object]
+
+
+def random_model(seed: int) -> tuple[Architecture, Weights]:
+    """One model; cells take turns."""
+    generator = np.random.default_rng(seed)
+    cell = tuple(CELLS)[seed % len(CELLS)]
+    residual = bool(generator.random() < 0.4)
+    layers = int(generator.choice([1, 1, 2, 3]))
+    hidden = int(generator.integers(2, 13))
+    fields: dict[str, object] = {"cell": cell, "layers": layers, "hidden": hidden, "embedding": hidden}
+    fields["vocabulary_size"] = int(generator.integers(3, 9))
+    if residual:
+        fields |= {"block": "residual", "norm_epsilon": float(generator.choice([1e-5, 0.01, 0.25]))}
+        fields["feed_forward"] = int(generator.choice([0, 8]))
+        if generator.random() < 0.25:
+            fields["front"] = {"blocks": 1, "kernel_size": int(generator.integers(2, 4)), "feed_forward": 6}
+        if generator.random() < 0.25:
+            fields["units"] = int(generator.integers(2, 13))
+    if cell == "gated" and generator.random() < 0.7:
+        fields["gate_caps"] = tuple(generator.uniform(0.3, 0.98, layers).tolist())
+    architecture = Architecture.model_validate(fields)
+    recurrent, driven = 10 ** generator.uniform(-1.3, 0.4), 10 ** generator.uniform(-1, 0.5)
+    between = 10 ** generator.uniform(-1.5, 0)
+    weights = {}
+    for name, shape in weight_shapes(architecture).items():
+        values = generator.normal(size=shape)
+        if "weight_hh" in name:
+            values *= recurrent / np.sqrt(shape[1])
+        elif ".cell." in name and len(shape) == 2:
+            values *= driven / np.sqrt(shape[1])
+        elif "norm.weight" in name:
+            values = 1 + 0.3 * values
+        elif name != "embedding.weight":
+            values *= between / np.sqrt(shape[-1])
+        weights[name] = values.astype(np.float32)
+    return architecture, weights
+
+
+def examine(seed: int) -> Found:
+    """One model, all its histories, initial states and windows."""
+    return _Examined(seed).found()
+
+
+class _Examined:
+    def __init__(self, seed: int) -> None:
+        self.architecture, self.weights = random_model(seed)
+        self.layers = build_layers(self.architecture, self.weights)
+        self.exact = Reference(self.architecture, self.weights)
+        self.adversary = Adversary(self.architecture, self.weights)
+        self.generator = np.random.default_rng([seed, 1])
+        self.bounded = all(np.isfinite(reach).all() for layer in self.layers for reach in layer.bound.reach)
+        self.rounding = FRONT_ROUNDING
+
+    def found(self) -> Found:
+        factors = [layer.bound.factor for layer in self.layers]
+        block, many = self.architecture.block, len(self.layers) > 1
+        histories = self._histories()
+        states, after_states = self._states(histories[-STATES:, PAST:])
+        found: Found = {
+            "cell": self.architecture.cell,
+            "stack": "front" if self.architecture.front else f"{block}, {'more' if many else 'one'}",
+            "stable": max(factors) < 1,
+            "claims": self.bounded,
+            "histories": len(histories),
+            "states": len(after_states),
+            "violations": 0,
+        }
+        if self.bounded:
+            self._hold_to_curve(found, histories, states, after_states)
+        if max(factors) < 1:
+            self._hold_served(found, histories)
+        self._hold_windows(found, histories, states)
+        return found
+
+    def _histories(self) -> Tokens:
+        """Random ones, and then those that were made to be bad."""
+        size = self.architecture.vocabulary_size
+        random = random_histories(self.generator, size, RANDOM, PAST, LAST)
+        greedy = greedy_histories(self.exact, size, PAST, LAST)
+        climbed = climbed_histories(self.exact, self.generator, random[:CLIMBED], PAST, ROUNDS)
+        start = random[-ASCENDED:].copy()
+        start[: ASCENDED // 2] = self.adversary.softened(start[: ASCENDED // 2], PAST, SOFTENING)
+        ascended = self.adversary.flipped(start, PAST, FLIPS)
+        return np.concatenate([random, greedy, climbed, ascended])
+
+    def _states(self, last: Tokens) -> tuple[State, Tokens]:
+        """Initial states within reach, and what follows, from `last` on; where reach is all that is asked of one."""
+        reach = reachable(self.architecture, self.layers)
+        if reach is None:
+            return {}, last[:0]
+        states, last = self.adversary.states(reach, last, FLIPS, self.generator)
+        if self.architecture.front is None:  # so that float32 has them too, and within reach
+            states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
+        return states, last
+
+    def _hold_to_curve(self, found: Found, histories: Tokens, states: State, after_states: Tokens) -> None:
+        stack = Stack(self.architecture, self.weights, self.layers)
+        curve, violations = state_error_curve(stack, LAST), 0
+        for name, dtype in DTYPES.items():
+            rounding = worst_case(self.architecture, self.weights, stack, name)  # type: ignore[arg-type]
+            if rounding is None:
+                if name == "float32":
+                    continue
+                rounding = FRONT_ROUNDING
+            reference = self.exact if name == "float64" else Reference(self.architecture, self.weights, dtype)
+            apart = distances(reference, histories[:, :PAST], histories[:, PAST:])
+            if len(after_states):
+                apart = np.concatenate([apart, distances_from(reference, states, after_states)])
+            violations += int((~(apart <= curve + rounding)).sum())
+            found[f"{name}_passed_without_rounding"] = int((apart > curve).sum())
+            if name == "float64":
+                self.rounding = rounding
+            if name == "float64" and found["stable"]:
+                told = curve > 100 * max(rounding, UNITS["float64"])
+                kinds = {
+                    "random": apart[:RANDOM],
+                    "adversarial": apart[RANDOM : len(histories)],
+                    "state": apart[len(histories) :],
+                }
+                for kind, rows in kinds.items():
+                    share = np.where(told, rows.max(axis=0, initial=0.0) / curve, np.nan)
+                    found[kind] = [None if np.isnan(share[k - 1]) or not len(rows) else share[k - 1] for k in SHOWN]
+        found["violations"] = violations
+
+    def _hold_served(self, found: Found, histories: Tokens) -> None:
+        """The term that is served for float32's rounding, attacked in float32 over thousands of steps.
+
+        Pairs of runs of the exported `step` graph that read the same tokens, one after a past and one from the zero
+        state, must stay within e_k and the rounding of two runs; each of them within the rounding of one run of exact
+        arithmetic. The tokens: each one held, after each other one; cycles of two and three; what the adversary made of
+        random histories, over and over; random ones.
+        """
+        size, random = self.architecture.vocabulary_size, self.generator
+        past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))
+        cycles = [
+            np.resize(random.integers(size, size=length), LONG) for length in (2, 3) for _ in range(REPEATED // 2)
+        ]
+        climbed = [np.resize(row, LONG) for row in histories[-REPEATED:, PAST:]]
+        tokens = np.concatenate(
+            [
+                np.repeat(held[:, None], LONG, axis=1),
+                np.stack(cycles + climbed),
+                random.integers(size, size=(REPEATED, LONG)),
+            ]
+        )
+        others = random.integers(size, size=(3 * REPEATED, KEPT))
+        pasts = np.concatenate([np.repeat(past[:, None], KEPT, axis=1), others])
+        data = encode_weights(self.weights)
+        step = build_graph("step", self.architecture, WEIGHTS, tensor_extents(data))
+        diameter = head_diameter(self.exact.head)
+        with opened_step(step, data) as run:
+            given = histories[0].tolist()
+            rounding = measure_rounding(self.architecture, self.weights, self.layers, run, diameter, given)
+            assert rounding is not None, "this is a bug: every layer contracts"
+            stack = Stack(self.architecture, self.weights, self.layers)
+            limits = state_error_curve(stack, LONG) + rounding.between_runs
+            apart, off = self._long_runs(run, pasts, tokens)
+        found["served_pairs"] = len(tokens)
+        found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
+        found["served_sequences"] = rounding.sequences
+        # once the past itself is forgotten, what is left is rounding
+        left = limits <= 1.5 * rounding.between_runs
+        found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
+        found["served_of_one"] = float(off.max() / rounding.carried)
+
+    def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
+        """How far `hidden` of the two float32 runs is apart after each token, (N, T), and how far the one with the past
+        is from exact arithmetic at most, (N)."""
+        rows = len(tokens)
+        exact = self.exact.zero_state(rows)
+        zeros: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
+        full, off, apart = zeros, np.zeros(rows), []
+        for column in pasts.T:
+            outputs = run("step", {"tokens": column, **full})
+            full = {name: outputs[f"next.{name}"] for name in zeros}
+            hidden, exact = self.exact.advance(column, exact)
+            off = np.maximum(off, np.linalg.norm(np.float64(outputs["hidden"]) - hidden, axis=1))
+        both = {name: np.concatenate([full[name], zeros[name]]) for name in zeros}
+        for column in tokens.T:
+            outputs = run("step", {"tokens": np.tile(column, 2), **both})
+            both = {name: outputs[f"next.{name}"] for name in zeros}
+            ends = outputs["hidden"].astype(np.float64)
+            apart.append(np.linalg.norm(ends[:rows] - ends[rows:], axis=1))
+            hidden, exact = self.exact.advance(column, exact)
+            off = np.maximum(off, np.linalg.norm(ends[:rows] - hidden, axis=1))
+        return np.stack(apart, axis=1), off
+
+    def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
+        """A few windows by themselves: the radius, how far leads move, and whether a proved first token ever loses."""
+        request = RequestBound(self.architecture, self.weights, self.layers)
+        top1 = Top1(self.architecture, self.weights, request)
+        counts = dict.fromkeys(("windows", "window_pairs", "proved", *OF_WINDOWS), 0)
+        tightest = {"radius": 0.0, "lead": 0.0, "variation": 0.0}
+        for length in WINDOWS:
+            window = histories[self.generator.integers(len(histories)), -length:]
+            bound = request(window[None])
+            logits = self.exact.logits(bound.hidden)[0]
+            first, second = np.argsort(-logits, kind="stable")[:2]
+            lead = self.exact.head[first] - self.exact.head[second]
+            start = histories[-PUSHED:, :PAST]
+            pushed = [self.adversary.flipped(start, PAST, 1, window, aim) for aim in (None, lead)]
+            pasts = np.concatenate([histories[:, :PAST], *pushed])
+            ends = after(self.exact, self.exact.zero_state(len(pasts)), pasts, window)
+            if states:
+                ends = np.concatenate([ends, after(self.exact, states, None, window)])
+            apart = ends - bound.hidden[0]
+            gaps = self.exact.head[first] - np.delete(self.exact.head, first, axis=0)
+            gaps = np.concatenate([gaps, self.generator.normal(size=(DIRECTIONS, self.architecture.hidden))])
+            moved = top1.moved(bound, gaps, np.zeros(len(gaps), np.intp))
+            seen = np.abs(apart @ gaps.T).max(axis=0)
+            lengths, farthest = np.linalg.norm(gaps, axis=1), np.linalg.norm(apart, axis=1).max()
+            proved = bool(top1.proved(bound)[0])
+            counts["windows"] += 1
+            counts["window_pairs"] += len(ends)
+            counts["proved"] += proved
+            counts["of_radius"] += int(not farthest <= bound.radius[0] + self.rounding)
+            counts["of_lead"] += int((~(seen <= moved + lengths * self.rounding)).sum())
+            counts["of_top1"] += int(proved and (self.exact.logits(ends).argmax(axis=1) != first).any())
+            shares = softmax(self.exact.logits(bound.hidden[0])), softmax(self.exact.logits(ends))
+            varied = float(np.abs(shares[0] - shares[1]).sum(axis=1).max()) / 2
+            off = float(np.tanh(head_diameter(self.exact.head) * self.rounding / 4)) + FLOAT64
+            variation = float(top1.variation(bound)[0])
+            counts["of_variation"] += int(not varied <= variation + off)
+            if varied > 100 * off:
+                tightest["variation"] = max(tightest["variation"], varied / variation)
+            if farthest > 100 * self.rounding:
+                tightest["radius"] = max(tightest["radius"], float(farthest / bound.radius[0]))
+                tightest["lead"] = max(tightest["lead"], float((seen / moved).max()))
+        found["request"] = counts
+        found["tightest"] = tightest
+
+
+def softmax(logits: Floats) -> Floats:
+    """(..., V)."""
+    shares: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tuple[Floats, Floats]] | None:
+    """By state tensor of the recurrent layers, a box that no state leaves, wherever in it it starts; None for cells
+    whose reach is no such box: linear and relu layers."""
+    if architecture.cell in ("linear", "rnn_relu"):
+        return None
+    boxes = {}
+    for index, layer in enumerate(layers):
+        for name, reach in zip(CELLS[architecture.cell].states, layer.bound.reach, strict=True):
+            box = (layer.low, layer.high) if isinstance(layer, GatedLayer) else (-reach, reach)
+            boxes[f"layers.{index}.{name}"] = box
+    return boxes

@@ -1,0 +1,215 @@
+"""Random models against their certificates: is any bound ever passed, and how tight are they?
+
+    python -m research.certificates [--models N] [--workers N] [--output FILE] [--figure FILE]
+
+Models of every cell, plain and residual, one to three layers, with weights scaled across the boundary of stability.
+
+- The curve: random and adversarial histories (`research/histories.py`; by gradients: `research/adversary.py`), run
+  in float64 and step by step in float32 to the end and from the zero state over the last tokens; and initial states
+  that climb the gradient anywhere within reach, where any such state is covered. At every k the distance must stay
+  within e_k plus the a priori rounding of two runs in that dtype. Models over a front have no such rounding term and
+  are held, in float64 only, to e_k + 1e-9.
+- What is served for rounding: of every contractive model the `step` graph is exported and its rounding measured, as for
+  a bundle; pairs of float32 runs over thousands of steps (held tokens, cycles, what the adversary found, random ones)
+  must stay within e_k and that term, and each within its half of exact arithmetic.
+- The window: after all these pasts, and more that climb toward this one window, no run may end further from its end
+  than its radius, no lead may move by more than by direction, no first token that is proved may lose, and no
+  distribution may be further than the total variation by direction (float64).
+
+The results so far are kept in FILE; run again, it goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from research.bound_check import DTYPES, LAST, OF_WINDOWS, PAST, SHOWN, examine
+from wane.models.cell_registry import CELLS
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+BATCH = 100
+KINDS = {"random": ("tab:blue", 0.95), "adversarial": ("tab:red", 1.0), "state": ("tab:green", 1.05)}
+
+
+def violations(found: dict[str, object]) -> int:
+    """Of all bounds of one model."""
+    of_windows: dict[str, int] = found["request"]  # type: ignore[assignment]
+    served = int(str(found.get("served_above", 0)))
+    return int(str(found["violations"])) + served + sum(of_windows[key] for key in OF_WINDOWS)
+
+
+def report(console: Console, results: list[dict[str, object]]) -> None:
+    """The figures, as tables."""
+    table = Table(title="Models and histories")
+    for heading in (
+        "cell",
+        "models",
+        "contractive",
+        "no claim",
+        "histories",
+        "pairs held to e_k",
+        "and states",
+        "above",
+    ):
+        table.add_column(heading, justify="right")
+    for cell in (*CELLS, "all"):
+        rows = [each for each in results if cell in (each["cell"], "all")]
+        held = [each for each in rows if each["claims"]]
+        table.add_row(
+            cell,
+            f"{len(rows):,}",
+            f"{sum(bool(each['stable']) for each in rows):,}",
+            f"{len(rows) - len(held):,}",
+            f"{sum(int(str(each['histories'])) for each in rows):,}",
+            f"{sum(int(str(each['histories'])) for each in held):,}",
+            f"{sum(int(str(each['states'])) for each in held):,}",
+            f"{sum(int(str(each['violations'])) for each in rows):,}",
+        )
+    console.print(table)
+    for name in DTYPES:
+        key = f"{name}_passed_without_rounding"
+        passed = sum(int(str(each.get(key, 0))) for each in results)
+        console.print(f"{name}: {passed:,} distances were above e_k alone, without its rounding term")
+    report_served(console, results)
+    report_windows(console, results)
+    table = Table(title="Observed / bound of contractive models, float64: median (max)")
+    table.add_column("cell, histories")
+    for k in SHOWN:
+        table.add_column(f"k = {k}", justify="right")
+    for (cell, kind), shares in tightness(results).items():
+        cells = [f"{np.median(each):.2g} ({max(each):.3g})" if each else "-" for each in shares]
+        table.add_row(f"{cell}, {kind}", *cells)
+    console.print(table)
+
+
+def report_served(console: Console, results: list[dict[str, object]]) -> None:
+    """The served term for rounding against float32 runs of the exported step graph."""
+    table = Table(title="Served rounding, float32 graphs, thousands of steps; observed / served: median (max)")
+    for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
+        table.add_column(heading, justify="right")
+    for cell in (*CELLS, "all"):
+        for sequences in ("all", "probed") if cell != "all" else ("all", "probed", None):
+            rows = [each for each in results if cell in (each["cell"], "all") and "served_pairs" in each]
+            rows = [each for each in rows if sequences in (each["served_sequences"], None)]
+            shares = []
+            for key in ("served_of_one", "served_of_two"):
+                values = [float(str(each[key])) for each in rows if each[key] is not None]
+                shares.append(f"{np.median(values):.2g} ({max(values):.3g})" if values else "-")
+            pairs, above = (sum(int(str(each[f"served_{key}"])) for each in rows) for key in ("pairs", "above"))
+            along = {"all": "all sequences", "probed": "probed sequences", None: ""}[sequences]
+            table.add_row(cell, along, f"{len(rows):,}", f"{pairs:,}", f"{above:,}", *shares)
+    console.print(table)
+
+
+def report_windows(console: Console, results: list[dict[str, object]]) -> None:
+    """Windows by themselves."""
+    table = Table(title="Windows, float64; observed / bound of contractive models: median (max)")
+    headings = (
+        "windows",
+        "pairs",
+        "proved",
+        *("above: radius", "lead", "top-1", "variation"),
+        "radius",
+        "lead",
+        "variation",
+    )
+    for heading in ("cell", *headings):
+        table.add_column(heading, justify="right")
+    for cell in (*CELLS, "all"):
+        rows = [each for each in results if cell in (each["cell"], "all")]
+        counts: dict[str, int] = defaultdict(int)
+        for each in rows:
+            for key, count in each["request"].items():  # type: ignore[attr-defined]
+                counts[key] += count
+        shares = []
+        for key in ("radius", "lead", "variation"):
+            values = [each["tightest"][key] for each in rows if each["stable"]]  # type: ignore[index]
+            present = [value for value in values if value > 0]
+            shares.append(f"{np.median(present):.2g} ({max(present):.6g})" if present else "-")
+        keys = ("windows", "window_pairs", "proved", *OF_WINDOWS)
+        table.add_row(cell, *(f"{counts[key]:,}" for key in keys), *shares)
+    console.print(table)
+
+
+def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
+    """Observed over bound by cell and kind of history, then by k: one number a model."""
+    shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
+    for cell in CELLS:
+        for kind in KINDS:
+            for each in results:
+                values = each.get(kind)
+                if each["cell"] == cell and isinstance(values, list):
+                    for place, value in zip(shares[cell, kind], values, strict=True):
+                        if value is not None:
+                            place.append(value)
+    return shares
+
+
+def draw(results: list[dict[str, object]], file: Path) -> None:
+    """Median, and the tenth to the ninetieth percentile, of observed / bound by k."""
+    figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
+    shares = tightness(results)
+    for axis, cell in zip(axes.flat, CELLS, strict=True):
+        for kind, (colour, shift) in KINDS.items():
+            present = [(k, values) for k, values in zip(SHOWN, shares[cell, kind], strict=True) if values]
+            if not present:
+                continue
+            ks = np.array([k for k, _ in present]) * shift
+            middle = np.array([np.median(values) for _, values in present])
+            low, high = (np.array([np.quantile(values, q) for _, values in present]) for q in (0.1, 0.9))
+            axis.errorbar(ks, middle, [middle - low, high - middle], fmt="o-", ms=4, color=colour, label=kind, lw=1)
+        axis.axhline(1, color="black", lw=1)
+        axis.set(xscale="log", yscale="log", title=f"{cell} ({len(shares[cell, 'random'][0]):,} models)")
+        axis.set_xticks(SHOWN, [str(k) for k in SHOWN])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0, 1].legend(loc="lower left")
+    figure.supxlabel("k, tokens since the cut")
+    figure.supylabel("largest distance observed / bound: median, 10 % to 90 %")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    """Goes on from what the output file holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--models", type=int, default=5400)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("runs/certificates.json"))
+    parser.add_argument("--figure", type=Path, default=Path("research/figures/certificates.png"))
+    arguments = parser.parse_args()
+    console = Console(width=140)
+    results: list[dict[str, object]] = []
+    if arguments.output.exists():
+        results = json.loads(arguments.output.read_text())["models"]
+        console.print(f"{arguments.output} has {len(results):,} models already")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        seeds = range(len(results), arguments.models)
+        examined = pool.map(examine, seeds, chunksize=10)
+        for each in track(examined, "models", total=len(seeds), console=console):
+            results.append(each)
+            if len(results) % BATCH == 0 or len(results) == arguments.models:
+                arguments.output.write_text(json.dumps({"past": PAST, "last": LAST, "models": results}))
+    console.print(f"{time.monotonic() - started:.0f} s")
+    report(console, results)
+    draw(results, arguments.figure)
+    raise SystemExit(1 if any(violations(each) for each in results) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What the certificates of the bundles promise, beside what is observed over a text, and how many answers they prove.
+
+    OMP_NUM_THREADS=1 python -m research.proofs --data FOLDER [--only NAME ...] [--positions N] [--fewer N]
+    python -m research.proofs --render
+
+FOLDER holds WikiText-2's word-level files. At positions spread evenly over a split, for windows of several k: the state
+(the output layer's input) and the answer of the window, in float64, against the run that has never been interrupted
+since the split's first token; the certificate's curve; the bound of each request; which first tokens are proved.
+Bounds of LSTM and GRU windows, of several layers, and behind a front are slow: for windows other than of 64 tokens they
+are measured at `--fewer` positions.
+
+Every k of every bundle is kept in the JSON when it is done: a run that was killed goes on, and what is done is not
+done again. From the JSON come the figure and, between their markers, the tables of the page; `--render` makes only
+these. What was measured of weights or under a certificate that are no longer there is dropped.
+
+Small matrices gain nothing from threads: run it with OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.page import put_all
+from benchmarks.summary import digits
+from research.proof_plots import plot
+from research.proof_results import ModelFigures, Results
+from research.proof_tables import tables
+from research.prover import Prover, Tokens, never_interrupted
+from wane.models.bundle import Bundle
+from wane.models.bundle_checks import read_manifest
+from wane.models.certificate.certify import CERTIFIED
+from wane.models.manifest import Manifest
+from wane.training.wikitext import read_wikitext_2
+
+WINDOWS = (64, 16, 32, 128, 256)
+FIRST, LONGEST = WINDOWS[0], max(WINDOWS)
+SLOW = ("lstm", "gru")
+
+
+def described(manifest: Manifest, tokens: int) -> ModelFigures:
+    """What the manifest says, before anything is measured."""
+    certificate, quality, last = manifest.certificate, manifest.quality, manifest.max_window
+    shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
+    return ModelFigures(
+        weights=manifest.files[manifest.weights],
+        cell=manifest.architecture.cell,
+        layers=certificate.layers,
+        certified=certificate.certified,
+        max_window=last,
+        tokens=tokens,
+        smallest_window=certificate.smallest_window(CERTIFIED),
+        perplexity=quality.window["valid"].recurrent.per_token if quality else None,
+        window_perplexity={k: p.per_token for k, p in quality.window["valid"].by_k.items()} if quality else {},
+        curve={k: digits(certificate.state_error[k - 1]) for k in shown} if certificate.state_error else {},
+        rounding=certificate.rounding.between_runs if certificate.rounding else None,
+    )
+
+
+def read_stream(bundle: Bundle, folder: Path, split: str) -> Tokens:
+    """A split as training reads it: `<eos>` before every line and after the last, (tokens)."""
+    vocabulary = bundle.vocabulary
+    flat = [vocabulary.eos_id]
+    for sequence in vocabulary.encode_lines(read_wikitext_2(folder)[0][split]):
+        flat += [*sequence, vocabulary.eos_id]
+    return np.array(flat, dtype=np.int64)
+
+
+def measure(
+    bundle: Bundle, stream: Tokens, split: str, positions: int, fewer: int, path: Path, progress: Progress
+) -> None:
+    """All of one bundle, into the JSON at `path`; what that already has of this bundle is not measured again."""
+    name, results = bundle.manifest.name, read(path, split)
+    figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
+    positions = min(positions, len(stream) - LONGEST)
+    architecture = bundle.manifest.architecture
+    slow = architecture.cell in SLOW or architecture.layers > 1 or architecture.front is not None
+
+    def asked(k: int) -> int:
+        return min(fewer, positions) if slow and k != FIRST else positions
+
+    missing = [
+        k
+        for k in WINDOWS
+        if k <= figures.max_window and (k not in figures.windows or figures.windows[k].positions < asked(k))
+    ]
+    if missing:
+        prover = Prover(bundle)
+        never = never_interrupted(prover.reference, stream, LONGEST, positions, progress)
+        for k in missing:
+            found = prover.figures(stream, never.fewer(asked(k)), k, progress)
+            figures = figures.model_copy(update={"windows": dict(sorted({**figures.windows, k: found}.items()))})
+            read(path, split).having(name, figures).write(path)
+            progress.console.print(f"{name}, k = {k}: {found.proved}, {found.violations} violations")
+    read(path, split).having(name, figures).write(path)
+
+
+def read(path: Path, split: str) -> Results:
+    """What is in the JSON by now: other bundles may be measured by other processes."""
+    return Results.read(path) if path.exists() else Results(split=split)
+
+
+def current(results: Results, bundles: Path) -> Results:
+    """Only what was measured of the weights that are there now, under what their manifests say now."""
+    models = {}
+    for name, before in sorted(results.models.items()):
+        if (bundles / name).is_dir():
+            figures = described(read_manifest(bundles / name), before.tokens).with_windows_of(before)
+            if figures.windows:
+                models[name] = figures
+    return results.model_copy(update={"models": models})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundles", type=Path, default=Path("models/bundles"))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the bundles, measure these now")
+    parser.add_argument("--data", type=Path, metavar="FOLDER")
+    parser.add_argument("--split", choices=("valid", "test"), default="valid")
+    parser.add_argument("--positions", type=int, default=5000)
+    parser.add_argument("--fewer", type=int, default=1000, help="positions of slow models, but at k = 64")
+    parser.add_argument("--json", type=Path, default=Path("research/figures/proofs.json"))
+    parser.add_argument("--figure", type=Path, default=Path("research/figures/proofs.png"))
+    parser.add_argument("--page", type=Path, default=Path("docs/stability.md"))
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    options = parser.parse_args(arguments)
+    if options.data is None and not options.render:
+        parser.error("name the folder of WikiText-2 with --data, or measure nothing with --render")
+    if min(options.positions, options.fewer) < 1:
+        parser.error("--positions and --fewer are at least 1")
+    there = sorted(path.name for path in options.bundles.iterdir() if path.is_dir())
+    if unknown := set(options.only or ()) - set(there):
+        parser.error(f"--only: {options.bundles} has no {', '.join(sorted(unknown))}; it has {', '.join(there)}")
+
+    if (kept := read(options.json, options.split).split) != options.split:
+        parser.error(f"--split: {options.json} has figures of {kept}; name another file with --json")
+    console = Console(stderr=True)
+    if not options.render:
+        with Progress(console=console, transient=True) as progress:
+            for name in options.only or there:
+                bundle = Bundle.read(options.bundles / name)
+                stream = read_stream(bundle, options.data, options.split)
+                measure(bundle, stream, options.split, options.positions, options.fewer, options.json, progress)
+    results = current(read(options.json, options.split), options.bundles)
+    results.write(options.json)
+    plot(results, options.figure)
+    put_all(options.page, tables(results))
+    console.print(f"{options.json}, {options.figure}, {options.page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

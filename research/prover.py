@@ -1,0 +1,126 @@
+"""Windows of one bundle beside its never-interrupted run, their bounds, and what these prove, over many positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from research.proof_results import Proved, Spread, Values, WindowFigures
+from wane.models.bundle import Bundle
+from wane.models.certificate.request import RequestBound
+from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import total_variation
+from wane.models.reference import Reference
+from wane.service.engine.top1_proof import MarginProof
+
+AT_ONCE = 128
+
+FLOAT64 = 1e-9
+"""What float64 may add to a distance before it counts as a violation."""
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """The never-interrupted run at some positions: where, (N), and `hidden` after the token there, (N, H)."""
+
+    ends: Tokens
+    hidden: Values
+
+    def fewer(self, count: int) -> Never:
+        """About `count` of them, as evenly spread."""
+        chosen = np.linspace(0, len(self.ends) - 1, min(count, len(self.ends))).astype(np.int64)
+        return Never(self.ends[chosen], self.hidden[chosen])
+
+
+def never_interrupted(reference: Reference, stream: Tokens, first: int, count: int, progress: Progress) -> Never:
+    """The run over all of the stream, at `count` positions from `first` on: more is behind each than `first` tokens."""
+    ends = np.linspace(first, len(stream) - 1, count).astype(np.int64)
+    wanted, hidden = set(ends.tolist()), []
+    state = reference.zero_state(1)
+    task = progress.add_task("never interrupted", total=len(stream))
+    for position, token in enumerate(stream):
+        after, state = reference.advance(np.array([token]), state)
+        if position in wanted:
+            hidden.append(after[0])
+        if position % 1000 == 0:
+            progress.update(task, completed=position)
+    progress.remove_task(task)
+    return Never(ends, np.array(hidden))
+
+
+class Prover:
+    """One bundle, with all that proves anything about it."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        architecture, weights = bundle.manifest.architecture, bundle.weights()
+        self.certificate = bundle.manifest.certificate
+        self.reference = Reference(architecture, weights)
+        self._request = RequestBound(architecture, weights)
+        self._direction = Top1(architecture, weights, self._request)
+        self._margin = MarginProof(weights)
+        self._rounding = self.certificate.rounding.between_runs if self.certificate.rounding else 0.0
+
+    def figures(self, stream: Tokens, never: Never, k: int, progress: Progress) -> WindowFigures:
+        """Windows of k at all of the positions."""
+        columns: dict[str, list[Values]] = {}
+        task = progress.add_task(f"windows of {k}", total=len(never.ends))
+        for start in range(0, len(never.ends), AT_ONCE):
+            ends = never.ends[start : start + AT_ONCE]
+            found = self._measure(stream[ends[:, None] + np.arange(1 - k, 1)], never.hidden[start : start + AT_ONCE])
+            for name, values in found.items():
+                columns.setdefault(name, []).append(values)
+            progress.advance(task, len(ends))
+        progress.remove_task(task)
+        of = {name: np.concatenate(parts) for name, parts in columns.items()}
+        worst, epsilon = self.certificate.state_error_at(k), self.certificate.error_bound_at(k)
+        wrong = (of["observed"] > of["smaller"] + FLOAT64) | (of["observed_variation"] > of["variation"] + FLOAT64)
+        wrong |= of["observed_variation"] > of["direction_variation"] + FLOAT64
+        for name in ("curve", "request", "direction"):
+            wrong |= (of[name] > 0) & (of["same"] == 0)
+        return WindowFigures(
+            positions=len(never.ends),
+            observed=Spread.of(of["observed"]),
+            observed_variation=Spread.of(of["observed_variation"]),
+            worst_case=worst,
+            worst_case_variation=epsilon,
+            request=Spread.of(of["radius"]),
+            request_variation=Spread.of(of["variation"]),
+            direction_variation=Spread.of(of["direction_variation"]),
+            over_worst_case=None if worst is None else Spread.of(of["observed"] / worst),
+            over_request=Spread.of(of["observed"] / of["radius"]),
+            same_top1=float(of["same"].mean()),
+            proved=Proved(**{name: float(of[name].mean()) for name in ("curve", "request", "direction")}),
+            violations=int(wrong.sum()),
+        )
+
+    def _measure(self, windows: Tokens, hidden: Values) -> dict[str, Values]:
+        bound = self._request(windows)
+        worst = self.certificate.state_error_at(windows.shape[1])
+        curve = np.inf if worst is None else worst
+        smaller = np.minimum(bound.radius, curve)
+        logits, never = self.reference.logits(bound.hidden), self.reference.logits(hidden)
+        rows = list(zip(logits.astype(np.float32), bound.hidden.astype(np.float32), smaller, strict=True))
+        direction = self._direction.proved(replace(bound, radius=smaller))
+        return {
+            "observed": np.linalg.norm(bound.hidden - hidden, axis=1),
+            "observed_variation": np.abs(_softmax(logits) - _softmax(never)).sum(axis=1) / 2,
+            "radius": bound.radius,
+            "smaller": smaller,
+            "variation": total_variation(self.certificate.head_diameter, smaller + self._rounding),
+            "same": (logits.argmax(axis=1) == never.argmax(axis=1)).astype(np.float64),
+            "curve": np.array([float(self._margin.proves(x, h, curve + self._rounding)) for x, h, _ in rows]),
+            "request": np.array([float(self._margin.proves(x, h, e + self._rounding)) for x, h, e in rows]),
+            "direction": direction.astype(np.float64),
+            "direction_variation": self._direction.variation(bound),
+        }
+
+
+def _softmax(logits: Values) -> Values:
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    result: Values = shares / shares.sum(axis=1, keepdims=True)
+    return result

@@ -1,0 +1,94 @@
+"""What one replica and one Redis can take, simulated at rising rates: where the tail of the waiting times bends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from research.scaling.costs import Costs, Limits
+from research.scaling.sample import Sample
+from research.scaling.shard import response_times
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+STEPS = 12_000
+HELD = 256
+SHARD_LOAD = 0.5
+MOST_PER_S = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is planned for one replica: steps a second, and seconds of its threads that one takes at that rate; how many
+    trips it makes for a step."""
+
+    steps_per_s: float
+    loop_s: float
+    runner_s: float
+    trips: float
+    p99_ms: float
+
+
+def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[str, float]:
+    """One replica whose sessions are all resident, at that rate."""
+    sample = Sample(
+        costs,
+        sessions=10_000,
+        away=0,
+        rate=steps_per_s / 10_000,
+        capacity=10_000,
+        held=HELD,
+        trips_s=trips_s,
+        seed=seed,
+    )
+    seconds = STEPS / steps_per_s
+    record = sample.run(seconds)
+    found = record.between(0.1 * seconds, seconds)
+    replica = sample.replica
+    return {
+        "steps_per_s": steps_per_s,
+        "p50_ms": found["p50_ms"],
+        "p99_ms": found["p99_ms"],
+        "refused_share": found["refused_share"],
+        "loop_share": replica.loop.busy_s / seconds,
+        "runner_share": replica.runner.busy_s / seconds,
+        "trips": replica.trips / max(replica.steps, 1),
+    }
+
+
+def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, float]]:
+    """One Redis at rising rates of trips of so many commands."""
+    least_s = costs.store_trip_s + commands * costs.store_command_s
+    found = []
+    for share in SHARES:
+        trips_per_s = share / least_s
+        taken = 1e3 * response_times(costs, trips_per_s, commands, STEPS, 0, fsync=fsync)
+        p50, p99 = (float(value) for value in np.percentile(taken, (50, 99)))
+        found.append({"commands_per_s": trips_per_s * commands, "p50_ms": p50, "p99_ms": p99})
+    return found
+
+
+def trips_of(costs: Costs, fsync: str = "always", commands: float = 1.0) -> Any:
+    """What trips take at a shard that is half busy."""
+    least_s = costs.store_trip_s + commands * costs.store_command_s
+    return response_times(costs, SHARD_LOAD / least_s, commands, STEPS, 0, fsync=fsync)
+
+
+def curve(costs: Costs, trips_s: Any) -> list[dict[str, float]]:
+    """One replica at rising rates, up to what its loop could do if every step were alone."""
+    most = 1.0 / (costs.loop_step_s + costs.loop_batch_s / 4)
+    return [at(costs, share * most, trips_s) for share in SHARES]
+
+
+def plan(costs: Costs, limits: Limits, trips_s: Any) -> Plan:
+    """The highest rate of which the loop is busy for no more than is planned with; by bisection."""
+    low, high = 10.0, MOST_PER_S
+    for _ in range(9):
+        middle = (low + high) / 2
+        if at(costs, middle, trips_s)["loop_share"] <= limits.load:
+            low = middle
+        else:
+            high = middle
+    found = at(costs, low, trips_s)
+    return Plan(low, found["loop_share"] / low, found["runner_share"] / low, found["trips"], found["p99_ms"])

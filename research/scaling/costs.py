@@ -1,0 +1,157 @@
+"""What the simulation is fed with: costs that were measured, each with the command by which, and prices that are
+chosen.
+
+`research/figures/scaling_costs.json` has what `measure` found; the bytes of a model's state are those of
+`docs/figures/stores.json`. Nothing here is fitted to what the simulation is compared with."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wane.service.settings import SNAPSHOT_TOKENS
+
+FIGURES = Path("research/figures")
+BENCHMARKS = Path("docs/figures")
+FILE = FIGURES / "scaling_costs.json"
+MODEL = "gated-stable"
+MICRO = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one thread, bytes, and settings of the service. A step over HTTP, its store a Redis that replicas
+    share.
+
+    loop_*: the replica's event loop, for a step and for a batch with its trip; a rebuilt one takes `loop_rebuilt_s`
+    more. run_*: the model, for a batch of steps and for each in it; `windows` has seconds by tokens, for states
+    rebuilt from the tail; `restored_s` is the run of one that goes on from a state that the
+    store keeps, with the tokens since: half of those between two states. front_s:
+    HAProxy, a request. store_*: Redis's thread, for a trip and for a command of it. `write_s`: quantiles of what a
+    write to the disk adds, by `appendfsync`."""
+
+    loop_step_s: float
+    loop_batch_s: float
+    loop_rebuilt_s: float
+    run_batch_s: float
+    run_step_s: float
+    windows: tuple[tuple[float, float], ...]
+    restored_s: float
+    front_s: float
+    store_trip_s: float
+    store_command_s: float
+    write_s: dict[str, tuple[float, ...]]
+    client_s: float
+    ready_s: float
+    load_cpu_s: float
+    state_bytes: float
+    replica_session_bytes: float
+    replica_base_bytes: float
+    store_session_bytes: float
+    front_bytes: float
+    store_bytes: float
+    policy: str = "tail"
+    wire_s: float = 5e-5
+    """One way through the system's network, on one machine; between machines it is a parameter."""
+
+    max_batch_size: int = 64
+    max_queue: int = 1024
+    trips: int = 2
+    """Trips to the store that a replica has under way at a time."""
+
+    def window_s(self, tokens: int) -> float:
+        """The run of a window."""
+        return window_s(self.windows, tokens)
+
+
+def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
+    """Linear between what was measured, proportional beyond."""
+    (low, low_s), *rest = windows
+    for high, high_s in rest:
+        if tokens <= high:
+            return low_s + max(tokens - low, 0) * (high_s - low_s) / (high - low)
+        low, low_s = high, high_s
+    return low_s * tokens / low
+
+
+def read(policy: str = "tail", file: Path = FILE) -> Costs:
+    """From what was measured. `policy`: what the store keeps of a session, `tail` or `state`."""
+    return of(json.loads(file.read_text(encoding="utf-8")), policy)
+
+
+def of(document: dict[str, Any], policy: str) -> Costs:
+    """What a measurement says."""
+    found = document["policies"][policy]
+    some, few, crowded = (found[name] for name in ("some", "few", "crowded"))
+    loop_batch, loop_step = two_parts(few, crowded, "loop_us", "batches")
+    run_batch, run_step = two_parts(few, crowded, "runner_us", "batches")
+    trip, command = two_parts(few, crowded, "store_us", "trips")
+    stores = json.loads((BENCHMARKS / "stores.json").read_text(encoding="utf-8"))
+    windows = tuple((one["tokens"], 1e-3 * one["compute_ms"]) for one in document["window_ms"])
+    plain = [MICRO * 1e3 * value for value in document["write_ms"]["everysec"]]
+    return Costs(
+        loop_step_s=MICRO * loop_step,
+        loop_batch_s=MICRO * loop_batch,
+        loop_rebuilt_s=MICRO * max(statistics.mean(one["loop_more_us"] for one in found["moved"]), 0),
+        run_batch_s=MICRO * run_batch,
+        run_step_s=MICRO * run_step,
+        windows=windows,
+        restored_s=MICRO * max(statistics.mean(one["runner_more_us"] for one in found["moved"]), 0)
+        + window_s(windows, SNAPSHOT_TOKENS // 2),
+        front_s=MICRO * some["front_us"],
+        store_trip_s=MICRO * trip,
+        store_command_s=MICRO * command,
+        write_s={
+            fsync: tuple(max(MICRO * 1e3 * value - statistics.median(plain), 0) for value in values)
+            for fsync, values in document["write_ms"].items()
+        },
+        client_s=MICRO * some["client_us"],
+        ready_s=statistics.median(one["ready_s"] for one in found["restarts"]),
+        load_cpu_s=statistics.median(one["cpu_s"] for one in found["restarts"]),
+        state_bytes=float(stores["state_bytes"][MODEL]),
+        replica_session_bytes=found["memory"]["replica_session_bytes"],
+        replica_base_bytes=found["memory"]["replica_base_bytes"],
+        store_session_bytes=found["memory"]["store_session_bytes"],
+        front_bytes=some["front_bytes"],
+        store_bytes=some["store_bytes"],
+        policy=policy,
+    )
+
+
+def two_parts(few: dict[str, float], crowded: dict[str, float], cost: str, per: str) -> tuple[float, float]:
+    """Of what a step costs in two loads: what is for a batch (or trip), and what for each step in it; not negative."""
+    batch = max((few[cost] - crowded[cost]) / (few[per] - crowded[per]), 0.0)
+    return batch, max(few[cost] - batch * few[per], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Money, by assumption: in the order of what clouds ask for general machines on demand, split into cores and
+    memory. Only their ratio bears on what is said of rates; the sums scale with both."""
+
+    core_hour: float = 0.040
+    gib_hour: float = 0.005
+    currency: str = "USD"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one of each may be used to: shares of its time, and bytes."""
+
+    load: float = 0.6
+    """Share of a thread's time that is planned with."""
+
+    slab_bytes: float = 256 * 2**20
+    """States of a replica (WANE_STATE_BUDGET_BYTES)."""
+
+    store_gib: float = 24.0
+    """Sessions in one Redis."""
+
+    network_bytes_per_s: float = 1e9 / 8
+    """Of a replica's or a Redis's network: 1 Gbit/s, both ways together."""
+
+    front_cores: float = 2.0

@@ -1,0 +1,220 @@
+"""A whole fleet, session by session: clients, HAProxy's ring, replicas, Redis. As many sessions as can be events.
+
+Replicas may be killed, and come back: HAProxy sees a killed one by the connections that break, sends what was on its
+way to another replica, and gives the sessions back in the time of the slow start once a check has succeeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import simpy
+
+from research.scaling.costs import Costs
+from research.scaling.memory import Slab
+from research.scaling.record import Record
+from research.scaling.replica import Replica
+from research.scaling.ring import Places, Ring, full, spread, starting
+from research.scaling.shard import Shard
+from research.scaling.worker import Cores, Then, Worker, after
+
+CHECKED_S = 0.5
+SLOWSTART_S = 10.0
+
+
+@dataclass
+class Shape:
+    """What there is. `cores`: processors that everything shares, clients too; None: each thread has its own.
+    `tokens`: how many each session holds; one number for all, or one for each."""
+
+    replicas: int = 3
+    shards: int = 1
+    sessions: int = 200
+    rate: float = 1.25
+    tokens: int = 40
+    capacity: int = 28_000
+    cores: int | None = None
+    client: bool = False
+    fsync: str = "always"
+    closed: int | None = None
+    """Connections of a closed loop, which take turns over their own sessions; else each session steps on its own."""
+
+    slowstart_s: float = SLOWSTART_S
+    warm: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """On its way."""
+
+    session: int
+    due_s: float
+    then: Then | None
+    replica: int = 0
+    over: bool = False
+
+
+@dataclass
+class Fleet:
+    """Runs in `env`; `record` has what became of steps."""
+
+    costs: Costs
+    shape: Shape
+    seed: int
+    env: simpy.Environment = field(default_factory=simpy.Environment)
+    record: Record = field(default_factory=Record)
+
+    def __post_init__(self) -> None:
+        shape, env = self.shape, self.env
+        self.random = np.random.default_rng(self.seed)
+        self.cores = Cores(env, shape.cores) if shape.cores else None
+        self.front, self.client = Worker(env, self.cores), Worker(env, self.cores)
+        self.shards = [
+            Shard(env, self.costs, np.random.default_rng((self.seed, 1, number)), fsync=shape.fsync, cores=self.cores)
+            for number in range(shape.shards)
+        ]
+        self.places: Places = spread(self.random.integers(0, 2**32, shape.sessions, dtype=np.uint32))
+        self.up: dict[int, float] = dict.fromkeys(range(1, shape.replicas + 1), -1e9)  # since when
+        self.lost = 0  # steps of replicas that were killed, which were sent again
+        self.on_way: dict[int, set[Step]] = {number: set() for number in self.up}
+        self.replicas = {number: self._replica() for number in self.up}
+        self.on_return: Callable[[float], None] = lambda _: None
+        self._deal()
+        if shape.warm:
+            for session, owner in enumerate(self.owners):
+                self.replicas[int(owner)].states.use(session)
+
+    def _replica(self) -> Replica:
+        shape = self.shape
+        slab = Slab(shape.capacity)
+        return Replica(self.env, self.costs, slab, self._store, held=shape.tokens, cores=self.cores, turns=True)
+
+    def _deal(self) -> None:
+        """Every session to its replica."""
+        points = {}
+        for number, since_s in self.up.items():
+            age_s = self.env.now - since_s
+            points[number] = starting(age_s, self.shape.slowstart_s) if age_s < self.shape.slowstart_s else None
+        whole = full(self.up)
+        self.owners = Ring({number: points[number] or whole[number] for number in self.up}).owners(self.places)
+
+    def _store(self, commands: int, then: Then) -> None:
+        """A trip: each command to its shard, and the answers of all."""
+        count = len(self.shards)
+        if count == 1:
+            parts = [(self.shards[0], commands)]
+        else:
+            drawn = np.bincount(self.random.integers(0, count, commands), minlength=count)
+            parts = [(self.shards[index], int(some)) for index, some in enumerate(drawn) if some]
+        left = len(parts)
+
+        def part() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for shard, some in parts:
+            after(self.env, self.costs.wire_s, partial(shard.submit, some, part))
+
+    def send(self, session: int, due_s: float, then: Then | None = None) -> None:
+        """A step is due."""
+        self.record.ask()
+        step = Step(session, due_s, then)
+        if self.shape.client:
+            self.client.do(self.costs.client_s / 2, lambda: self._pass(step))
+        else:
+            self._pass(step)
+
+    def _pass(self, step: Step) -> None:
+        self.front.do(self.costs.front_s, lambda: self._hand(step))
+
+    def _hand(self, step: Step) -> None:
+        number = step.replica = int(self.owners[step.session])
+        self.on_way[number].add(step)
+        replica = self.replicas[number]
+
+        def answered(refused: bool, rebuilt: bool) -> None:
+            if step.replica == number and self.replicas[number] is replica and not step.over:
+                step.over = True
+                self.on_way[number].discard(step)
+                if self.shape.client:
+                    self.client.do(self.costs.client_s / 2, lambda: self._done(step, refused, rebuilt))
+                else:
+                    self._done(step, refused, rebuilt)
+
+        replica.step(step.session, answered)
+
+    def _done(self, step: Step, refused: bool, rebuilt: bool) -> None:
+        self.record.answer(step.due_s, self.env.now, refused, rebuilt)
+        if step.then is not None:
+            step.then()
+
+    def kill(self, number: int, back: bool = True) -> None:
+        """Now. It is started again at once where it is to come `back`."""
+        self.replicas[number] = self._replica()
+        del self.up[number]
+        self._deal()
+        again, self.on_way[number] = self.on_way[number], set()
+        self.lost += len(again)
+        for step in sorted(again, key=lambda one: one.due_s):
+            self._pass(step)
+        if back:
+            self.env.process(self._return(number))
+
+    def _return(self, number: int) -> simpy.events.ProcessGenerator:
+        """Loads, which takes processors that it may share, is found by a check, and is given its sessions."""
+        loaded = self.env.event()
+        if self.cores is not None:
+            self.cores.take(self.costs.load_cpu_s, lambda: loaded.succeed())
+            yield loaded
+        else:
+            yield self.env.timeout(self.costs.ready_s)
+        yield self.env.timeout(CHECKED_S * float(self.random.random()))
+        self.up[number] = self.env.now
+        self.on_return(self.env.now)
+        for _ in range(int(self.shape.slowstart_s) + 1):
+            self._deal()
+            yield self.env.timeout(1.0)
+
+    def load(self, until_s: float) -> None:
+        """Clients, until then."""
+        shape = self.shape
+        if shape.closed is not None:
+            each = shape.sessions // shape.closed
+            for connection in range(shape.closed):
+                self.env.process(self._connection(range(connection * each, (connection + 1) * each), until_s))
+        else:
+            for session in range(shape.sessions):
+                self.env.process(self._session(session, until_s))
+
+    def _connection(self, sessions: Iterable[int], until_s: float) -> simpy.events.ProcessGenerator:
+        own = list(sessions)
+        index = 0
+        while self.env.now < until_s:
+            answered = self.env.event()
+            self.send(own[index % len(own)], self.env.now, answered.succeed)
+            yield answered
+            index += 1
+
+    def _session(self, session: int, until_s: float) -> simpy.events.ProcessGenerator:
+        random = np.random.default_rng((self.seed, 2, session))
+        due = self.env.now
+        while True:
+            due += float(random.exponential(1 / self.shape.rate))
+            if due >= until_s:
+                return
+            yield self.env.timeout(max(due - self.env.now, 0))
+            answered = self.env.event()
+            self.send(session, due, answered.succeed)
+            yield answered
+
+    def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
+        """From now on: clients until then, then until all is answered. Events happen at their seconds."""
+        for at_s, event in events:
+            after(self.env, at_s - self.env.now, event)
+        self.load(until_s)
+        self.env.run()
+        return self.record

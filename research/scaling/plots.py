@@ -1,0 +1,175 @@
+"""The figures of docs/scaling.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from research.scaling.costs import FIGURES
+from research.scaling.scenarios import SLICE_S
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+Result = dict[str, Any]
+DPI = 110
+
+
+def plot_all(result: Result, checked: Result) -> None:
+    """Every figure."""
+    saturation(result, FIGURES / "scaling_saturation.png")
+    capacity(result, FIGURES / "scaling_capacity.png")
+    storms(result, FIGURES / "scaling_storms.png")
+    money(result, FIGURES / "scaling_cost.png")
+    skew(result, FIGURES / "scaling_skew.png")
+    comparison(result, checked, FIGURES / "scaling_check.png")
+
+
+def saturation(result: Result, path: Path) -> None:
+    """What one of each carries, by how often sessions step."""
+    own = result["policies"]["tail"]["saturated_at"]
+    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    for number, (name, sessions) in enumerate(own.items()):
+        style = "--" if "memory" in name or "slab" in name else "-"
+        axes.loglog(result["thinks_s"], sessions, style, marker="o", markersize=3, color=f"C{number}", label=name)
+    axes.set(xlabel="a session steps once in, seconds", ylabel="sessions that one of each carries")
+    axes.set_title(
+        f"What saturates first (processors at {100 * result['limits']['load']:.0f} %): the lowest line", fontsize=10
+    )
+    axes.legend(fontsize=8, loc="upper left")
+    save(figure, axes, path)
+
+
+def capacity(result: Result, path: Path) -> None:
+    """One replica and one Redis at rising rates."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for number, (policy, own) in enumerate(result["policies"].items()):
+        for name, style in (("p50_ms", ":"), ("p99_ms", "-")):
+            left.plot(
+                own["curve"]["steps_per_s"],
+                own["curve"][name],
+                style,
+                color=f"C{number}",
+                label=f"{policy}, {name[:3]}",
+            )
+        left.axvline(own["plan"]["steps_per_s"], color=f"C{number}", linewidth=0.8, linestyle="--")
+        for fsync, style in (("always", "-"), ("everysec", "--")):
+            points = own["shard"][fsync]
+            right.semilogy(
+                points["commands_per_s"],
+                points["p99_ms"],
+                style,
+                color=f"C{number}",
+                label=f"{policy}, fsync {fsync}",
+            )
+    left.set(xlabel="steps/s of one replica (dashed: planned)", ylabel="a step takes, ms", title="one replica")
+    left.set_ylim(0, None)
+    right.set(xlabel="appends/s at one Redis, one a trip", ylabel="a trip takes, p99, ms", title="one Redis")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3, which="both")
+    save(figure, left, path)
+
+
+def storms(result: Result, path: Path) -> None:
+    """p99 over time: a third of the replicas lost, and a replica that joins."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for number, (policy, own) in enumerate(result["policies"].items()):
+        for one in own["lost_zone"]:
+            style = "-" if one["queue"] == "fair" else ":"
+            left.semilogy(
+                *over_time(one["slices_p99_ms"]),
+                style,
+                color=f"C{number}",
+                label=f"{policy}, {one['queue']}",
+            )
+    for number, one in enumerate(result["policies"]["tail"]["joined"]):
+        right.semilogy(
+            *over_time(one["slices_p99_ms"]),
+            color=f"C{number}",
+            label=f"slow start {one['slowstart_s']:.0f} s",
+        )
+    left.set(
+        xlabel="seconds after",
+        ylabel="p99 of resident steps, two seconds each, ms",
+        title="a third of all replicas is lost: at one that is left",
+    )
+    right.set(xlabel="seconds after", title="a replica without states joins: at that one (tail)")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3, which="both")
+    save(figure, left, path)
+
+
+def over_time(values: list[float | None]) -> tuple[list[float], list[float]]:
+    """The middle of each slice, and its value; where there is none, no line is drawn."""
+    at_s = [SLICE_S * (number + 0.5) for number in range(len(values))]
+    return at_s, [float("nan") if value is None else value for value in values]
+
+
+def money(result: Result, path: Path) -> None:
+    """What a million sessions cost, by how often they step."""
+    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    for number, (policy, own) in enumerate(result["policies"].items()):
+        for kind, style in (("all resident", "-"), ("slab as it is set", "--")):
+            costs = own["by_think"][kind]["an_hour"]
+            axes.loglog(
+                result["thinks_s"],
+                costs,
+                style,
+                marker="o",
+                markersize=3,
+                color=f"C{number}",
+                label=f"{policy}, {kind}",
+            )
+        axes.axvline(own["worth_keeping_s"], color=f"C{number}", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="a session steps once in, seconds (dotted: longer, and its state is not worth its memory)")
+    axes.set(ylabel=f"a million sessions, {result['prices']['currency']} an hour")
+    axes.legend(fontsize=8)
+    save(figure, axes, path)
+
+
+def skew(result: Result, path: Path) -> None:
+    """How uneven it gets."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for number, (sessions, own) in enumerate(result["skew"].items()):
+        label = f"{int(sessions):,} sessions, {own['replicas']:,} replicas"
+        axes.semilogy(own["exponent"], own["busiest"], marker="o", color=f"C{number}", label=label)
+    axes.axhline(
+        1 / result["limits"]["load"], color="0.4", linestyle="--", linewidth=0.8, label="more than a replica can do"
+    )
+    axes.set(xlabel="exponent of the rank in a session's rate", ylabel="busiest replica's steps by the mean")
+    axes.legend(fontsize=8)
+    save(figure, axes, path)
+
+
+def comparison(result: Result, checked: Result, path: Path) -> None:
+    """Measured and simulated, side by side."""
+    from research.scaling import check
+
+    rows = [row for row in check.rows(checked, result["check"]) if row[1].endswith(" ms")]
+    names = [row[0] for row in rows]
+    measured = [float(row[1].split()[0].replace(",", "")) for row in rows]
+    simulated = [float(row[2].split()[0].replace(",", "")) for row in rows]
+    figure, axes = plt.subplots(figsize=(8.5, 5), layout="constrained")
+    y = np.arange(len(rows))
+    axes.plot(measured, y, "o", color="C0", label="measured")
+    axes.plot(simulated, y, "x", color="C1", label="simulated")
+    axes.hlines(y, measured, simulated, color="0.7", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(y, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms")
+    axes.legend()
+    save(figure, axes, path)
+
+
+def save(figure: Any, axes: Any, path: Path) -> None:
+    """With a grid."""
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)

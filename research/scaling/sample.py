@@ -1,0 +1,91 @@
+"""One replica of many, in detail: its sessions are a population without names, and the rest of the fleet a background.
+
+Why that is enough. Sessions step on their own, at times that have nothing to do with each other: what reaches a
+replica is a Poisson process of the sum of their rates, whoever they are, and which session it is does not depend on
+the past (`memory.py`). Replicas share HAProxy and Redis only. Of these each has trips from so many replicas that one
+replica's own do not bear on what it meets there: the time of a trip is drawn from what one shard, simulated apart
+with the trips of all, takes for it (a mean field). What happens to other replicas comes as sessions that join and
+leave.
+
+So 10^8 sessions need no more events than the 10^4 of one replica, and `tests/research/scaling/test_sample.py` shows
+where both can be run that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from research.scaling.costs import Costs
+from research.scaling.memory import Population
+from research.scaling.record import Record
+from research.scaling.replica import Item, Replica
+from research.scaling.worker import Then, after
+from wane.service.batching.cost_model import CostModel
+from wane.service.batching.scheduler import FairScheduler, Scheduler
+
+
+class Sample:
+    """One replica; `states` is its population, which scenarios change while it runs."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        sessions: int,
+        away: int,
+        rate: float,
+        capacity: int,
+        held: int,
+        trips_s: NDArray[np.float64],
+        shards: int = 1,
+        seed: int = 0,
+        queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
+    ) -> None:
+        """`sessions`, of which `away` are new to it, step `rate` times a second each. `trips_s`: what a trip to one
+        shard takes, to draw from."""
+        self.env = simpy.Environment()
+        self.random = np.random.default_rng(seed)
+        self.record = Record()
+        self.rate = rate
+        self.states = Population(sessions, capacity, self.random, away=away)
+        self.replica = Replica(self.env, costs, self.states, self._store, held=held, queue=queue)
+        self.cold: list[tuple[float, int]] = []
+        self._cost_model = costs
+        self._trips_s = trips_s
+        self._shards = shards
+
+    def _store(self, commands: int, then: Then) -> None:
+        parts = commands if self._shards == 1 else len(set(self.random.integers(0, self._shards, commands).tolist()))
+        draws = 1 if self._shards == 1 else parts
+        drawn = self._trips_s[self.random.integers(0, len(self._trips_s), draws)]
+        after(self.env, self._cost_model.wire_s + float(drawn.max()), then)
+
+    def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
+        """Steps until then, and then until all are answered."""
+        for at_s, event in events:
+            after(self.env, at_s, event)
+        self.env.process(self._arrivals(until_s))
+        self.env.run()
+        return self.record
+
+    def _arrivals(self, until_s: float) -> simpy.events.ProcessGenerator:
+        """A Poisson process of the population's rate, which may change at any event."""
+        number = 0
+        while True:
+            rate = self.rate * self.states.sessions
+            yield self.env.timeout(float(self.random.exponential(1 / rate)))
+            due_s = self.env.now
+            if due_s >= until_s:
+                return
+            if number % 1000 == 0:
+                self.cold.append((due_s, self.states.away))
+            number += 1
+            self.record.ask()
+            after(self.env, self._cost_model.front_s, lambda due_s=due_s: self._step(due_s))  # type: ignore[misc]
+
+    def _step(self, due_s: float) -> None:
+        self.replica.step(0, lambda refused, rebuilt: self.record.answer(due_s, self.env.now, refused, rebuilt))

@@ -1,0 +1,89 @@
+"""Who does work: a thread, which does one thing after another, and the processors that threads share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import simpy
+
+Then = Callable[[], object]
+SLICE_S = 0.003
+"""For how long a thread keeps a processor while others wait for one: Linux's scheduler, about."""
+
+
+def after(env: simpy.Environment, seconds: float, then: Then) -> None:
+    """Does something later."""
+
+    def at_last(_: object) -> None:
+        then()
+
+    env.timeout(seconds).callbacks.append(at_last)
+
+
+class Cores:
+    """Some processors, and threads in one line for them, in slices."""
+
+    def __init__(self, env: simpy.Environment, count: int) -> None:
+        self._env = env
+        self._free = count
+        self._line: deque[tuple[float, Then]] = deque()
+
+    def take(self, seconds: float, then: Then) -> None:
+        """So much of a processor's time, whenever it is there."""
+        self._line.append((seconds, then))
+        self._next()
+
+    def _next(self) -> None:
+        while self._free and self._line:
+            self._free -= 1
+            left, then = self._line.popleft()
+            taken = min(left, SLICE_S)
+            after(self._env, taken, lambda left=left - taken, then=then: self._ended(left, then))  # type: ignore[misc]
+
+    def _ended(self, left: float, then: Then) -> None:
+        self._free += 1
+        if left > 1e-12:
+            self._line.append((left, then))
+        else:
+            then()
+        self._next()
+
+
+class Worker:
+    """One thread: first come, first served. On processors of its own, or on some that it shares."""
+
+    def __init__(self, env: simpy.Environment, cores: Cores | None = None) -> None:
+        self._env = env
+        self._cores = cores
+        self._line: deque[tuple[float, Then]] = deque()
+        self._busy = False
+        self.busy_s = 0.0
+        """What it has been given to do, but for what waits."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is done."""
+        return not self._busy
+
+    def do(self, seconds: float, then: Then) -> None:
+        """Something that takes so long, and what comes of it."""
+        self._line.append((seconds, then))
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._line:
+            self._busy = False
+            return
+        self._busy = True
+        seconds, then = self._line.popleft()
+        self.busy_s += seconds
+        if self._cores is None:
+            after(self._env, seconds, lambda: self._ended(then))
+        else:
+            self._cores.take(seconds, lambda: self._ended(then))
+
+    def _ended(self, then: Then) -> None:
+        then()
+        self._next()

@@ -1,0 +1,251 @@
+"""The price of stability: perplexity against lambda, and how far training with a cut-off past leads away.
+
+    python -m research.stability_price --data DIR --runs DIR [--tokenizer FILE] [--json FILE] [--figures DIR]
+
+Trains one run folder after the other, all with the same data, batches and number of steps:
+
+- price: a Gated network and a tanh-RNN under every lambda from 0.7 to none; three seeds at both ends, one between.
+- distance: the RNN at 0.9 and unconstrained, trained recurrently and truncated (every chunk from the zero state) from
+  the same initial weights; by AdamW, and by projected gradient descent with steps alpha / t, which is where Miller and
+  Hardt ("Stable recurrent models", 2019, proposition 2) promise that the weights stay close if the model is stable.
+  The truncated model is the project's: it sees as much of a chunk as it has read, from one token to all of them.
+
+A run that is done is not trained again, one that was stopped goes on; `--report` trains nothing. Perplexities are of
+the validation split, recurrent, with the best weights of the run. k(1e-3) is the certificate's: the smallest window
+from which on no answer is off by more than that in total variation, in exact arithmetic; none where K is too short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.summary import command, write_json
+from research.stability_price_plots import plot_distances, plot_prices
+from wane.models.certificate import certify
+from wane.training.config import Experiment
+from wane.training.errors import TrainingError
+from wane.training.run import train
+from wane.training.run_folder import RunFolder, kept_name
+
+EXPERIMENTS = Path("training/experiments")
+CAPS: tuple[float | None, ...] = (0.7, 0.8, 0.9, 0.95, 0.98, None)
+EXTREMES = (0.7, None)
+SEEDS = (1, 2, 3)
+DISTANCE_CAPS = (0.9, None)
+KEPT = 20
+"""Weights are compared at this many steps, evenly apart."""
+
+EPSILON = 1e-3
+THEORY = {
+    "optimizer": "sgd",
+    "schedule": "inverse_time",
+    "learning_rate": 3.0,
+    "warmup": 0,
+    "weight_decay": 0.0,
+    "clip_norm": 1e6,
+}
+"""The theory's descent: the step alpha / t, nothing else. (The gradient is never clipped at 1e6.)"""
+
+
+def variant(base: Experiment, name: str, cap: float | None, seed: int, **training: object) -> Experiment:
+    """The base experiment under another cap, seed and training."""
+    return Experiment.model_validate(
+        base.model_dump()
+        | {"name": f"{name}-{cap or 'none'}-seed{seed}"}
+        | {"model": base.model.model_dump() | {"contraction": cap}}
+        | {"training": base.training.model_dump() | training | {"seed": seed}}
+    )
+
+
+def price_run(bases: dict[str, Experiment], family: str, cap: float | None, seed: int) -> Experiment:
+    """One point of the price; where the distances start from it, its weights are kept along the way."""
+    kept = keep_every(bases) if (family, seed) == ("rnn", SEEDS[0]) and cap in DISTANCE_CAPS else 0
+    return variant(bases[family], family, cap, seed, keep_every=kept)
+
+
+def keep_every(bases: dict[str, Experiment]) -> int:
+    """Steps between the weights that are compared."""
+    return max(1, bases["rnn"].training.steps // KEPT)
+
+
+def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, tuple[Experiment, Experiment]]:
+    """By optimiser: the recurrent run and its truncated twin."""
+    base, seed = bases["rnn"], SEEDS[0]
+    keys = {"keep_every": keep_every(bases)}
+    cut = keys | {"regime": "truncated"}
+    return {
+        "adamw": (price_run(bases, "rnn", cap, seed), variant(base, "rnn-truncated", cap, seed, **cut)),
+        "sgd": (
+            variant(base, "rnn-sgd", cap, seed, **keys, **THEORY),
+            variant(base, "rnn-sgd-truncated", cap, seed, **cut, **THEORY),
+        ),
+    }
+
+
+def plan(bases: dict[str, Experiment]) -> list[Experiment]:
+    """Every run, in order: one seed of each price, the distances, the other seeds."""
+    runs = [price_run(bases, family, cap, SEEDS[0]) for cap in CAPS for family in bases]
+    runs += [run for cap in DISTANCE_CAPS for pair in distance_runs(bases, cap).values() for run in pair]
+    runs += [price_run(bases, family, cap, seed) for seed in SEEDS[1:] for cap in EXTREMES for family in bases]
+    return list({run.name: run for run in runs}.values())
+
+
+def is_done(folder: RunFolder, experiment: Experiment) -> bool:
+    """Whether the folder holds this very experiment, trained to its end. A different one is left to the trainer."""
+    if not folder.begun:
+        return False
+    found = folder.experiment()
+    same_but_for_the_path = found.model_copy(update={"data": experiment.data}) == experiment
+    return same_but_for_the_path and folder.load("checkpoint.pt")["step"] == experiment.training.steps
+
+
+def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFolder, longest: int) -> dict[str, Any]:
+    """One point: perplexity and certificate of the run's best weights."""
+    best, checkpoint = folder.load("best.pt"), folder.load("checkpoint.pt")
+    weights = {name: tensor.numpy() for name, tensor in best["weights"].items()}
+    architecture = run.model.architecture(len(weights["embedding.weight"]))
+    certificate = certify(architecture, weights, longest, None)
+    origins = folder.origins()
+    return {
+        "run": run.name,
+        "family": family,
+        "lambda": cap,
+        "seed": run.training.seed,
+        "perplexity": math.exp(best["valid_loss"]),
+        "best_step": best["step"],
+        "weights": sum(tensor.size for tensor in weights.values()),
+        "factors": [layer.factor for layer in certificate.layers],
+        "k": certificate.smallest_window(EPSILON),
+        "reason": certificate.reason,
+        "train_wall_s": round(checkpoint["wall_s"], 1),
+        "origin": {
+            "data": dict(checkpoint["data"]),
+            "git_commit": origins[0].git_commit,
+            "versions": origins[0].versions,
+            "hardware": origins[0].hardware,
+        },
+    }
+
+
+def measure_distance(recurrent: RunFolder, truncated: RunFolder, steps: range) -> dict[str, list[float]]:
+    """Euclidean distances over all weights together, at each of `steps`; both runs started from the same weights."""
+    start = recurrent.load(kept_name(0))["weights"]
+    found: dict[str, list[float]] = {"steps": list(steps), "between": [], "recurrent_moved": [], "truncated_moved": []}
+    for step in steps:
+        one, other = (folder.load(kept_name(step))["weights"] for folder in (recurrent, truncated))
+        found["between"].append(distance(one, other))
+        found["recurrent_moved"].append(distance(one, start))
+        found["truncated_moved"].append(distance(other, start))
+    return found
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Of two sets of weights, all tensors together."""
+    return math.sqrt(sum(float(((one[name].double() - other[name].double()) ** 2).sum()) for name in one))
+
+
+def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Console) -> dict[str, Any]:
+    """What the runs that are done have shown."""
+
+    def folder(run: Experiment) -> RunFolder:
+        return RunFolder(runs / run.name)
+
+    points = [
+        (family, cap, price_run(bases, family, cap, seed))
+        for family in bases
+        for cap in CAPS
+        for seed in (SEEDS if cap in EXTREMES else SEEDS[:1])
+    ]
+    done = [(family, cap, run) for family, cap, run in points if is_done(folder(run), run)]
+    prices = [
+        measure_price(family, cap, run, folder(run), longest)
+        for family, cap, run in track(done, "certifying", console=console, transient=True)
+    ]
+    distances = [
+        {"lambda": cap, "optimizer": optimizer, "alpha": THEORY["learning_rate"] if optimizer == "sgd" else None}
+        | measure_distance(folder(one), folder(two), range(0, one.training.steps + 1, one.training.keep_every))
+        for cap in DISTANCE_CAPS
+        for optimizer, (one, two) in distance_runs(bases, cap).items()
+        if is_done(folder(one), one) and is_done(folder(two), two)
+    ]
+    origins = list({json.dumps(price.pop("origin")): None for price in prices})  # of runs that were stopped, several
+    return {
+        "epsilon": EPSILON,
+        "longest_window": longest,
+        "origins": [json.loads(origin) for origin in origins],
+        "prices": prices,
+        "distances": distances,
+    }
+
+
+def tables(results: dict[str, Any]) -> Iterator[Table]:
+    """The results, for people."""
+    table = Table(title="The price of stability (validation, recurrent)")
+    for heading in ("model", "lambda", "seed", "perplexity a token", f"k({EPSILON:g})"):
+        table.add_column(heading, justify="right")
+    for point in results["prices"]:
+        k = f"none within {results['longest_window']}" if point["k"] is None else str(point["k"])
+        row = (point["family"], str(point["lambda"] or "none"), str(point["seed"]), f"{point['perplexity']:.2f}", k)
+        table.add_row(*row)
+    yield table
+    table = Table(title="Weights, recurrent and truncated training")
+    for heading in ("optimiser", "lambda", "step", "apart", "recurrent moved", "truncated moved"):
+        table.add_column(heading, justify="right")
+    for found in results["distances"]:
+        for index in sorted({1, len(found["steps"]) // 2, len(found["steps"]) - 1}):
+            moved = (f"{found[key][index]:.3f}" for key in ("between", "recurrent_moved", "truncated_moved"))
+            table.add_row(found["optimizer"], str(found["lambda"] or "none"), str(found["steps"][index]), *moved)
+    yield table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains what is missing, then measures and draws; the exit status: 0, 2 where the input was at fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="file or folder with the data")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of run folders")
+    parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json for every run")
+    parser.add_argument("--gated", type=Path, default=EXPERIMENTS / "price-gated.toml", help="the Gated experiment")
+    parser.add_argument("--rnn", type=Path, default=EXPERIMENTS / "price-rnn.toml", help="the RNN experiment")
+    parser.add_argument("--longest-window", type=int, default=1024, help="K (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="train nothing: report the runs that are done")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--figures", type=Path, help="folder for stability_price.png and weight_distance.png")
+    options = parser.parse_args(arguments)
+    console = Console()
+    try:
+        bases = {"gated": Experiment.read(options.gated), "rnn": Experiment.read(options.rnn)}
+        runs = [] if options.report else plan(bases)
+        for number, run in enumerate(runs, start=1):
+            folder = RunFolder(options.runs / run.name)
+            console.rule(f"{number} of {len(runs)}: {run.name}")
+            if not is_done(folder, run):
+                train(run, options.data, folder.path, options.tokenizer, "research.stability_price", console)
+        told = {"command": command("research.stability_price", arguments or sys.argv[1:])}
+        results = told | measure(bases, options.runs, options.longest_window, console)
+    except (TrainingError, FloatingPointError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        return 2
+    for table in tables(results):
+        console.print(table)
+    if options.json is not None:
+        write_json(options.json, results)
+    if options.figures is not None:
+        options.figures.mkdir(parents=True, exist_ok=True)
+        plot_prices(results, options.figures / "stability_price.png")
+        plot_distances(results, options.figures / "weight_distance.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""What is kept of a soak's samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.soak.__main__ import Samples
+
+
+def test_samples_become_slices_whose_rates_add_up_to_what_was_counted() -> None:
+    seconds = np.arange(0, 25.5, 0.5)
+    samples = Samples(seconds.tolist(), (100 + seconds).tolist(), (3 * seconds).tolist(), (seconds**2).tolist())
+    found = samples.over_time()
+    assert found["at_s"] == [5, 15, 22.5]
+    assert found["resident_mib"] == [105, 115, 122.5]
+    assert found["rebuilt_per_s"] == pytest.approx([3, 3, 3])
+    assert np.dot(found["requests_per_s"], [10, 10, 5]) == pytest.approx(25**2)
+
+
+def test_memory_is_compared_once_it_has_settled() -> None:
+    samples = Samples(list(range(100)), [900.0] * 20 + [100.0] * 60 + [130.0] * 20)
+    assert samples.memory() == {"settled": 100, "end": 130}

@@ -1,0 +1,87 @@
+"""One replica of many, thinned, against the whole fleet session by session: where both can be run, they agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from research.scaling.fleet import Fleet, Shape
+from research.scaling.sample import Sample
+from research.scaling.shard import response_times
+from tests.research.scaling.costs import ROUND
+
+SESSIONS, REPLICAS, RATE, HELD = 10_000, 10, 0.4, 256
+LOST_S, UNTIL_S = 6.0, 16.0
+
+
+@pytest.fixture(scope="module")
+def whole() -> Fleet:
+    """Ten thousand sessions, each with events of its own; one replica of ten is lost."""
+    shape = Shape(replicas=REPLICAS, sessions=SESSIONS, rate=RATE, tokens=HELD)
+    fleet = Fleet(ROUND, shape, 0)
+    fleet.run(UNTIL_S, [(LOST_S, lambda: fleet.kill(1, back=False))])
+    return fleet
+
+
+@pytest.fixture(scope="module")
+def thinned(whole: Fleet) -> list[Sample]:
+    """One of the nine that are left, some times over; it knows of the others by the time of trips and by who moves."""
+    shard = whole.shards[0]
+    trips = sum(replica.trips for replica in whole.replicas.values()) / UNTIL_S
+    trips_s = response_times(ROUND, trips, shard.commands / UNTIL_S / trips, 20_000, 0)
+    more = round(SESSIONS / REPLICAS / (REPLICAS - 1))
+    made = []
+    for seed in range(4):
+        sample = Sample(
+            ROUND,
+            sessions=SESSIONS // REPLICAS,
+            away=0,
+            rate=RATE,
+            capacity=SESSIONS,
+            held=HELD,
+            trips_s=trips_s,
+            seed=seed,
+        )
+        sample.run(UNTIL_S, [(LOST_S, lambda sample=sample: sample.states.join(more))])  # type: ignore[misc]
+        made.append(sample)
+    return made
+
+
+@pytest.mark.parametrize(("begin_s", "end_s"), [(1.0, LOST_S), (LOST_S + 0.5, UNTIL_S)])
+def test_latencies_agree_before_and_after_a_replica_is_lost(
+    whole: Fleet, thinned: list[Sample], begin_s: float, end_s: float
+) -> None:
+    full = whole.record.between(begin_s, end_s)
+    some = [sample.record.between(begin_s, end_s) for sample in thinned]
+    assert np.mean([one["p50_ms"] for one in some]) == pytest.approx(full["p50_ms"], rel=0.08)
+    assert np.mean([one["p99_ms"] for one in some]) == pytest.approx(full["p99_ms"], rel=0.15)
+
+
+def test_as_many_states_are_rebuilt(whole: Fleet, thinned: list[Sample]) -> None:
+    full = whole.record.between(LOST_S, UNTIL_S)
+    some = [sample.record.between(LOST_S, UNTIL_S) for sample in thinned]
+    moved = np.mean([one["rebuilt"] for one in some]) * (REPLICAS - 1)
+    assert moved == pytest.approx(full["rebuilt"], rel=0.12)
+    assert full["rebuilt"] == pytest.approx(SESSIONS / REPLICAS * -np.expm1(-RATE * (UNTIL_S - LOST_S)), rel=0.1)
+
+
+def test_as_many_steps_are_taken(whole: Fleet, thinned: list[Sample]) -> None:
+    full = whole.record.between(1.0, LOST_S)["steps_per_s"]
+    some = [sample.record.between(1.0, LOST_S)["steps_per_s"] for sample in thinned]
+    assert np.mean(some) * REPLICAS == pytest.approx(full, rel=0.05)
+
+
+def test_nothing_is_lost_or_counted_twice(thinned: list[Sample]) -> None:
+    for sample in thinned:
+        assert sample.record.answered + sample.record.refused == sample.record.asked
+        states = sample.states
+        assert states.away >= 0 and states.resident + states.away == states.sessions
+
+
+def test_the_same_seed_gives_the_same() -> None:
+    def one(seed: int) -> list[float]:
+        trips_s = np.array([1e-3])
+        sample = Sample(ROUND, sessions=100, away=50, rate=1.0, capacity=100, held=HELD, trips_s=trips_s, seed=seed)
+        return sample.run(5.0).taken_s
+
+    assert one(1) == one(1) != one(2)
