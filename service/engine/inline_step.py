@@ -3,7 +3,7 @@
 Most steps are of one token, of a session whose state is resident, in a store that answers at once, with nobody else at
 that session. Such a step is checked out where it is asked for, stands in the batcher's queue itself, and is committed
 and answered when its row is there, with the others of its batch: all on the event loop's thread, with no switch between
-tasks on the way. What a step means is the same as in `steps.py`, which takes all others.
+tasks on the way. What a step means is the same as in `step.py`, which takes all others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Such a request needs one run of tokens that it brings along, and no state. It stands in the batcher's queue, and is
 answered when its row is there, on the event loop's thread, with no switch between tasks on the way. Only where a proof
 of its first token is sought, which takes a thread of its own, a task waits for that. What an answer means is the same
-as in `predictor.py`, which takes all other requests that bring everything along.
+as in `predict.py`, which takes all other requests that bring everything along.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Whether the first token of an answer is proved to be the never-interrupted model's, by the margin it leads by.
+"""Whether the first token of an answer is proved to be the never-interrupted model's: by its margin, or by direction.
 
-With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at most E apart, the lead l_a - l_b of
+**By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at most E apart, the lead l_a - l_b of
 a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved where, for every other b,
 
     l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
 
-Tokens for which that fails are rivals: whether they are by direction too, `direction.py` says.
+Tokens for which that fails are rivals, which the proof by direction may rule out.
 
 The rounding is a theorem too: n terms summed in float32, in whatever order, are off by at most gamma = n u / (1 - n u)
 of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
 here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
 
-Whether the first token of an answer is proved by direction, where the margin test leaves rivals open.
-
-The margin test lets the output layer's input move anywhere within a radius. A gated model's window says more: how far
+**By direction** (`DirectionProof`), where the margin leaves rivals open. The margin test lets the output layer's input move anywhere within a radius. A gated model's window says more: how far
 each unit of each state may be from the run's. A lead is a function of these, so it moves by `sum_i |gradient_i|
 error_i` and what the gradient leaves out (`models/certificate/top1.py`). Let h be where exact arithmetic leads from
 the state and the stream that the graph put out. Token a is first, in the never-interrupted run in float32, if for
@@ -30,7 +28,7 @@ What is theorem in this, and what is measured:
   tokens, and the errors are products of gates: how far they are off is measured when the model is made ready, for
   windows of random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
 - E is the certificate's rounding of two runs at `hidden`: one step's error as it was measured, carried by the theorem.
-- The rounding of the logits is a theorem (`margin.py`). The one that answers needs none: a is what it says.
+- The rounding of the logits is a theorem (above). The one that answers needs none: a is what it says.
 """
 
 from __future__ import annotations
