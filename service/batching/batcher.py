@@ -1,8 +1,8 @@
 """From requests to batches: what queued up while the runner was busy is the next batch.
 
-There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves, as `scheduler.py` has
-it. The queue is bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left,
-or whose deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
+There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves (`scheduler.py`). The
+queue is bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left, or whose
+deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
 """
 
 from __future__ import annotations

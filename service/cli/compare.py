@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
             raise CommandError(f"--{name} is {value}, but must be at least 1")
     if options.plot is not None and options.plot.suffix not in render.FORMATS:
         raise CommandError(f"--plot is {options.plot}, but must end in {', '.join(render.FORMATS)}")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'wane[plot]'")
     text = options.file.read_text(encoding="utf-8")[: options.tokens * CHARACTERS_OF_A_TOKEN]
 
     screen = Console(stderr=True)

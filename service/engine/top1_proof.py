@@ -1,7 +1,8 @@
 """Whether the first token of an answer is proved to be the never-interrupted model's: by its margin, or by direction.
 
-**By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at most E apart, the lead l_a - l_b of
-a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved where, for every other b,
+**By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at
+most E apart, the lead l_a - l_b of a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved
+where, for every other b,
 
     l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
 
@@ -11,11 +12,11 @@ The rounding is a theorem too: n terms summed in float32, in whatever order, are
 of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
 here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
 
-**By direction** (`DirectionProof`), where the margin leaves rivals open. The margin test lets the output layer's input move anywhere within a radius. A gated model's window says more: how far
-each unit of each state may be from the run's. A lead is a function of these, so it moves by `sum_i |gradient_i|
-error_i` and what the gradient leaves out (`models/certificate/top1.py`). Let h be where exact arithmetic leads from
-the state and the stream that the graph put out. Token a is first, in the never-interrupted run in float32, if for
-every rival b
+**By direction** (`DirectionProof`), where the margin leaves rivals open. The margin test lets the output layer's input
+move anywhere within a radius. A gated model's window says more: how far each unit of each state may be from the run's.
+A lead is a function of these, so it moves by `sum_i |gradient_i| error_i` and what the gradient leaves out
+(`models/certificate/top1.py`). Let h be where exact arithmetic leads from the state and the stream that the graph put
+out. Token a is first, in the never-interrupted run in float32, if for every rival b
 
     (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
 

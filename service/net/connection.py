@@ -9,8 +9,8 @@ How long the server waits for a client, and how much it keeps for one: what its 
 
 uvicorn reads what comes, and writes what there is to write, however long that takes. Here a connection has so much time
 for the head of a request, so much for its body, and so much to read what it is sent; and there are so many connections.
-`http_protocol.py` and `websocket_protocol.py` see to it; what went wrong before there is a request to answer they answer
-themselves, in bytes.
+`http_protocol.py` and `websocket_protocol.py` hold connections to these limits. What goes wrong before there is a
+request they answer themselves, in bytes.
 """
 
 from __future__ import annotations

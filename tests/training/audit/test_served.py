@@ -55,7 +55,7 @@ def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -
 def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
     """The two commands of the README that train outside and audit, with its folders replaced, as Python's arguments."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "training audit" in part]
+    (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
     words = [shlex.split(line) for line in lines.splitlines()]
     return [arguments for program, *arguments in words if program == ".venv/bin/python"]

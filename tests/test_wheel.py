@@ -1,0 +1,104 @@
+"""The wheel: built, installed in a fresh environment, and served from an empty folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.live_server import TIMEOUT_S, LiveServer, environment
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "wane", "service", "models", "training")
+MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command, run to its end, which must have this exit status."""
+    ended = subprocess.run(command, cwd=cwd, env=own_environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return ended
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, without what would lead to the checkout."""
+    return {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh virtual environment with the wheel, and nothing that the wheel does not ask for."""
+    folder = tmp_path_factory.mktemp("wheel")
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, checkout / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(source, checkout / name)
+    run(sys.executable, "-m", "build", cwd=checkout)
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    site = folder / "site"
+    run(sys.executable, "-m", "venv", site, cwd=folder)
+    run(site / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=folder)
+    return site
+
+
+@contextmanager
+def served(site: Path, folder: Path) -> Iterator[LiveServer]:
+    """`wane serve` of the wheel, in `folder`, ready for requests."""
+    process = subprocess.Popen(
+        [site / "bin" / "wane", "serve", "--port", "0"],
+        cwd=folder,
+        env=own_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    server = LiveServer(process)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+def test_the_wheel_puts_nothing_but_wane_at_the_top(site: Path) -> None:
+    list_of_files = "import importlib.metadata as m; print(*m.files('wane'), sep='\\n')"
+    files = run(site / "bin" / "python", "-c", list_of_files, cwd=site).stdout.split()
+    tops = {name.split("/")[0] for name in files if not name.startswith("..")}
+    version = run(site / "bin" / "wane", "--version", cwd=site).stdout.split()[1]
+    assert tops == {"wane", f"wane-{version}.dist-info"}
+    assert "wane/py.typed" in files
+
+
+def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
+    with served(site, tmp_path) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
+        listed = {card["id"] for card in client.get("/v1/models").json()["data"]}
+        assert listed == MODELS != set()
+        for name in sorted(listed):
+            answer = client.post("/v1/predict", json={"model": name, "input": "The history of the"})
+            assert answer.status_code == 200
+            assert answer.json()["model"] == name and answer.json()["predictions"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
+def test_without_the_train_extra_a_command_of_training_says_what_to_install(site: Path, name: str) -> None:
+    ended = run(site / "bin" / "wane", name, "--help", cwd=site, status=2)
+    assert ended.stderr == f"wane {name} needs torch: pip install 'wane[train]'\n"
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(site: Path, tmp_path: Path) -> None:
+    command = [site / "bin" / "wane", "compare", "http://127.0.0.1:9", "--plot", str(tmp_path / "a.png")]
+    ended = run(*command, cwd=site, status=2)
+    assert ended.stderr == "error: --plot needs matplotlib: pip install 'wane[plot]'\n"
