@@ -20,7 +20,8 @@ from wane.service.api.deps import registry, session_key
 from wane.service.api.exchange import InFlight, InlineInFlight, ResponseSink
 from wane.service.api.middleware import ADMITTED, RequestContext, RequestMiddleware
 from wane.service.api.routes import predict, sessions
-from wane.service.api.schemas.common import PredictBody, StepBody
+from wane.service.api.schemas.predict import PredictBody
+from wane.service.api.schemas.sessions import StepBody
 
 MOST_BYTES = 1 << 12  # of a body, if so many are taken: longer ones are not for a few tokens
 

@@ -17,8 +17,7 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.encode import json_bytes
 from wane.service.api.middleware import context
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import GenerateBody
-from wane.service.api.schemas.generate import GenerationDocument
+from wane.service.api.schemas.generate import GenerateBody, GenerationDocument
 from wane.service.engine.engine import Engine
 from wane.service.engine.generate import Generation
 from wane.service.types import Finish, GenerateRequest

@@ -14,9 +14,8 @@ from wane.service.api.body import decode, json_body, tokens_of
 from wane.service.api.deps import charge, deadline, note_answer, note_model, registry, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import CompareBody, PredictBody
-from wane.service.api.schemas.compare import ComparedModelDocument, ComparisonDocument
-from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, FailureDocument
+from wane.service.api.schemas.compare import CompareBody, ComparedModelDocument, ComparisonDocument
+from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, FailureDocument, PredictBody
 from wane.service.engine.engine import Engine
 from wane.service.types import CompareRequest, PredictRequest
 

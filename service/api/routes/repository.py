@@ -17,11 +17,13 @@ from wane.service.api import encode
 from wane.service.api.body import decode, json_body
 from wane.service.api.deps import deadline, note_model, registry
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.schemas.common import IndexBody, LoadBody, UnloadBody
 from wane.service.api.schemas.models import (
+    IndexBody,
+    LoadBody,
     LoadedDocument,
     ProtocolFailureDocument,
     RepositoryEntryDocument,
+    UnloadBody,
     UnloadedDocument,
 )
 from wane.service.registry.registry import IndexEntry

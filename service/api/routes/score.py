@@ -18,8 +18,7 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.api.middleware import context
 from wane.service.api.problem import failure_document
 from wane.service.api.routes.generate import event
-from wane.service.api.schemas.common import ScoreBody
-from wane.service.api.schemas.score import ScoreDocument
+from wane.service.api.schemas.score import ScoreBody, ScoreDocument
 from wane.service.engine.engine import Engine
 from wane.service.engine.score import Scoring
 from wane.service.types import ScoredTokens, ScoreProgress, ScoreRequest

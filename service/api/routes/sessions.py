@@ -19,17 +19,16 @@ from wane.service.api.body import decode, headers, json_body, tokens_of
 from wane.service.api.deps import charge, deadline, header, note_answer, note_model, owner, registry, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.common import (
-    IDEMPOTENCY,
+from wane.service.api.schemas.common import IDEMPOTENCY, anchored
+from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
+from wane.service.api.schemas.sessions import (
     RewindBody,
     SessionBody,
+    SessionDocument,
     SessionStepBody,
     StepBody,
     StepsBody,
-    anchored,
 )
-from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
-from wane.service.api.schemas.sessions import SessionDocument
 from wane.service.engine.engine import Engine
 from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
 from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within

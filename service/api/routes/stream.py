@@ -38,8 +38,8 @@ from wane.service.api.deps import registry, session_key, settings
 from wane.service.api.encode import json_bytes
 from wane.service.api.middleware import begin_trace, context, end_trace
 from wane.service.api.problem import described
-from wane.service.api.schemas.common import StreamBody
 from wane.service.api.schemas.predict import AnswerDocument
+from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.guard import chosen
 from wane.service.engine.deadline import until
 from wane.service.engine.engine import Engine, deadline_error

@@ -19,18 +19,9 @@ from pydantic_core import CoreSchema
 
 from wane.service.settings import Settings
 from wane.service.types import (
-    GENERATED_MODES,
-    GENERATED_WINDOW_MODES,
-    MAX_COMPARED_MODELS,
-    MAX_COMPARED_WINDOWS,
     MAX_KEY_CHARACTERS,
-    MAX_POSITION,
-    MAX_REPEAT,
     MAX_STOP_CHARACTERS,
-    MAX_STOPS,
     SESSION_ID,
-    TOLERANCE_MODES,
-    WINDOW_MODES,
     Mode,
     ScoreMethod,
 )
@@ -132,7 +123,7 @@ def exactly_one(body: BaseModel, *fields: str) -> None:
         raise ValueError(f"give exactly one of {names}; found {found}")
 
 
-def _absent(name: str) -> dict[str, Any]:
+def absent(name: str) -> dict[str, Any]:
     return {"properties": {name: {"type": "null"}}}
 
 
@@ -160,12 +151,12 @@ class Body(BaseModel):
             ]
         rules: list[dict[str, Any]] = list(cls.rules)
         if cls.not_both:
-            rules.append({"anyOf": [_absent(name) for name in cls.not_both]})
+            rules.append({"anyOf": [absent(name) for name in cls.not_both]})
         for name, of in cls.only_with.items():
             asked: dict[str, Any] = {"properties": {"mode": {"enum": [mode.value for mode in of]}}}
             if cls.model_fields["mode"].default not in of:
                 asked["required"] = ["mode"]
-            rules.append({"anyOf": [_absent(name), asked]})
+            rules.append({"anyOf": [absent(name), asked]})
         if rules:
             found["allOf"] = rules
         return found
@@ -188,260 +179,3 @@ class SequenceBody(Body):
     def _one_source(self) -> Self:
         exactly_one(self, *self.one_of)
         return self
-
-
-class PredictBody(SequenceBody):
-    """What comes next: after one sequence, after each of many, or after a session's tokens."""
-
-    examples = (
-        {"input": HISTORY, "mode": "both"},
-        {"tokens": [5, 6, 7], "mode": "recurrent", "top_k": 3},
-        {"input": HISTORY, "mode": "window", "window": 8},
-        {"input": HISTORY, "tolerance": 0.001},
-        {"inputs": [HISTORY, [5, 6, 7]]},
-        {"tokens": [5, 6, 7], "truncated": True},
-    )
-    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "inputs", "session")
-    only_with: ClassVar = {"window": WINDOW_MODES, "tolerance": TOLERANCE_MODES}
-    rules: ClassVar = ({"anyOf": [_absent("session"), {"properties": {"truncated": {"const": False}}}]},)
-
-    model: Model = None
-    inputs: Annotated[list[Text | Tokens] | None, AtMost("max_batch_inputs")] = Field(
-        default=None,
-        min_length=1,
-        fail_fast=True,
-        description="a batch: each text or token ids, each answered on its own",
-    )
-    session: SessionId | None = Field(default=None, description="predict from this session, appending nothing")
-    mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
-    window: Window | None = None
-    tolerance: Tolerance | None = None
-    top_k: TopK = 5
-    truncated: Truncated = False
-
-
-class CompareBody(SequenceBody):
-    """Recurrent against windows of several sizes: how far apart, and how long each takes."""
-
-    examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
-    not_both: ClassVar[tuple[str, ...]] = ("model", "models")
-
-    model: Model = None
-    models: Annotated[list[Name] | None, AtMost(MAX_COMPARED_MODELS)] = Field(
-        default=None, min_length=1, fail_fast=True, description="instead of `model`"
-    )
-    windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
-        default=[8, 16, 32, 64], fail_fast=True, description="every k to compare", json_schema_extra={"minItems": 1}
-    )
-    repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
-        default=20, description="runs of each, for the latency's percentiles"
-    )
-
-    @model_validator(mode="after")
-    def _model_or_models(self) -> Self:
-        if all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
-        return self
-
-
-class ScoreBody(SequenceBody):
-    """One log-probability for each token of a sequence."""
-
-    examples = (
-        {"input": f"{HISTORY} town"},
-        {"tokens": [5, 6, 7], "method": "sequential"},
-        {"tokens": [5, 6, 7], "truncated": True},
-        {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
-    )
-
-    tokens: Annotated[Tokens | None, AtMost("max_scored_tokens", of_tokens=True)] = None
-    model: Model = None
-    method: WireScoreMethod = ScoreMethod.SEQUENTIAL
-    tolerance: Tolerance | None = Field(
-        default=None, description="the largest error, as total variation, that chunks side by side may add, 0 to 1"
-    )
-    truncated: Truncated = False
-    stream: bool = Field(
-        default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
-    )
-
-
-class GenerateBody(SequenceBody):
-    """Go on from a sequence, token by token."""
-
-    examples = (
-        {"input": HISTORY, "max_tokens": 8, "temperature": 0},
-        {
-            "input": HISTORY,
-            "max_tokens": 8,
-            "temperature": 0.8,
-            "top_k": 40,
-            "top_p": 0.9,
-            "seed": 7,
-            "stop": ["."],
-        },
-        {"input": HISTORY, "max_tokens": 4, "mode": "window", "stream": True},
-    )
-
-    only_with: ClassVar = {"window": GENERATED_WINDOW_MODES}
-
-    model: Model = None
-    max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
-        default=16, description="most tokens to generate"
-    )
-    temperature: Annotated[float, says(minimum=0)] = Field(default=1.0, description="0 takes the most probable token")
-    top_k: Positive | None = Field(default=None, description="sample among the k most probable only")
-    top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
-        default=None, description="sample among the most probable that make up this share"
-    )
-    seed: Natural | None = Field(default=None, description="the same seed gives the same text")
-    stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
-        default=[], description="the text ends before the first of these"
-    )
-    mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
-    window: Window | None = None
-    truncated: Truncated = False
-    stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
-
-
-BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
-"""What a body with a history has."""
-
-
-class SessionBody(Body):
-    """Start a session: at position 0, or at `position` behind its last tokens."""
-
-    examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
-    not_both: ClassVar[tuple[str, ...]] = ("history", "input")
-    rules: ClassVar = (
-        *({"anyOf": [_absent(name), BEHIND_A_TOKEN]} for name in not_both),
-        {
-            "anyOf": [
-                {"properties": {"position": {"enum": [None, 0]}}},
-                *({"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in not_both),
-            ]
-        },
-    )
-
-    model: Model = None
-    session: SessionId | None = Field(default=None, description="an id of your own; default: a new one")
-    mode: WireMode | None = Field(default=None, description="how its steps are answered unless they say")
-    history: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = Field(
-        default=None,
-        description="token ids: the last tokens before `position`. If these are all `position` tokens, they are the "
-        "whole sequence, and the start token is fed before them; if fewer, they end a longer one, as with `truncated`",
-    )
-    input: Text | None = Field(default=None, description="the history as text")
-    position: Annotated[Natural, AtMost(MAX_POSITION)] | None = Field(
-        default=None,
-        description="how many tokens the session has had, the start token <eos> not counted; with `history` or `input`",
-    )
-
-    @model_validator(mode="after")
-    def _history_and_position(self) -> Self:
-        if all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError("give `history` or `input`, not both")
-        if self.position is None and (self.history is not None or self.input is not None):
-            name = "input" if self.history is None else "history"
-            raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
-        return self
-
-
-class StepBody(SequenceBody):
-    """Append to a session, and predict what follows."""
-
-    examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
-
-    expected_position: Natural | None = Field(
-        default=None, description="where the step must start, or 409; also as the header x-wane-position"
-    )
-    top_k: TopK = 5
-    mode: WireMode | None = Field(default=None, description="default: the session's own")
-
-
-class SessionStepBody(StepBody):
-    """One of many steps."""
-
-    session: SessionId = Field(description="the session's id")
-    idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
-
-
-class StepsBody(Body):
-    """Steps of many sessions in one call. Those of one session are taken in order; behind one that fails, its session's
-    others are not."""
-
-    examples = ({"steps": [{"session": "demo", "input": HISTORY}, {"session": "demo", "tokens": [5], "top_k": 1}]},)
-
-    steps: Annotated[
-        list[Annotated[SessionStepBody, WithJsonSchema(SessionStepBody.model_json_schema())]],
-        Field(min_length=1, fail_fast=True),
-        AtMost("max_batch_inputs"),
-    ]
-
-
-class StreamBody(StepBody):
-    """One message of a stream: a step, or a rewind."""
-
-    examples = (
-        {"input": HISTORY},
-        {"tokens": [5], "expected_position": 3},
-        {"rewind": 1},
-    )
-    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "rewind")
-
-    rewind: Natural | None = Field(default=None, description="forget the tokens behind this position")
-    idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, *self.one_of)
-        beside = self.model_fields_set - {"rewind"}
-        if self.rewind is not None and beside:
-            raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")
-        return self
-
-
-class RewindBody(Body):
-    """Forget a session's latest tokens."""
-
-    examples = ({"position": 1},)
-
-    position: Natural = Field(description="how many tokens to keep; those after it must still be in the tail")
-
-
-class IndexBody(Body):
-    """Which models to list. All of it may be left out, as of the other bodies of the model repository."""
-
-    examples = ({}, {"ready": True})
-
-    ready: bool = Field(default=False, description="only those that take requests")
-
-
-class LoadParameters(Body):
-    """A load takes none: what a model is, its bundle says."""
-
-
-class LoadBody(Body):
-    """Which model is in the path."""
-
-    examples = ({},)
-
-    parameters: Annotated[LoadParameters, WithJsonSchema(LoadParameters.model_json_schema())] = Field(
-        default=LoadParameters()
-    )
-
-
-class UnloadParameters(Body):
-    """What the protocol's own clients send."""
-
-    unload_dependents: bool = Field(default=False, description="changes nothing: no model depends on another")
-
-
-class UnloadBody(Body):
-    """Which model is in the path."""
-
-    examples = ({"parameters": {"unload_dependents": False}},)
-
-    parameters: Annotated[UnloadParameters, WithJsonSchema(UnloadParameters.model_json_schema())] = Field(
-        default=UnloadParameters()
-    )

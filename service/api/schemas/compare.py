@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
+from wane.service.api.schemas.common import HISTORY, AtMost, Model, Name, Positive, SequenceBody, Window
 from wane.service.api.schemas.predict import AgreementDocument, ErrorBound, ModelDocument, PredictionDocument
-from wane.service.types import Mode, StateSource
+from wane.service.types import (
+    MAX_COMPARED_MODELS,
+    MAX_COMPARED_WINDOWS,
+    MAX_REPEAT,
+    Mode,
+    StateSource,
+)
+
+
+class CompareBody(SequenceBody):
+    """Recurrent against windows of several sizes: how far apart, and how long each takes."""
+
+    examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
+    not_both: ClassVar[tuple[str, ...]] = ("model", "models")
+
+    model: Model = None
+    models: Annotated[list[Name] | None, AtMost(MAX_COMPARED_MODELS)] = Field(
+        default=None, min_length=1, fail_fast=True, description="instead of `model`"
+    )
+    windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
+        default=[8, 16, 32, 64], fail_fast=True, description="every k to compare", json_schema_extra={"minItems": 1}
+    )
+    repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
+        default=20, description="runs of each, for the latency's percentiles"
+    )
+
+    @model_validator(mode="after")
+    def _model_or_models(self) -> Self:
+        if all(getattr(self, name) is not None for name in self.not_both):
+            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
+        return self
 
 
 class PercentilesDocument(TypedDict):

@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
+from wane.service.api.schemas.common import (
+    HISTORY,
+    AtMost,
+    Model,
+    Natural,
+    Positive,
+    SequenceBody,
+    Stop,
+    Truncated,
+    Window,
+    WireMode,
+    modes,
+    says,
+)
 from wane.service.api.schemas.predict import ErrorBound, LatencyDocument, ModelDocument
-from wane.service.types import Mode, StateSource
+from wane.service.types import (
+    GENERATED_MODES,
+    GENERATED_WINDOW_MODES,
+    MAX_STOPS,
+    Mode,
+    StateSource,
+)
+
+
+class GenerateBody(SequenceBody):
+    """Go on from a sequence, token by token."""
+
+    examples = (
+        {"input": HISTORY, "max_tokens": 8, "temperature": 0},
+        {
+            "input": HISTORY,
+            "max_tokens": 8,
+            "temperature": 0.8,
+            "top_k": 40,
+            "top_p": 0.9,
+            "seed": 7,
+            "stop": ["."],
+        },
+        {"input": HISTORY, "max_tokens": 4, "mode": "window", "stream": True},
+    )
+
+    only_with: ClassVar = {"window": GENERATED_WINDOW_MODES}
+
+    model: Model = None
+    max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
+        default=16, description="most tokens to generate"
+    )
+    temperature: Annotated[float, says(minimum=0)] = Field(default=1.0, description="0 takes the most probable token")
+    top_k: Positive | None = Field(default=None, description="sample among the k most probable only")
+    top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
+        default=None, description="sample among the most probable that make up this share"
+    )
+    seed: Natural | None = Field(default=None, description="the same seed gives the same text")
+    stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
+        default=[], description="the text ends before the first of these"
+    )
+    mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
+    window: Window | None = None
+    truncated: Truncated = False
+    stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
 
 
 class GeneratedTokenDocument(TypedDict):

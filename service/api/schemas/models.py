@@ -7,11 +7,52 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.models.manifest import Certificate, Contraction, Quality, Role, Rounding, VocabularyInfo
+from wane.service.api.schemas.common import (
+    Body,
+)
 from wane.service.batching.cost_model import Cost
+
+
+class IndexBody(Body):
+    """Which models to list. All of it may be left out, as of the other bodies of the model repository."""
+
+    examples = ({}, {"ready": True})
+
+    ready: bool = Field(default=False, description="only those that take requests")
+
+
+class LoadParameters(Body):
+    """A load takes none: what a model is, its bundle says."""
+
+
+class LoadBody(Body):
+    """Which model is in the path."""
+
+    examples = ({},)
+
+    parameters: Annotated[LoadParameters, WithJsonSchema(LoadParameters.model_json_schema())] = Field(
+        default=LoadParameters()
+    )
+
+
+class UnloadParameters(Body):
+    """What the protocol's own clients send."""
+
+    unload_dependents: bool = Field(default=False, description="changes nothing: no model depends on another")
+
+
+class UnloadBody(Body):
+    """Which model is in the path."""
+
+    examples = ({"parameters": {"unload_dependents": False}},)
+
+    parameters: Annotated[UnloadParameters, WithJsonSchema(UnloadParameters.model_json_schema())] = Field(
+        default=UnloadParameters()
+    )
 
 
 class ModelFactsDocument(TypedDict):

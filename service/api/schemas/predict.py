@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired
+from typing import Annotated, ClassVar, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.service.types import Mode, StateSource
+from wane.service.api.schemas.common import (
+    AUTO,
+    HISTORY,
+    AtMost,
+    Model,
+    SequenceBody,
+    SessionId,
+    Text,
+    Tokens,
+    Tolerance,
+    TopK,
+    Truncated,
+    Window,
+    WireMode,
+    absent,
+)
+from wane.service.types import (
+    TOLERANCE_MODES,
+    WINDOW_MODES,
+    Mode,
+    StateSource,
+)
+
+
+class PredictBody(SequenceBody):
+    """What comes next: after one sequence, after each of many, or after a session's tokens."""
+
+    examples = (
+        {"input": HISTORY, "mode": "both"},
+        {"tokens": [5, 6, 7], "mode": "recurrent", "top_k": 3},
+        {"input": HISTORY, "mode": "window", "window": 8},
+        {"input": HISTORY, "tolerance": 0.001},
+        {"inputs": [HISTORY, [5, 6, 7]]},
+        {"tokens": [5, 6, 7], "truncated": True},
+    )
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "inputs", "session")
+    only_with: ClassVar = {"window": WINDOW_MODES, "tolerance": TOLERANCE_MODES}
+    rules: ClassVar = ({"anyOf": [absent("session"), {"properties": {"truncated": {"const": False}}}]},)
+
+    model: Model = None
+    inputs: Annotated[list[Text | Tokens] | None, AtMost("max_batch_inputs")] = Field(
+        default=None,
+        min_length=1,
+        fail_fast=True,
+        description="a batch: each text or token ids, each answered on its own",
+    )
+    session: SessionId | None = Field(default=None, description="predict from this session, appending nothing")
+    mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
+    window: Window | None = None
+    tolerance: Tolerance | None = None
+    top_k: TopK = 5
+    truncated: Truncated = False
+
 
 ErrorBound = Annotated[
     float | None,

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from typing import NotRequired
+from typing import Annotated, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
+from wane.service.api.schemas.common import (
+    HISTORY,
+    AtMost,
+    Model,
+    SequenceBody,
+    Tokens,
+    Tolerance,
+    Truncated,
+    WireScoreMethod,
+)
 from wane.service.api.schemas.predict import ErrorBound, LatencyDocument, ModelDocument
-from wane.service.types import StateSource
+from wane.service.types import (
+    ScoreMethod,
+    StateSource,
+)
+
+
+class ScoreBody(SequenceBody):
+    """One log-probability for each token of a sequence."""
+
+    examples = (
+        {"input": f"{HISTORY} town"},
+        {"tokens": [5, 6, 7], "method": "sequential"},
+        {"tokens": [5, 6, 7], "truncated": True},
+        {"input": f"{HISTORY} town", "method": "parallel", "tolerance": 0, "stream": True},
+    )
+
+    tokens: Annotated[Tokens | None, AtMost("max_scored_tokens", of_tokens=True)] = None
+    model: Model = None
+    method: WireScoreMethod = ScoreMethod.SEQUENTIAL
+    tolerance: Tolerance | None = Field(
+        default=None, description="the largest error, as total variation, that chunks side by side may add, 0 to 1"
+    )
+    truncated: Truncated = False
+    stream: bool = Field(
+        default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
+    )
 
 
 class ScoreProgressDocument(TypedDict):

@@ -19,17 +19,13 @@ from tests.service.problems import assert_problem
 from wane.service.api import body as decoding
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
 from wane.service.api.middleware import RequestContext
-from wane.service.api.schemas.common import (
-    Body,
-    CompareBody,
-    GenerateBody,
-    PredictBody,
-    RewindBody,
-    ScoreBody,
-    StepsBody,
-    StreamBody,
-    UnloadBody,
-)
+from wane.service.api.schemas.common import Body
+from wane.service.api.schemas.compare import CompareBody
+from wane.service.api.schemas.generate import GenerateBody
+from wane.service.api.schemas.models import UnloadBody
+from wane.service.api.schemas.predict import PredictBody
+from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.sessions import RewindBody, StepsBody, StreamBody
 from wane.service.errors import DeadlineExceeded, InvalidRequest, NotJson, TooLarge, WaneError
 from wane.service.settings import Settings
 

@@ -15,7 +15,12 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from wane.service.api import schemas
-from wane.service.api.schemas.common import Body, CompareBody, GenerateBody, PredictBody, ScoreBody, StepBody
+from wane.service.api.schemas.common import Body
+from wane.service.api.schemas.compare import CompareBody
+from wane.service.api.schemas.generate import GenerateBody
+from wane.service.api.schemas.predict import PredictBody
+from wane.service.api.schemas.score import ScoreBody
+from wane.service.api.schemas.sessions import StepBody
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 Example = tuple[str, str, object, dict[str, Any]]

@@ -17,7 +17,7 @@ from tests.service.conftest import make_harness  # noqa: F401  (a fixture)
 from tests.service.slow_client import WAIT_S, until
 from wane.service.api.body import parse
 from wane.service.api.routes.stream import Stream, only_token
-from wane.service.api.schemas.common import StreamBody
+from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.keyring import Principal
 from wane.service.errors import RateLimited
 from wane.service.types import Owner, StepRequest
