@@ -208,9 +208,9 @@ print(*sys.modules)
 
 
 def test_importing_all_of_the_service_brings_neither_torch_nor_training() -> None:
-    loaded = modules_loaded_by(*(name for path in sources() if (name := module_of(path)).startswith("service")))
-    assert {"service", "models", "onnxruntime"} <= loaded
-    assert not loaded & {"torch", "training", "onnx", "matplotlib"}
+    loaded = modules_loaded_by(*(name for path in sources() if (name := module_of(path)).startswith("wane.service")))
+    assert {"wane.service", "wane.models", "onnxruntime"} <= loaded
+    assert not loaded & {"torch", "wane.training", "onnx", "matplotlib"}
 
 
 def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_framework() -> None:

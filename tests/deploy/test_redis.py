@@ -32,7 +32,7 @@ def test_wane_may_do_in_redis_what_it_does_and_what_the_page_on_sessions_says() 
     assert listed is not None
     assert set(secrets.COMMANDS) == set(re.findall(r"\b[A-Z]{3,}\b", listed[1])) - {"API"}
     scripts = "".join(file.read_text(encoding="utf-8") for file in STORES.glob("*.lua"))
-    sent = "".join((STORES / f"{name}.py").read_text(encoding="utf-8") for name in ("redis", "redis_trips"))
+    sent = "".join((STORES / f"{name}.py").read_text(encoding="utf-8") for name in ("redis", "redis_pipeline"))
     used = {*re.findall(r"redis\.call\('([A-Z]+)'", scripts), *re.findall(r'(?:\(|return )"([A-Z]{3,})"[,)]', sent)}
     assert set(secrets.COMMANDS) == used
 

@@ -150,7 +150,7 @@ class ModelReportDocument(ModelDocument):
     shadow: ShadowReportDocument
     sessions: SessionsReportDocument
     integrity: IntegrityDocument
-    cost_model: Costs
+    costs: Costs
 
 
 class ReportDocument(TypedDict):

@@ -71,7 +71,7 @@ def test_a_command_has_its_bundle_its_port_and_nothing_of_this_process_s_setting
     monkeypatch.setenv("WANE_THREADS", "2")
     wane = contenders()[WANE]
     arguments = wane.arguments(Path("some/bundle"), [1234, 1, 2])
-    assert arguments[0].endswith("/python")
+    assert arguments[0].endswith("/wane")
     assert "--bundles=some/bundle" in arguments and "--port=1234" in arguments
     variables = wane.variables(Path("some/bundle"), [1234, 1, 2])
     assert variables["BENCH_PORT"] == "1234"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from research.adversary import Adversary
-from tests.models.random_models import BLOCKS, CELLS, architecture, random_weights
+from tests.models.random_models import BLOCKS, architecture, random_weights
+from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
 from wane.models.manifest import Cell

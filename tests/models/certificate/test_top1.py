@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from wane.models.certificate.answer import head_diameter
 
 from research.adversary import Adversary
-from tests.models.random_models import CELLS, architecture, random_weights
+from tests.models.random_models import architecture, random_weights
 from tests.models.test_request import after, run, worst_pasts
+from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import head_diameter
 from wane.models.manifest import Architecture, Cell
 from wane.models.reference import Array, Reference
 

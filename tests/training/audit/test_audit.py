@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
-from wane.training.__main__ import main
 
 from tests.training.audit.foreign_models import VOCABULARY, Plain, saved
 from tests.training.audit.test_vocabulary import byte_level
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
+from wane.cli import main
 from wane.models.bundle import Bundle
 from wane.models.certificate import certify
 from wane.service.runners.onnx import OnnxRunner

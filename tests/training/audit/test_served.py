@@ -58,7 +58,8 @@ def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
     (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
     words = [shlex.split(line) for line in lines.splitlines()]
-    return [arguments for program, *arguments in words if program == ".venv/bin/python"]
+    module = {".venv/bin/python": [], ".venv/bin/wane": ["-m", "wane"]}
+    return [[*module[program], *arguments] for program, *arguments in words if program in module]
 
 
 def python_runs(*arguments: str) -> str:
