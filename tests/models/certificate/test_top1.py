@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from research.adversary import Adversary
+from tests.models.certificate.test_request import after, run, worst_pasts
 from tests.models.random_models import architecture, random_weights
-from tests.models.test_request import after, run, worst_pasts
 from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
