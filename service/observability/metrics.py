@@ -227,25 +227,27 @@ class Metrics:
         )
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
         self.rebuilt = counter("wane_state_rebuilds", "States rebuilt from a tail.", "model")
-        self.caught_up = counter(
+        self.state_replays = counter(
             "wane_state_replays", "States brought up to tokens that other replicas had appended.", "model"
         )
         self.evicted = counter("wane_states_evicted", "States dropped to make room for others.", "model")
-        self.squeezed = counter("wane_sessions_evicted_memory", "Sessions ended early for lack of memory.", "model")
+        self.evicted_memory = counter(
+            "wane_sessions_evicted_memory", "Sessions ended early for lack of memory.", "model"
+        )
         self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")
         self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
         self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
 
         # The store that replicas share.
         self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
-        self.store_trip_seconds = histogram(
+        self.store_roundtrip_seconds = histogram(
             "wane_store_roundtrip_seconds", "Round trips to the session store.", REQUEST_SECONDS, "store"
         )
-        self.store_trip_commands = histogram(
+        self.store_roundtrip_commands = histogram(
             "wane_store_roundtrip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
         )
         self.not_durable = gauge("wane_sessions_not_durable", "Sessions with tokens that only this process has.")
-        self.overruled = counter(
+        self.conflict_discarded = counter(
             "wane_sessions_conflict_discarded", "Sessions whose tokens that were not durable were lost."
         )
 

@@ -134,7 +134,7 @@ class Sessions:
         self._locks = SessionLocks()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.rebuilt.labels(model)
-        self._caught_up = metrics.caught_up.labels(model)
+        self._state_replays = metrics.state_replays.labels(model)
         self._conflicts = metrics.conflicts.labels(model)
 
     async def create(
@@ -285,7 +285,7 @@ class Sessions:
 
     def count_caught_up(self) -> None:
         """A state was brought up to tokens that were appended elsewhere."""
-        self._caught_up.inc()
+        self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
         """A state was rebuilt, from a tail or from one that the store keeps."""

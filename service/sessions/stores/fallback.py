@@ -51,9 +51,9 @@ class FallbackStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._loose: dict[str, UnsyncedSession] = {}
-        self._overruled: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
+        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
         self._settling: asyncio.Task[None] | None = None
-        self._overruled_metric = metrics.overruled
+        self._conflict_discarded_metric = metrics.conflict_discarded
         metrics.not_durable.set_function(lambda: len(self._loose))
         shared.trips.on_back = self._settle_soon
 
@@ -98,7 +98,7 @@ class FallbackStore:
             loose.since = 0  # no state of an earlier one is its own
             created = True
         if created:
-            self._overruled.pop(session, None)
+            self._discarded_unsynced.pop(session, None)
         return created
 
     async def get(self, session: str) -> SessionRecord | None:
@@ -119,7 +119,7 @@ class FallbackStore:
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         """See `Store`."""
-        if to_step and session in self._overruled:
+        if to_step and session in self._discarded_unsynced:
             raise self._told(session)
         loose = self._loose.get(session)
         if loose is not None:
@@ -191,7 +191,7 @@ class FallbackStore:
             async with loose.lock:  # what is being given to the store is not to be there afterwards
                 deleted = await self._shared.delete(session) or self._loose.get(session) is loose
                 self._loose.pop(session, None)
-        self._overruled.pop(session, None)
+        self._discarded_unsynced.pop(session, None)
         return deleted
 
     async def count(self, model: str) -> int:
@@ -200,9 +200,9 @@ class FallbackStore:
         for session, loose in list(self._loose.items()):
             if loose.used_s < since_s:
                 del self._loose[session]
-        for session, (_, seen_s) in list(self._overruled.items()):
+        for session, (_, seen_s) in list(self._discarded_unsynced.items()):
             if seen_s < since_s:
-                del self._overruled[session]
+                del self._discarded_unsynced[session]
         return await self._shared.count(model)
 
     async def open(self) -> None:
@@ -225,8 +225,8 @@ class FallbackStore:
         return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
 
     def _told(self, session: str) -> PositionConflict:
-        """What the next step of a session is told that the store has overruled: once."""
-        position, _ = self._overruled.pop(session)
+        """What the next step of a session is told that the store has discarded: once."""
+        position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
             f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
             position,
@@ -258,9 +258,9 @@ class FallbackStore:
         if loose.counts:
             self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
         if kept is None:
-            self._overruled_metric.inc()
+            self._conflict_discarded_metric.inc()
             now = self._shared.get_cached(session)
-            self._overruled[session] = 0 if now is None else now.position, self._clock()
+            self._discarded_unsynced[session] = 0 if now is None else now.position, self._clock()
             logger.warning("a session has lost its last tokens, which were not durable")
         return kept
 

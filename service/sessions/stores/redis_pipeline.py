@@ -88,8 +88,8 @@ class RedisPipeline:
         self._under_way: set[asyncio.Task[None]] = set()
         self._is_called = False
         self._probing: asyncio.Task[None] | None = None
-        self._seconds = metrics.store_trip_seconds.labels(KIND)
-        self._commands = metrics.store_trip_commands.labels(KIND)
+        self._seconds = metrics.store_roundtrip_seconds.labels(KIND)
+        self._commands = metrics.store_roundtrip_commands.labels(KIND)
         self._up = metrics.store_up
         self.reachable = False
         self.was_reached = False
