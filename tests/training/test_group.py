@@ -230,7 +230,7 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_g
     starts = [origin.hardware.endswith("1 thread(s), 2 processes") for origin in RunFolder(folder).origins()]
     assert starts == [True, True, True]
     assert RunFolder(folder).origins()[0].command == (
-        "torchrun --nproc-per-node 2 -m -- training train long.toml --run run"
+        "torchrun --nproc-per-node 2 -m -- wane train long.toml --run run"
     )
 
 

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from tests.training.audit.foreign_models import VOCABULARY, Plain, saved
 from tests.training.audit.test_vocabulary import byte_level
 from tests.training.corpora import REAL_TEXT, experiment, text_corpus, write_events
+from wane.cli import main
 from wane.models.bundle import Bundle
 from wane.models.cell_registry import Cell
 from wane.models.certificate import certify
 from wane.service.runners.onnx import OnnxRunner
 from wane.training.audit.report import AuditReport
-from wane.training.cli import main
 from wane.training.config import ModelConfig
 from wane.training.data import data_kind, load_whole
 from wane.training.errors import DataError

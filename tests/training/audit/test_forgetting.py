@@ -77,8 +77,8 @@ def told(spread: Spread) -> list[float]:
 def test_every_figure_is_that_of_single_steps_in_float64(
     cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.evaluate.PIECE", 7)
-    monkeypatch.setattr("training.audit.forgetting.ROWS", 4)
+    monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
+    monkeypatch.setattr("wane.training.audit.forgetting.ROWS", 4)
     network, oracle = model(cell, tied=tied)
     corpus = short_corpus()
     stream = corpus.streams["audit"]
@@ -107,8 +107,8 @@ def test_every_figure_is_that_of_single_steps_in_float64(
 def test_a_gradient_is_what_a_small_change_of_one_input_makes(
     cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.audit.forgetting.GRADIENT_ROWS", 2)
-    monkeypatch.setattr("training.audit.forgetting.GRADIENT_POSITIONS", 3)
+    monkeypatch.setattr("wane.training.audit.forgetting.GRADIENT_ROWS", 2)
+    monkeypatch.setattr("wane.training.audit.forgetting.GRADIENT_POSITIONS", 3)
     network, _ = model(cell, tied=tied)
     network.double()
     corpus = short_corpus()
