@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +32,8 @@ HEADROOM = 2.0
 PIECE = 8
 """Tokens in each of the two pieces of a sequence in `compare_bits`, beyond what a front sees."""
 
-Tensors = dict[str, NDArray[np.generic]]
-Outputs = Mapping[str, NDArray[np.generic]]
-Run = Callable[[Role, Tensors], Outputs]
+Tensors = dict[str, NDArray[Any]]
+Run = Callable[[Role, Tensors], Tensors]
 """Runs a graph: the inputs by name, then all outputs by name."""
 
 RADIUS = "radius"
@@ -60,7 +60,7 @@ class RoundingError(ParityError):
     """Graphs that compute what the oracle does, but round more than is said of them."""
 
 
-def rounding_seen(outputs: Outputs, expected: Mapping[str, NDArray[np.floating]], diameter: float) -> float:
+def rounding_seen(outputs: Tensors, expected: Mapping[str, NDArray[np.floating]], diameter: float) -> float:
     """How far `logits` and `hidden`, (B, V) and (B, H), are from those expected, as the 2-norm at `hidden`.
 
     Where that is more, it is what the logits differ by among themselves over `diameter`, D: total variation <=
@@ -189,7 +189,7 @@ class _Check:
         expected = self._at(every, np.full(batch, time))
         self._compare("scan", "the second half", feeds, expected | {"logprobs": every["logprobs"][:, half:]})
 
-    def _token_by_token(self, start: State, every: Expected) -> Iterator[tuple[Outputs, Expected]]:
+    def _token_by_token(self, start: State, every: Expected) -> Iterator[tuple[Tensors, Expected]]:
         """`step`, fed with its own state, beside the oracle, fed with its own: what it puts out, and should."""
         fed = _float32(start)
         for t in range(self._tokens.shape[1]):
@@ -221,7 +221,7 @@ class _Check:
                         f"the certificate's rounding.step says {bound.box:.3g} and {bound.ball:.3g}"
                     )
 
-    def _compare(self, role: Role, case: str, feeds: Tensors, expected: Expected) -> Outputs:
+    def _compare(self, role: Role, case: str, feeds: Tensors, expected: Expected) -> Tensors:
         """Runs a graph and holds its outputs against `expected`, which may hold more than this role puts out."""
         try:
             outputs = self._run(role, feeds)
@@ -255,7 +255,7 @@ class _Check:
         return outputs
 
 
-def _check_radius(case: str, radii: NDArray[np.generic] | None, rows: int, row: int, least: float) -> None:
+def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, least: float) -> None:
     """`least`: infinite where nothing is proved; then a graph may say nothing else."""
     if radii is None or radii.shape != (rows,) or radii.dtype != np.float32:
         raise ParityError(f"window, {case}: {RADIUS} is not one float32 number a row")
@@ -264,7 +264,7 @@ def _check_radius(case: str, radii: NDArray[np.generic] | None, rows: int, row: 
         raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, and the least that is proved is {least:.9g}")
 
 
-def _check_top(case: str, outputs: Outputs) -> None:
+def _check_top(case: str, outputs: Tensors) -> None:
     """Holds what is read off logits against the logits: the largest and their ids exactly, equals by id."""
     for name in ("logits", *TOP):
         if name not in outputs:
@@ -284,7 +284,7 @@ def _check_top(case: str, outputs: Outputs) -> None:
         raise ParityError(f"{case}: log_sum_exp is not that of the logits")
 
 
-def _check_rounding(case: str, outputs: Outputs, expected: Expected, rounding: Rounding, diameter: float) -> None:
+def _check_rounding(case: str, outputs: Tensors, expected: Expected, rounding: Rounding, diameter: float) -> None:
     seen = rounding_seen(outputs, expected, diameter)
     if not seen * HEADROOM <= rounding.carried:
         raise RoundingError(
@@ -337,14 +337,14 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     def zeros(rows: int) -> Tensors:
         return {name: np.zeros((rows, *shape), np.float32) for name, shape in shapes.items()}
 
-    def steps(columns: NDArray[np.int64]) -> Outputs:
+    def steps(columns: NDArray[np.int64]) -> Tensors:
         state = zeros(len(columns))
         for column in columns.T:
             outputs = run("step", {"tokens": np.ascontiguousarray(column), **state})
             state = {name: outputs[f"next.{name}"] for name in shapes}
         return outputs
 
-    def pieces(role: Role) -> Outputs:
+    def pieces(role: Role) -> Tensors:
         state = zeros(batch)
         for part in (tokens[:, :half], tokens[:, half:]):
             feeds: Tensors = {"tokens": part, "lengths": np.full(batch, part.shape[1]), **state}
@@ -354,7 +354,7 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
 
     expected = steps(tokens)
     window: Tensors = {"tokens": tokens, "lengths": np.full(batch, time)}
-    found: list[tuple[str, Outputs, slice]] = [
+    found: list[tuple[str, Tensors, slice]] = [
         ("window", run("window", window), slice(None)),
         ("advance", pieces("advance"), slice(None)),
         ("scan", pieces("scan"), slice(None)),

@@ -99,6 +99,12 @@ def test_without_the_train_extra_a_command_of_training_says_what_to_install(site
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(site: Path, tmp_path: Path) -> None:
-    command = [site / "bin" / "wane", "compare", "http://127.0.0.1:9", "--plot", str(tmp_path / "a.png")]
+    command: list[str | Path] = [
+        site / "bin" / "wane",
+        "compare",
+        "http://127.0.0.1:9",
+        "--plot",
+        str(tmp_path / "a.png"),
+    ]
     ended = run(*command, cwd=site, status=2)
     assert ended.stderr == "error: --plot needs matplotlib: pip install 'wane[plot]'\n"

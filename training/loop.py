@@ -121,7 +121,7 @@ class Trainer:
             told.append(proved)
         loss = loss * (lanes.share * self.group.size)  # gradients are averaged over processes, not over lanes
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         value, *rest = self.group.total([lanes.share * mean for mean in told])
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")

@@ -94,7 +94,7 @@ class Histogram(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every value so far."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        names: list[str] = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
+        names: list[str] = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
         for values, observed in list(self._observed.items()):
             pairs = zip(names, map(float, accumulate(observed.counts)), strict=True)
             exemplars = observed.exemplars

@@ -53,7 +53,8 @@ def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, na
         assert entry_point is not None
         assert list(command.arguments[1:]) == yaml.safe_load(entry_point[1])[1:]
         return
-    program, *arguments = [*RUN[name].get("entrypoint", []), *RUN[name]["command"]]
+    words: list[str] = [*RUN[name].get("entrypoint", []), *RUN[name]["command"]]
+    program, *arguments = words
     assert command.arguments[0] == Path(program).name
     for here, there in zip(command.arguments[1:], arguments, strict=False):
         file = here.rpartition("=")[2]
@@ -214,6 +215,6 @@ services:
     a, b = read(file)
     assert (a.name, a.command, a.ports, a.environment, a.grace_s) == ("a", ("run", "*:70"), (70,), {"X": "1"}, 2)
     assert [(mount.source, mount.is_volume) for mount in a.mounts] == [("./a.conf", False), ("data", True)]
-    assert (b.name, b.command, b.ports, b.published, b.after) == ("b", (), (80,), {80: 9000}, {"a"})
+    assert (b.name, b.command, b.ports, b.published, b.after) == ("b", (), (80,), {80: 9000}, frozenset({"a"}))
     assert (a.secrets, b.secrets) == ("word", None)
     assert isinstance(b, Service)

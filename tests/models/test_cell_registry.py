@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ def test_a_small_model_is_built_constrained_exported_certified_and_held_against_
 def test_the_oracle_computes_with_an_imported_checkpoint_what_torch_s_own_layer_does(
     tmp_path: Path, cell: Cell
 ) -> None:
-    relu = {"nonlinearity": "relu"} if cell == "rnn_relu" else {}
+    relu: dict[str, Any] = {"nonlinearity": "relu"} if cell == "rnn_relu" else {}
     torch.manual_seed(0)
     embedding, recurrent, head = nn.Embedding(11, 5), TORCH_CELLS[cell](5, 6, **relu), nn.Linear(6, 11)
     parts = nn.ModuleDict({"embedding": embedding, "rnn": recurrent, "head": head})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -358,7 +359,7 @@ def test_no_run_is_further_from_exact_arithmetic_than_its_rounding(
     export: Export, tmp_path: Path, cell: Cell, block: str
 ) -> None:
     """Over tokens that were not measured: held after other pasts, cycles of four, random ones."""
-    fields = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
+    fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
     model = architecture(cell, block, hidden=12, embedding=12, **fields)
     weights = random_weights(model, seed=1, recurrent=0.05, driven=0.2)
     certificate = export(model, weights).certificate

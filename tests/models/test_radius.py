@@ -102,10 +102,8 @@ def test_no_past_leads_further_than_the_graph_says_and_what_it_gives_proves_the_
     outputs = run_window(tmp_path, net, weights, tokens, LENGTHS)
     request, reference = RequestBound(net, weights), Reference(net, weights)
     names = [tensor.name for tensor in net.state_tensors()[-layers:]]
-    bound = request.resume(
-        *(outputs["stream"].astype(np.float64), LENGTHS),
-        *([outputs[prefix + name].astype(np.float64) for name in names] for prefix in ("next.", "error.")),
-    )
+    states, errors = ([outputs[prefix + name].astype(np.float64) for name in names] for prefix in ("next.", "error."))
+    bound = request.resume(outputs["stream"].astype(np.float64), LENGTHS, states, errors)
     np.testing.assert_allclose(bound.hidden, outputs["hidden"], atol=1e-5)
     assert (bound.radius <= outputs["radius"] * (1 + 1e-6)).all()
     proved = Top1(net, weights, request).proved(bound)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +50,8 @@ class Command:
             words += [f"--{name}", path]
         return main([str(word) for word in words])
 
-    def found(self) -> dict[str, list[dict[str, object]]]:
-        record: dict[str, list[dict[str, object]]] = json.loads((self.folder / "found.json").read_text())
+    def found(self) -> dict[str, list[dict[str, Any]]]:
+        record: dict[str, list[dict[str, Any]]] = json.loads((self.folder / "found.json").read_text())
         return record
 
     def written(self) -> dict[Path, int]:

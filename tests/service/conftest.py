@@ -84,7 +84,8 @@ class SocketServer(Server):
                 server.read_bytes += len(data)
                 super().data_received(data)
 
-        return partial(Counting, *http.args, **http.keywords)
+        protocol: type[InlineHttpProtocol] = Counting
+        return partial(protocol, *http.args, **http.keywords)
 
     async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
         """Writes each part once the one before it has been read."""

@@ -37,6 +37,13 @@ ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
 CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
 
 
+def known(values: Sequence[float | None]) -> list[float]:
+    """The values, none of which may be missing."""
+    found = [value for value in values if value is not None]
+    assert len(found) == len(values)
+    return found
+
+
 def byte_vocabulary() -> Vocabulary:
     """`<eos>` is 0, `<unk>` 1, then every byte as a token of its own."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -155,11 +162,11 @@ class FakeRunner:
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """What the model says after `tokens`, fed one by one from the zero state."""
-        state = {"layers.0.h": np.zeros((1, HIDDEN)), "layers.0.c": np.zeros((1, HIDDEN))}
-        state = {name: value.astype(np.float32) for name, value in state.items()}
+        state: dict[str, Array] = {name: np.zeros((1, HIDDEN), np.float32) for name in ("layers.0.h", "layers.0.c")}
         for token in tokens:
             state = self._step(np.array([token]), state)
-        return self._logits(state["layers.0.h"])[0]
+        logits: NDArray[np.float32] = self._logits(state["layers.0.h"])[0]
+        return logits
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         tokens = feeds.get("tokens")

@@ -60,12 +60,12 @@ class OracleRunner:
 
     def _row(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         tokens = feeds["tokens"].reshape(-1)[: feeds.get("lengths", 1)]
-        state = self._reference.zero_state(1)
+        state: Mapping[str, NDArray[np.floating]] = self._reference.zero_state(1)
         if role != "window":
             state = {name: feeds[name][None] for name in self._names}
         for token in tokens:
-            hidden, state = self._reference.advance(np.array([token]), state)
-            state = {name: _float32(value) for name, value in state.items()}
+            hidden, after = self._reference.advance(np.array([token]), state)
+            state = {name: _float32(value) for name, value in after.items()}
         outputs = {"hidden": _float32(hidden[0]), "logits": _float32(self._reference.logits(hidden)[0])}
         outputs |= {NEXT + name: value[0] for name, value in state.items()}
         if role == "window" and self._radius is not None:

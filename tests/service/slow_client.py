@@ -56,7 +56,7 @@ class SlowClient(SocketServer):
 
 
 @asynccontextmanager
-async def serving(**changes: float) -> AsyncIterator[SlowClient]:
+async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     """A server that has time for everything but for what `changes` say."""
     late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
     settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})

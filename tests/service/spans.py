@@ -37,12 +37,14 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
 
 def id_of(span: ReadableSpan) -> int:
     assert span.context is not None
-    return span.context.span_id
+    identity: int = span.context.span_id
+    return identity
 
 
 def trace_of(span: ReadableSpan) -> int:
     assert span.context is not None
-    return span.context.trace_id
+    identity: int = span.context.trace_id
+    return identity
 
 
 def parent_of(span: ReadableSpan) -> int | None:

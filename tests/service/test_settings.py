@@ -101,7 +101,7 @@ def test_help_shows_every_setting_with_its_unit_default_and_variable() -> None:
 
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Settings().port = 1  # type: ignore[misc]
+        Settings().port = 1
 
 
 def test_a_default_model_that_somebody_named_is_told_from_the_default() -> None:

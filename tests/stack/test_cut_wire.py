@@ -27,7 +27,7 @@ async def test_a_replica_without_the_store_is_passed_over_until_it_has_it_again(
         async with crowd(stack.port, [40] * SESSIONS) as players:
             async with playing(players, RATE):
                 await stepped(players)
-                carrying.sever()
+                carrying.cut()
                 await until(stack.operations, wane_2="DOWN")
                 await stepped(players, 2)
                 carrying.mend()

@@ -54,7 +54,7 @@ threads = 1
 
 def children(process: subprocess.Popen[str]) -> dict[str, int]:
     """Process ids by rank."""
-    found = {}
+    found: dict[str, int] = {}
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
         found |= {entry.removeprefix("RANK="): int(child) for entry in environment if entry.startswith("RANK=")}

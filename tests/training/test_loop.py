@@ -129,11 +129,11 @@ def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
         logits = network.logits(hidden)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:].flatten())
         gradients = torch.autograd.grad(loss, list(network.parameters()))
-        norm = torch.sqrt(sum((gradient**2).sum() for gradient in gradients))
+        norm = torch.sqrt(sum(((gradient**2).sum() for gradient in gradients), torch.zeros(())))
         scale = min(1.0, chosen.training.clip_norm / (norm.item() + 1e-6))
         with torch.no_grad():
             for parameter, gradient in zip(network.parameters(), gradients, strict=True):
-                parameter -= chosen.training.learning_rate * scale * gradient
+                parameter.sub_(chosen.training.learning_rate * scale * gradient)
         losses.append(loss.item())
     return losses
 

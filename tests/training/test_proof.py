@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from wane.models.cells.gated import GatedCell
 from wane.models.certificate.request import window_bound
 from wane.models.manifest import Architecture, Front
 from wane.models.networks import Network
@@ -32,7 +33,7 @@ def network(gate_bias: float) -> Network:
     )
     built = Network(architecture)
     with torch.no_grad():
-        built.layers[0].cell.bias[:6] = gate_bias
+        built.get_parameter("layers.0.cell.bias")[:6] = gate_bias
     return built
 
 
@@ -50,8 +51,8 @@ def test_gates_that_stay_open_are_pressed_shut_and_closed_ones_are_left_alone() 
     pressed, proved, _ = run(built)
     pressed.backward()
     assert pressed.item() > 0 and proved < 0.5
-    gradient = built.layers[0].cell.bias.grad[:6]
-    assert (gradient > 0).all()
+    gradient = built.get_parameter("layers.0.cell.bias").grad
+    assert gradient is not None and (gradient[:6] > 0).all()
     pressed, proved, _ = run(network(gate_bias=-6.0))
     assert (pressed.item(), proved) == (0.0, 1.0)
 
@@ -59,7 +60,9 @@ def test_gates_that_stay_open_are_pressed_shut_and_closed_ones_are_left_alone() 
 def test_the_error_it_takes_is_the_state_s_bound_of_the_request() -> None:
     built = network(gate_bias=2.0)
     _, _, tokens = run(built)
-    gates = built.layers[0].cell.gates.detach().double().numpy()
+    cell = built.get_submodule("layers.0.cell")
+    assert isinstance(cell, GatedCell) and cell.gates is not None
+    gates = cell.gates.detach().double().numpy()
     error = 2 * gates[2:].prod(axis=0)
     weights = {name: tensor.numpy() for name, tensor in built.weights().items()}
     bound = window_bound(built.architecture, weights, tokens.T.numpy().astype(np.int64))
@@ -83,7 +86,7 @@ def test_a_longer_window_is_pressed_as_if_the_gates_went_on() -> None:
         config = ProofConfig(weight=0.1, ramp=1, ceiling=500.0, slack=50.0, window=window)
         built = network(gate_bias=3.0)
         with torch.no_grad():  # every gate the same at every token
-            built.layers[0].cell.weight[:6] = 0
+            built.get_parameter("layers.0.cell.weight")[:6] = 0
         pressed[window], _, _ = run(built, time, config)
     gate = 0.98 * torch.sigmoid(torch.tensor(3.0)).item()
     assert pressed[time].item() == pytest.approx(pressed[None].item(), rel=1e-6)

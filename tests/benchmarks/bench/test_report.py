@@ -103,7 +103,8 @@ def test_the_best_peer_is_so_by_the_median_and_the_ceilings_are_no_peers(rounds:
 
 def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(rounds: Rounds) -> None:
     found = targets(rounds)
-    assert [(target.against, pytest.approx(target.value), target.met) for target in found] == [
+    figures: list[tuple[str, object, bool]] = [(one.against, pytest.approx(one.value), one.met) for one in found]
+    assert figures == [
         ("mosec", 4.4, True),
         ("trivial FastAPI handler", 0.55, False),
         ("LitServe", 0.125, True),

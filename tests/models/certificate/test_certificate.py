@@ -93,15 +93,15 @@ def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
         )
         ratios = layer.ratio(first, second, tokens)
         for _ in range(CLIMBS):
-            tried = [
+            one, other = (
                 layer.inside([s + 0.3 * spread * generator.normal(size=s.shape) for s in states])
                 for states in (first, second)
-            ]
-            found = layer.ratio(*tried, tokens)
+            )
+            found = layer.ratio(one, other, tokens)
             better = (found > ratios)[:, None]
             first, second = (
                 [np.where(better, new, old) for new, old in zip(news, olds, strict=True)]
-                for news, olds in zip(tried, (first, second), strict=True)
+                for news, olds in ((one, first), (other, second))
             )
             ratios = np.maximum(ratios, found)
         worst = max(worst, float(ratios.max()))
@@ -153,8 +153,8 @@ def one_unit(
 def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
     """The worst token's ratio for one pair of states of one unit."""
     tokens = np.arange(PAIRS) % 2
-    states = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
-    return float(layer.ratio(*states, tokens).max())
+    one, other = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
+    return float(layer.ratio(one, other, tokens).max())
 
 
 def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,7 +105,7 @@ def test_no_history_passes_the_curve_with_its_rounding(
 def test_in_float32_no_history_passes_a_curve_beside_which_its_rounding_is_small(
     cell: Cell, block: str, seed: int
 ) -> None:
-    fields = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
+    fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
     model = architecture(cell, block, hidden=4, embedding=4, vocabulary_size=5, **fields)
     weights = random_weights(model, seed, recurrent=0.1, driven=0.3)
     stack, exact = Stack(model, weights, build_layers(model, weights)), Reference(model, weights)

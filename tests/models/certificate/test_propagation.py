@@ -58,6 +58,7 @@ def test_no_run_with_joints_is_further_off_than_what_is_proved(
     joint = {name: size * random.uniform(0.1, 1, shape) for name, shape in width.items()}
     bound = propagation.apart(joint, LENGTH)
     assume(bound is not None)  # else it does not settle in so few tokens, and nothing is claimed
+    assert bound is not None
     tokens = np.full(5 * LENGTH, random.integers(11)) if same else random.integers(11, size=5 * LENGTH)
     whole, parts = reference.zero_state(1), reference.zero_state(1)
     for position, token in enumerate(tokens):
@@ -76,9 +77,10 @@ def test_no_run_with_joints_is_further_off_than_what_is_proved(
 def test_what_is_proved_grows_with_the_joints_and_is_within_a_few_times_of_what_is_seen() -> None:
     _, propagation = contractive("rnn_tanh", "plain", 1)
     bounds = [propagation.apart({"layers.0.h": np.full(6, size)}, 1024) for size in (1e-6, 1e-5, 1e-4)]
-    assert all(bound is not None for bound in bounds)
-    assert bounds == sorted(bounds)
-    assert bounds[0] < 10 * np.sqrt(6) * 1e-6
+    found = [bound for bound in bounds if bound is not None]
+    assert len(found) == len(bounds)
+    assert found == sorted(found)
+    assert found[0] < 10 * np.sqrt(6) * 1e-6
 
 
 def test_joints_that_are_too_close_together_are_not_bounded() -> None:

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from research.adversary import Adversary
 from tests.models.random_models import BLOCKS, architecture, random_weights
-from wane.models.cell_registry import CELLS
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
-from wane.models.manifest import Cell
 from wane.models.reference import Array, Reference
 
 PASTS = 48
@@ -37,7 +36,8 @@ def after(pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int
 
 def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> Array:
     """How far from the window's own end each past leads, (B)."""
-    return np.linalg.norm(run(reference, after(pasts, window)) - run(reference, window[None]), axis=1)
+    apart: Array = np.linalg.norm(run(reference, after(pasts, window)) - run(reference, window[None]), axis=1)
+    return apart
 
 
 def worst_pasts(

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from research.adversary import Adversary
 from tests.models.certificate.test_request import after, run, worst_pasts
 from tests.models.random_models import architecture, random_weights
-from wane.models.cell_registry import CELLS
+from wane.models.cell_registry import CELLS, Cell
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
 from wane.models.certificate.total_variation import head_diameter
-from wane.models.manifest import Architecture, Cell
+from wane.models.manifest import Architecture
 from wane.models.reference import Array, Reference
 
 FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 4}
@@ -40,8 +40,9 @@ def ends(
 
 def shares_of(logits: Array) -> Array:
     """Probabilities, (..., V)."""
-    shares: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return shares / shares.sum(axis=-1, keepdims=True)
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares: Array = shifted / shifted.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> Array:
@@ -166,6 +167,7 @@ def test_all_tokens_at_once_are_bounded_nearly_as_each_alone(front: dict[str, in
         request, reference = RequestBound(model, weights), Reference(model, weights)
         top1, window = Top1(model, weights, request), generator.integers(model.vocabulary_size, size=(2, 14))
         bound = request(window)
+        assert bound.norm is not None
         for row in range(2):
             shares = shares_of(reference.logits(bound.hidden[row]))
             gaps = reference.head - shares @ reference.head

@@ -12,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.requests import Request
+from websockets.sync.client import connect as connect_sync
 
-from tests.service.api.routes.test_stream import connect_sync, url_of
+from tests.service.api.routes.test_stream import url_of
 from tests.service.live_server import LiveServer
 from tests.service.problems import assert_problem
 from wane.service.api import body as decoding

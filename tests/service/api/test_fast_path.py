@@ -576,7 +576,7 @@ async def test_the_access_log_says_of_a_step_what_it_says_on_the_other_way(
             assert (await client.ask(*request))[0] == 200
         for request in ([conflict], in_two(conflict)):
             assert (await client.ask(*request))[0] == 409
-    fast, slow, *refused = [record.fields for record in caplog.records if record.name == "wane.access"]
+    fast, slow, *refused = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
     assert fast.keys() == slow.keys()
     for name in ("client", "path", "method", "status", "model", "mode", "state", "batch_items", "trace_id"):
         assert fast[name] == slow[name]
@@ -591,7 +591,7 @@ async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, cap
         for request in ([step({"tokens": [6]}, "x-forwarded-for: 192.0.2.7")], [step({"tokens": [6, 7]})]):
             assert (await client.ask(*request))[0] == 200
         assert stage.asked == [PATH]
-    clients = [record.fields["client"] for record in caplog.records if record.name == "wane.access"]
+    clients = [vars(record)["fields"]["client"] for record in caplog.records if record.name == "wane.access"]
     assert clients == ["192.0.2.7", "127.0.0.1"]
 
 

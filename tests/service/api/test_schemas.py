@@ -35,7 +35,7 @@ MODEL = [
 ]
 """What is said where a request is well-formed, and its model or its session has no use for it."""
 
-JUNK = st.sampled_from(
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, False, 0, -1, 1.5, -0.5, 2**63, -(2**70), 1e300, "", "a b", "x" * 300, [], [[]], {}]
 )
 PATTERNS = {"session": ["demo", "s", "a" * 128, "a" * 129, "a b", "a/b", "", "é", "a\n", ".", "..", "..."]}
@@ -56,6 +56,11 @@ StrictValidator = extend(
     {"pattern": pattern},
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer),
 )
+
+
+def copies(item: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[list[Any]]:
+    """One value, `size` times."""
+    return item.map(lambda one: [one] * size)
 
 
 def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
@@ -88,9 +93,7 @@ def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
                 size + by for key in ("minItems", "maxItems") if (size := schema.get(key, 0)) < 300 for by in (-1, 0, 1)
             ]
             small = st.lists(item, max_size=2)
-            return st.one_of(
-                small, *(item.map(lambda one, size=size: [one] * size) for size in (*sizes, 40) if size > 0)
-            )
+            return st.one_of(small, *(copies(item, size) for size in (*sizes, 40) if size > 0))
         case "object":
             return objects(schema)
     raise AssertionError(f"a schema of a kind that is not known here: {schema}")

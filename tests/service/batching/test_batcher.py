@@ -348,7 +348,7 @@ async def test_a_long_and_a_short_sequence_are_not_padded_to_one_another(rig: Ri
 
 
 @pytest.mark.parametrize("role", ["window", "advance", "scan"])
-def test_padding_is_at_most_half_of_a_batch(role: str) -> None:
+def test_padding_is_at_most_half_of_a_batch(role: Role) -> None:
     assert fits(role, longest=40, total=41, items=2)
     assert not fits(role, longest=40, total=42, items=3)
 

@@ -44,6 +44,9 @@ class Counted:
         self.rows[role, len(next(iter(feeds.values())))] += 1
         return self._runner.run(role, feeds)
 
+    def close(self) -> None:
+        self._runner.close()
+
 
 class Load:
     """An engine with room for a few states, its runner, and what was really appended to every session."""
@@ -79,12 +82,11 @@ class Load:
     def token(self) -> int:
         return random.randrange(2, self.engine.vocabulary.size)
 
-    async def step(self, session: str, **options: object) -> Answer:
+    async def step(self, session: str) -> Answer:
         """Appends a token where the session is, and notes it once it was answered."""
         token = self.token()
-        answer = await self.engine.step(
-            StepRequest(session, (token,), expected_position=len(self.appended[session]), **options)
-        )
+        request = StepRequest(session, (token,), expected_position=len(self.appended[session]))
+        answer = await self.engine.step(request)
         self.appended[session].append(token)
         assert answer.position == len(self.appended[session])
         return answer
@@ -273,8 +275,9 @@ async def test_two_clients_on_one_session_without_positions_are_both_appended_in
     load = make_load()
     (session,) = await load.start(1)
 
-    async def client(token: int) -> list[int | None]:
-        return [(await load.engine.step(StepRequest(session, (token,)))).position for _ in range(20)]
+    async def client(token: int) -> list[int]:
+        answers = [await load.engine.step(StepRequest(session, (token,))) for _ in range(20)]
+        return [answer.position for answer in answers if answer.position is not None]
 
     one, other = await asyncio.gather(client(100), client(200))
     assert sorted([*one, *other]) == list(range(1, 41))

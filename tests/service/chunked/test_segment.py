@@ -35,7 +35,7 @@ def test_cells_are_counted_along_the_sequence_and_run_column_by_column(segment: 
     assert [list(segment.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert [segment.length(cell) for cell in range(6)] == [4, 4, 4, 4, 4, 1]
     work = segment.work(3, 7, 8, binding=False)
-    assert work.tokens is not None and work.tokens.tolist() == [12, 13, 14, 15]
+    assert isinstance(work.tokens, np.ndarray) and work.tokens.tolist() == [12, 13, 14, 15]
     assert (work.role, work.targets, work.read, work.write) == ("advance", None, 7, 8)
     short = ChunkBatch("advance", LAYOUT, TOKENS[:17], None, states(0.0))
     assert [list(short.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3]]

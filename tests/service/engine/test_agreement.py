@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ Q = np.log(np.array([0.25, 0.6, 0.15], np.float32))
 HERE, THERE = np.array([0.0, 3.0], np.float32), np.array([4.0, 0.0], np.float32)
 
 
-def make(**changes: object) -> Agreement:
+def make(**changes: Any) -> Agreement:
     agreement = compare(P, Q, HERE, THERE, None, False)
     return replace(agreement, **changes)
 

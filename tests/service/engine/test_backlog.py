@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from random import Random
 from typing import Any
@@ -214,7 +214,7 @@ class Slow(LinearCosts):
 
 
 LONG = (7,) * (2 * PIECE_TOKENS)
-Ask = Callable[[Engine, float | None], Awaitable[object]]
+Ask = Callable[[Engine, float | None], Coroutine[Any, Any, object]]
 
 
 async def streamed(engine: Engine, deadline: float | None) -> None:
@@ -339,15 +339,21 @@ async def score_closed_after_a_piece(engine: Engine) -> None:
         await anext(scoring)
 
 
-@pytest.mark.parametrize("ask", [closed_after_three_tokens, score_closed_after_a_piece])
+@pytest.mark.parametrize(
+    ("ask", "expected_s"),
+    [(closed_after_three_tokens, 0.202 * 2 / 200), (score_closed_after_a_piece, PIECE_TOKENS / 2 / 1e3)],
+    ids=["generate", "score"],
+)
 async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
-    make_harness: MakeBench, ask: Callable[[Engine], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeBench,
+    ask: Callable[[Engine], Coroutine[Any, Any, None]],
+    expected_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_harness(cost_model=Slow()).engine
     worked: list[float] = []
     monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
     await ask(engine)
-    expected_s = {closed_after_three_tokens: 0.202 * 2 / 200, score_closed_after_a_piece: PIECE_TOKENS / 2 / 1e3}[ask]
     assert sum(worked) == pytest.approx(expected_s)
 
 

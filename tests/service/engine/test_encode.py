@@ -70,7 +70,7 @@ async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_o
         @property
         def ids(self) -> list[int]:
             taken.append(len(self))
-            return self._encoding.ids  # type: ignore[no-any-return]
+            return self._encoding.ids
 
     encodings = harness.vocabulary._encodings
     monkeypatch.setattr(harness.vocabulary, "_encodings", lambda lines: [Counted(one) for one in encodings(lines)])

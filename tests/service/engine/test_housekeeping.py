@@ -10,6 +10,7 @@ from tests.service.engine_harness import EngineHarness
 from wane.service.engine import housekeeping
 from wane.service.engine.housekeeping import SLOTS_AT_ONCE
 from wane.service.errors import Unavailable
+from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.state.pool import RESERVED
 from wane.service.types import StateSource, StepRequest
 
@@ -24,6 +25,13 @@ async def integrity(harness: EngineHarness) -> tuple[int, int]:
     return found["rounds"], found["faults"]
 
 
+def slot_of(harness: EngineHarness, session: str) -> int:
+    """Where the session's state is."""
+    state = harness.engine._pool.peek(session)
+    assert state is not None
+    return state.slot
+
+
 async def test_every_look_checks_a_part_and_rounds_are_counted(harness: EngineHarness) -> None:
     sessions = [await start(harness, 5) for _ in range(SLOTS_AT_ONCE + 3)]
     assert await integrity(harness) == (0, 0)
@@ -31,7 +39,7 @@ async def test_every_look_checks_a_part_and_rounds_are_counted(harness: EngineHa
     assert await integrity(harness) == (0, 0)
     await harness.engine._housekeeper.look()
     assert await integrity(harness) == (1, 0)
-    slot = harness.engine._pool.peek(sessions[-1]).slot
+    slot = slot_of(harness, sessions[-1])
     assert slot >= RESERVED + SLOTS_AT_ONCE
     harness.engine._pool._arrays["hidden"][slot] = 7.0
     await harness.engine._housekeeper.look()
@@ -45,7 +53,7 @@ async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
 ) -> None:
     spoilt, other = await start(harness, 5, 6), await start(harness, 5, 7)
     await harness.engine._housekeeper.look()
-    harness.engine._pool._arrays["layers.0.c"][harness.engine._pool.peek(spoilt).slot] += 1.0
+    harness.engine._pool._arrays["layers.0.c"][slot_of(harness, spoilt)] += 1.0
     await harness.engine._housekeeper.look()
     assert "a resident state has changed by itself" in caplog.text
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
@@ -96,6 +104,7 @@ async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(harness: 
     await start(harness, 5)
     harness.clock.now_s += 3601
     await harness.engine._housekeeper.look()
+    assert isinstance(harness.store, MemoryStore)
     assert harness.store.used_bytes == 0
     assert harness.engine._pool.used_bytes == 0
 

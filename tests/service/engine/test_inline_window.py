@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.service.engine.test_top1_proof_by_direction import VOCABULARY, model
 from tests.service.engine_harness import PATIENCE_S, EngineHarness
+from tests.service.oracle import Small
 from wane.service.engine.inline_window import InlineWindow
 from wane.service.errors import InvalidRequest, Unavailable, WaneError
 from wane.service.types import Answer, Mode, PredictRequest
@@ -17,7 +19,7 @@ from wane.service.types import Answer, Mode, PredictRequest
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
-def begun(harness: EngineHarness, request: PredictRequest = WINDOW) -> InlineWindow:
+def begun(harness: EngineHarness | Small, request: PredictRequest = WINDOW) -> InlineWindow:
     """A window that stands in the queue."""
     window = harness.engine.begin_window(request)
     assert window is not None
@@ -144,9 +146,9 @@ def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: b
         asked = asyncio.create_task(proof.asked.wait())
         while not asked.done():  # for a window whose radius settles nothing
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
-            window = engine.begin_window(PredictRequest(tokens, mode=Mode.WINDOW, window=2))
-            assert window is not None
-            await asyncio.wait([asked, window.answer], return_when=asyncio.FIRST_COMPLETED)
+            window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
+            either: list[asyncio.Future[Any]] = [asked, window.answer]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         draining = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
         waits = not draining.done()

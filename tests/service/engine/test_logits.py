@@ -75,7 +75,7 @@ def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> N
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[7] = 40
     outputs = picked(logits[None])
-    outputs[LOG_SUM_EXP] = np.nextafter(np.float32([40]), np.float32(0))  # as float32 may round it
+    outputs[LOG_SUM_EXP] = np.nextafter(np.array([40], np.float32), np.float32(0))  # as float32 may round it
     (found,) = predictions(logits, 1, VOCABULARY, Top(Outputs(outputs), 0))
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
 
@@ -84,7 +84,7 @@ def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
     runner = PickingRunner(VOCABULARY.size)
     pool = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
     for role in ("step", "window"):
-        rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], pool, runner)  # type: ignore[arg-type]
+        rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], pool, runner)
         for row in rows:
             assert isinstance(row, batch.Row)
             assert row.logits is not None

@@ -95,8 +95,9 @@ async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_
     lengths = [150] if k is None else [k] if used is Mode.WINDOW else [150, k]
     assert harness.runner.calls == [("window", [list(tokens[-length:])]) for length in lengths]
     if answer.agreement is not None and k is not None:
-        assert answer.agreement.error_bound == certificate.error_bound_at(k)
-        assert answer.agreement.total_variation <= answer.agreement.error_bound
+        bound = certificate.error_bound_at(k)
+        assert bound is not None and answer.agreement.error_bound == bound
+        assert answer.agreement.total_variation <= bound
 
 
 async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(harness: EngineHarness) -> None:

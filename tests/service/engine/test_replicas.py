@@ -19,6 +19,7 @@ from tests.service.sessions.stores.test_redis import until
 from wane.service.errors import IdempotencyKeyReused, PositionConflict, SessionExists, Unavailable, UnknownSession
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.factory import make_store
+from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 from wane.service.types import Answer, History, Mode, PredictRequest, StateSource, StepRequest
@@ -79,19 +80,21 @@ async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_
     assert [harness.sample("wane_state_rebuilds_total") for harness in harnesses] == [0, 1, 1]
 
 
-async def test_one_replica_alone_asks_the_store_once_a_step(make_replica: MakeReplica) -> None:
+async def test_one_replica_alone_asks_the_store_once_a_step(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = await make_replica()
     await harness.engine.create_session("s")
     await step(harness, 5)
     asked: list[str] = []
-    trips = harness.store.trips  # type: ignore[attr-defined]  (of a RedisStore)
-    run = trips.run
+    assert isinstance(harness.store, RedisStore)
+    run = harness.store.trips.run
 
     async def counted(script: Any, *rest: Any, **given: Any) -> Any:
         asked.append(script.digest)
         return await run(script, *rest, **given)
 
-    trips.run = counted
+    monkeypatch.setattr(harness.store.trips, "run", counted)
     for token in range(6, 26):
         await step(harness, token)
     assert len(asked) == 20
@@ -292,10 +295,16 @@ def answered(clients: list[Client]) -> int:
     return sum(len(client.answered) for client in clients)
 
 
+async def until_answered(clients: list[Client], steps: float) -> None:
+    """Waits until that many steps were answered, of all clients."""
+    await until(lambda: answered(clients) >= steps)
+
+
 async def tail_of(harness: EngineHarness, session: str) -> list[int]:
     record = await harness.store.get(session)
     assert record is not None
-    return record.tail.ids().tolist()[-record.position :]
+    ids: list[int] = record.tail.ids().tolist()
+    return ids[-record.position :]
 
 
 async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice(
@@ -307,7 +316,7 @@ async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice
         await harnesses[0].engine.create_session(client.session)
     running = asyncio.gather(*(client.run(150) for client in clients))
     for share in (0.2, 0.4, 0.6, 0.8):
-        await until(lambda share=share: answered(clients) >= share * 150 * len(clients))
+        await until_answered(clients, share * 150 * len(clients))
         redis.kill()
         await asyncio.to_thread(redis.start)
     await running
@@ -328,7 +337,7 @@ async def test_replicas_that_go_on_without_redis_lose_nothing_that_was_durable(
         await harness.engine.create_session(client.session)
     running = asyncio.gather(*(client.run(300) for client in clients))
     for share in (0.2, 0.4, 0.6):
-        await until(lambda share=share: answered(clients) >= share * 300 * len(clients))
+        await until_answered(clients, share * 300 * len(clients))
         redis.kill()
         await until(lambda: harness.store.standing.not_durable > 0)
         await asyncio.to_thread(redis.start)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.service.chunked.test_chunked import Told
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, known
 from wane.models.manifest import Role
 from wane.service.engine import score
 from wane.service.engine.logits import log_softmax
@@ -30,7 +30,7 @@ async def test_every_given_token_has_its_log_probability_given_those_before_it(h
     tokens = (10, 11, 12, 10)
     score = await harness.engine.score(ScoreRequest(tokens))
     assert score.logprobs == pytest.approx(expected(harness, tokens), abs=1e-5)
-    assert score.summary.perplexity == pytest.approx(np.exp(-np.mean(score.logprobs)))
+    assert score.summary.perplexity == pytest.approx(np.exp(-np.mean(known(score.logprobs))))
     assert (score.summary.error_bound, score.summary.max_residual) == (0.0, 0.0)
 
 
@@ -78,7 +78,7 @@ async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
 ) -> None:
     monkeypatch.setattr(harness.runner, "_head", harness.runner._head * np.float32(1e4))
     score = await harness.engine.score(ScoreRequest((10, 11, 12)))
-    assert np.isfinite(score.summary.perplexity)
+    assert score.summary.perplexity is not None and np.isfinite(score.summary.perplexity)
 
 
 # Truncated sequences
@@ -134,8 +134,8 @@ async def test_chunks_side_by_side_add_what_their_joints_may_come_to(
     assert summary.warm_up is not None
     joints = epsilon(summary.warm_up + 1)
     assert joints is not None and 0 < joints <= 0.1
-    for known, found in enumerate(score.error_bounds[1:], 1):
-        alone = epsilon(known)
+    for length, found in enumerate(score.error_bounds[1:], 1):
+        alone = epsilon(length)
         assert alone is not None and found == min(alone + joints, 1)
     assert summary.error_bound == score.error_bounds[1]
 

@@ -23,6 +23,7 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 
 MakeBench = Callable[..., EngineHarness]
 EOS = 0
+NOWHERE = np.zeros(4, np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,8 @@ async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hear
     expected = compare(
         harness.runner.logits([EOS, *tokens]),
         harness.runner.logits(tokens[-4:]),
-        *np.zeros((2, 4), np.float32),
+        NOWHERE,
+        NOWHERE,
         None,
         False,
     )
@@ -107,7 +109,8 @@ async def test_a_step_of_one_token_needs_no_task_with_shadows_either_and_is_comp
         compare(
             harness.runner.logits([EOS, *tokens[:end]]),
             harness.runner.logits(window),
-            *np.zeros((2, 4), np.float32),
+            NOWHERE,
+            NOWHERE,
             None,
             False,
         )
@@ -145,7 +148,8 @@ async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
     expected = compare(
         harness.runner.logits([EOS, *tokens]),
         harness.runner.logits(tokens[-100:]),
-        *np.zeros((2, 4), np.float32),
+        NOWHERE,
+        NOWHERE,
         None,
         False,
     )

@@ -37,12 +37,12 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, float]]:
+def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, object]]:
     """The ids and log-probabilities that the model itself gives for what follows <eos> and `tokens`."""
     return ranked(harness.runner.logits([EOS, *tokens]))
 
 
-def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[int, float]]:
+def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[int, object]]:
     logprobs = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     return [(int(token), pytest.approx(float(logprobs[token]))) for token in np.argsort(-logprobs)[:5]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ PASTS, LONGEST_PAST, CLIMBS = 32, 20, 4
 
 def model(seed: int, layers: int, front: bool, block: str = "residual", beside: bool = True) -> Small:
     """A gated model."""
-    fields: dict[str, object] = {"gate_caps": (0.95,) * layers}
+    fields: dict[str, Any] = {"gate_caps": (0.95,) * layers}
     if block == "residual":
         fields |= {"norm_epsilon": 0.25, "feed_forward": 7, "units": 9, "front": FRONT if front else None}
     return Small("gated", block, layers, seed, 1.0, beside=beside, **fields)

@@ -113,8 +113,8 @@ async def test_a_path_that_is_nowhere_and_a_method_that_is_none_make_no_names(
 async def test_every_message_of_a_websocket_is_a_span(server: SocketServer, spans: Spans) -> None:
     url = server.url.replace("http://", "ws://") + "/v1/sessions/s/stream"
     async with connect(url, proxy=None, additional_headers=SAMPLED) as socket:
-        for message in ({"tokens": [1]}, {"tokens": []}, {"tokens": [1]}):
-            await socket.send(json.dumps(message))
+        for tokens in ([1], [], [1]):
+            await socket.send(json.dumps({"tokens": tokens}))
             await socket.recv()
     first, bad, last = spans.named(MESSAGE)
     assert {f"{trace_of(span):032x}" for span in (first, bad, last)} == {TRACE}

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
 STABLE = FOLDER / "rnn-stable"
 
 
-def make(path: Path, **settings: object) -> ModelRegistry:
+def make(path: Path, **settings: Any) -> ModelRegistry:
     return ModelRegistry(Settings(bundles=path, device="cpu", **settings), Metrics())
 
 

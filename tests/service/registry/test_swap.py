@@ -130,8 +130,8 @@ async def test_an_old_version_answers_what_runs_for_a_caller_who_left(registry: 
         (lambda path: (path / "manifest.json").write_text("{"), "small/manifest.json: cannot be read as JSON"),
         (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but not its version"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
-        (lambda path: put(path.parent, "2", "gated", name="other") and edit_manifest(
-            path.parent / "other", "name", value=MODEL), "two bundles that differ hold version 2"),
+        (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
+         "two bundles that differ hold version 2"),
     ],
     ids=["hash", "json", "version", "field", "twice"],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from tests.training.corpora import text_corpus
 from wane.models.cell_registry import Cell
 from wane.models.manifest import Architecture
 from wane.models.networks import Network
-from wane.models.reference import Reference
+from wane.models.reference import Array, Reference
 from wane.training.audit.forgetting import (
     AtWindow,
     Spread,
@@ -49,17 +49,19 @@ def model(cell: Cell = "lstm", **fields: object) -> tuple[Network, Reference]:
     return network, Reference(architecture, weights)
 
 
-def run(oracle: Reference, tokens: np.ndarray) -> np.ndarray:
+def run(oracle: Reference, tokens: np.ndarray) -> Array:
     """hidden after the last of `tokens` from the zero state, float64 (H)."""
     state = oracle.zero_state(1)
     for token in tokens:
         hidden, state = oracle.advance(np.array([token]), state)
-    return hidden[0]
+    last: Array = hidden[0]
+    return last
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits: Array) -> Array:
     shifted = np.exp(logits - logits.max())
-    return shifted / shifted.sum()
+    shares: Array = shifted / shifted.sum()
+    return shares
 
 
 def quantiles(values: list[float]) -> list[float]:
@@ -141,7 +143,7 @@ def test_a_gradient_is_what_a_small_change_of_one_input_makes(
 def test_a_model_without_memory_has_forgotten_everything_after_one_token() -> None:
     network, _ = model("rnn_tanh", layers=1)
     with torch.no_grad():
-        network.layers[0].cell.weight_hh_l0.zero_()
+        network.get_parameter("layers.0.cell.weight_hh_l0").zero_()
     found = measure(network, short_corpus(), "audit", (1, 2), COUNT)
     assert all(at.distance.max < 1e-6 and at.total_variation.max < 1e-6 for at in found.windows)
     assert all(at.top1_match == 1 and at.perplexity_ratio == pytest.approx(1, abs=1e-6) for at in found.windows)
@@ -164,7 +166,7 @@ def test_a_run_that_overflows_is_named_with_its_token(piece: int, monkeypatch: p
     monkeypatch.setattr("wane.training.evaluate.PIECE", piece)
     network, _ = model("rnn_relu", layers=1)
     with torch.no_grad():
-        network.layers[0].cell.weight_hh_l0.abs_().mul_(4)
+        network.get_parameter("layers.0.cell.weight_hh_l0").abs_().mul_(4)
     stream, state, read = short_corpus().streams["audit"], None, 0
     finite = True
     while finite:

@@ -230,7 +230,12 @@ async def test_a_stream_is_idle_from_its_last_message_on(
 ) -> None:
     streams: list[Stream] = []
     run = Stream.run
-    monkeypatch.setattr(Stream, "run", lambda stream: (streams.append(stream), run(stream))[1])
+
+    async def noted(stream: Stream) -> None:
+        streams.append(stream)
+        await run(stream)
+
+    monkeypatch.setattr(Stream, "run", noted)
     async with serve(stream_idle_s=3) as stage, opened(stage) as socket:
         assert "predictions" in await ask(socket, step())
         (stream,) = streams

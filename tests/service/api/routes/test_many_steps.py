@@ -16,7 +16,7 @@ PATH = "/v1/sessions/tokens"
 
 
 async def test_each_step_is_answered_as_it_would_be_alone(client: httpx.AsyncClient) -> None:
-    steps = [{"session": "a", "tokens": [1]}, {"session": "b", "input": "xyz"}]
+    steps: list[dict[str, Any]] = [{"session": "a", "tokens": [1]}, {"session": "b", "input": "xyz"}]
     results = (await client.post(PATH, json={"steps": steps})).json()["results"]
     for step, result in zip(steps, results, strict=True):
         session = step.pop("session")

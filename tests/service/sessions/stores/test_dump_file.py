@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, mon
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dump_file.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         dump_file.save(path, [])
     assert path.read_bytes() == before

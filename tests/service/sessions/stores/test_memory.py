@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import pytest
 
 from tests.service.engine_harness import Clock
@@ -12,11 +14,9 @@ from wane.service.types import Mode
 STEP = LastStep(0, b"hash", None)
 
 
-def make_store(**changes: int) -> tuple[MemoryStore, Clock]:
+def make_store(session_history_tokens: int = 4, budget_bytes: int = 2**24) -> tuple[MemoryStore, Clock]:
     clock = Clock()
-    return MemoryStore(
-        **{"session_history_tokens": 4, "ttl_s": 10, "budget_bytes": 2**24, **changes}, clock=clock
-    ), clock
+    return MemoryStore(session_history_tokens, 10, budget_bytes, clock), clock
 
 
 def record(session: str = "s", model: str = "m") -> SessionRecord:
@@ -91,11 +91,12 @@ async def test_a_session_idle_for_longer_than_the_time_to_live_does_not_exist() 
 async def test_touching_appending_and_rewinding_start_the_idle_time_again_and_reading_does_not() -> None:
     store, clock = make_store()
     await store.create(record())
-    for change in (
+    changes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.touch("s"),
         lambda: store.append("s", 0, (7,), STEP),
         lambda: store.rewind("s", 1, 0),
-    ):
+    ]
+    for change in changes:
         clock.now_s += 8
         assert (await store.get("s")) is not None
         await change()
