@@ -10,8 +10,8 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures, MakeStack
-from tests.stack.crowd import crowd, failures, histories, playing, stepped
-from tests.stack.twin import ReferenceRun
+from tests.stack.load_generator import crowd, failures, histories, playing, stepped
+from tests.stack.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

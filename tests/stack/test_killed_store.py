@@ -11,9 +11,9 @@ import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
 from tests.stack.history import Outcome
-from tests.stack.player import SessionClient
+from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
+from tests.stack.session_client import SessionClient
 from tests.stack.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
+from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped
 from tests.stack.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

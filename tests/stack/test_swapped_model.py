@@ -12,8 +12,8 @@ import pytest
 from tests.models.bundles import edit_manifest
 from tests.stack.conftest import BUNDLE, MODEL, TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
-from tests.stack.crowd import crowd, failures, histories, longest_gap_s, playing, stepped
-from tests.stack.twin import ReferenceRun
+from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped
+from tests.stack.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from tests.stack.history import faults
-from tests.stack.player import SessionClient
+from tests.stack.session_client import SessionClient
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.settings import Settings
