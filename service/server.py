@@ -1,6 +1,6 @@
-"""How many threads numpy multiplies with: one, unless the operator says otherwise.
+"""The server process: uvicorn with one worker, which drains before it stops listening.
 
-The server process: uvicorn with one worker, which drains before it stops listening.
+numpy multiplies with one thread unless the operator sets another number.
 """
 
 from __future__ import annotations

@@ -1,25 +1,15 @@
-"""How requests are answered, and where the state behind an answer comes from.
+"""What the engine is asked, and what it answers: the nouns that the rest of the service speaks of.
 
-Whose a session is.
+All of them are immutable. Requests are checked where they are made. What can be judged without a model is judged here,
+by `InvalidRequest`; limits that depend on a model or on the settings (vocabulary, largest window, longest input) are
+judged by the engine.
 
-Within, a session goes by its owner's name, a slash, and the id that the owner knows: two owners may each have a session
-of one id, and neither has a name for the other's. Where nobody is asked who he is, a session goes by its id alone. No
-id holds a slash; so no id of one owner is a name of another's, in whatever store they meet.
+Token ids are plain ints. A *position* counts the tokens of a sequence; its leading start token is not counted.
+Deadlines are seconds on the event loop's clock, durations are milliseconds.
 
-What the engine is asked: frozen, slotted, and checked where it is made.
-
-Token ids are plain ints; a *position* counts the tokens of a sequence, its leading `<eos>` not counted. Deadlines are
-seconds on the event loop's clock. What can be judged without a model is judged here, by `InvalidRequest`; limits that
-hang on a model or on the settings (vocabulary, largest window, longest input) are judged by the engine.
-
-What the engine says of predictions, steps and sessions: all immutable. Durations are milliseconds; a *position*
-counts the tokens of a sequence, its leading `<eos>` not counted.
-
-What the engine says of a text's log-probabilities, while it is run and when it is over.
-
-What the engine generates, token by token, and how it ends.
-
-What a comparison of recurrent with windows of several k is made of. Durations are milliseconds.
+Inside the service a session is called by its owner's name, a slash, and the id that the owner knows. So two owners may
+each have a session of one id, and neither can name the other's. Without API keys a session is called by its id alone.
+An id holds no slash, so no id of one owner equals a name of another's, in any store.
 """
 
 from __future__ import annotations

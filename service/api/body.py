@@ -1,15 +1,12 @@
-"""What a large body holds, counted before it is decoded: decoding is one call that nothing interrupts.
+"""From the bytes of a body to a request: read before the deadline, counted, parsed strictly, and refused by name.
 
-A decoder of JSON takes a second for four megabytes of empty lists, and it holds the interpreter for all of it, on
-whatever thread it runs. To count what it would make takes some milliseconds of numpy, which leaves the interpreter to
-the event loop meanwhile.
+**Counted before it is decoded.** A JSON decoder takes a second for four megabytes of empty lists, and it holds the
+interpreter for all of it, on whatever thread it runs. Counting what it would make takes some milliseconds of numpy,
+which leaves the interpreter to the event loop.
 
-What is wrong with a body, in our words: the field by its place, and what should be there.
-
-Places are written as the engine's own messages write them, `steps[0].tokens[1]`. Those of pydantic have the names of a
-union's branches in them, and its sentences speak of Python.
-
-From bytes to a request: the body is read before its deadline, parsed strictly, and refused by name.
+**What is wrong with a body** is told in our words: the field by its place, and what should be there. Places are written
+as the engine's own messages write them, `steps[0].tokens[1]`. pydantic's places contain the names of a union's
+branches, and its sentences speak of Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A failure.
-
-Failures as answers, in the envelope of the protocol that the path speaks.
+"""Failures as answers, in the envelope of the protocol that the path speaks.
 
 `problem` is the native protocol's (RFC 9457, application/problem+json).
 
@@ -8,8 +6,8 @@ Failures as answers, in the envelope of the protocol that the path speaks.
      "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
      "request_id": "...", "position": 12}
 
-Every failure of every native route has this shape: ours, a path or method that does not exist, and what nobody
-expected. `error_object` is that of the Open Inference Protocol, under /v2: its clients look for `error`, a text.
+Every failure of every native route has this shape: ours, a path or method that does not exist, and unexpected errors.
+`error_object` is the Open Inference Protocol's, under /v2: its clients look for `error`, a text.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """

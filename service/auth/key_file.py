@@ -1,6 +1,6 @@
-"""The file of keys: read at start, and whenever it has changed. One that cannot be read leaves the keys as they are.
+"""Where keys come from: the environment, a file, or both. Without either, every request is accepted.
 
-The keys that the settings name: of the environment, of a file, or of both; or none, and then everybody may ask.
+The file is read at start, and again whenever it has changed. A file that cannot be read leaves the keys as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How much may be asked at a time: a token bucket, which fills at a rate and holds a burst.
-
-The keys that are good now, and their owners' buckets; given new keys while it is in use.
-"""
+"""The keys that are valid now, and a token bucket for each owner's rate; the keys can be replaced while in use."""
 
 from __future__ import annotations
 

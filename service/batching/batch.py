@@ -1,8 +1,7 @@
-"""What a run put out for a batch, and what of it is wanted of every row: that is worked out once for all of them.
+"""One batch of like work: its arrays are put together, run, and taken apart again.
 
-One batch of like work: its arrays are put together, run, and taken apart again.
-
-Everything here happens on the runner's thread, and every item has its own result or its own error.
+Everything here happens on the runner's thread, and every item has its own result or its own error. What is wanted of
+every row of the outputs, such as the most probable tokens, is computed once for the whole batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What batches of one token each take to run, by how many they are: quick ones need no thread of their own.
+"""What runs cost: seconds of compute an item, by role and length, measured at warm-up and updated by what is served.
 
-What runs cost: seconds of compute an item, by role and length, measured at warm-up and kept up by what is served.
+A point is kept for every power of two of the length: the mean length and the mean seconds, both with exponentially
+falling weights. Between points the cost is linear; beyond the last it is proportional to the length. In a batch every
+item costs its share of the run: under load, that is what another item of its kind adds.
 
-A point is kept for every power of two of the length: the lengths seen there and what they took, both averaged with
-exponentially falling weights. Between points cost is taken to be linear, and beyond the last proportional to length.
-In a batch every item costs its share of the run: under load, that is what another item of its kind adds.
+`RunTimeModel` expects how long a batch of one token each takes, by its size: quick ones need no thread of their own.
 """
 
 from __future__ import annotations

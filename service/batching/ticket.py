@@ -1,7 +1,4 @@
-"""One request's way through the batcher: what it may still expect, and where its time went.
-
-What waits for a runner, and who is told of it.
-"""
+"""One piece of work for the runner: who waits for it, its deadline, and where its time went."""
 
 from __future__ import annotations
 

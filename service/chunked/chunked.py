@@ -1,11 +1,4 @@
-"""A stretch of a sequence whose chunks were run side by side: its cells, and the states between them.
-
-A cell is what one run takes of a chunk. A joint is where a cell started from another state than the cell before it
-ended in. Every chunk begins with one, the first excepted. Where a cell is run again from the end of the one before it,
-its joint moves on to its own end, and shrinks on the way if the model forgets. Without joints the sequence was run as
-if in order, bit for bit.
-
-A long sequence in chunks that run side by side, each warmed up over the tokens before it; and what that leaves open.
+"""A long sequence in chunks that run side by side, each warmed up over the tokens before it; and what that leaves open.
 
 A chunk that starts in the middle has to guess its state: it runs the tokens before it from the zero state. How far that
 is from where the chunk before it ended is then *measured*, unit by unit. Where it is more than the limit, the chunk is
@@ -13,8 +6,13 @@ run again from that end, in order, until it is within the limit of the states th
 there on what was computed stands. At a limit of 0 states are equal bit for bit, and the result is that of a run in
 order, whatever the model; at worst every chunk is run again, and then what is left is run in order at once.
 
-Chunks go through the queue like any other work, a few tokens of each at a time, so that other requests' turns come.
-However long the sequence is, the states of one segment are held.
+Chunks go through the scheduler like any other work, a few tokens of each at a time, so that other requests get their
+turn. However long the sequence is, only the states of one segment are held.
+
+A *cell* is what one run takes of a chunk. A *joint* is where a cell started from another state than the cell before it
+ended in. Every chunk but the first begins with one. Where a cell is run again from the end of the one before it, its
+joint moves on to its own end, and shrinks on the way if the model forgets. Without joints the sequence was run as if in
+order, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""After how many tokens a model was seen to have forgotten where it came from: measured at warm-up.
+"""How a long sequence is cut into chunks that run side by side: as many as were quickest at warm-up.
 
-It is the warm-up to begin with, and no promise: what a warm-up left is measured again wherever one is used.
-
-What a token costs where so many sequences run side by side: measured at warm-up, to choose chunks by.
-
-What decides how a long sequence is cut into chunks, measured at warm-up: paces, and how soon the model forgets.
-
-How a long sequence is cut into chunks that run side by side: as many as are quickest by what was measured.
+Measured are the seconds a token costs, by the number of sequences side by side, and after how many tokens the model has
+forgotten where it came from (`DecayProfile`). The latter only chooses the first warm-up length and promises nothing:
+what a warm-up left is measured again wherever one is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Comparisons and reports for people: rich tables on a terminal, and a plot.
-
-The plot of a comparison: latency by mode, and agreement by window size.
+"""Comparisons and reports for people: tables on a terminal, and a plot.
 
 matplotlib takes a second to import, and is imported only where a plot is drawn.
 """

@@ -1,6 +1,6 @@
-"""Text that grows token by token, and stops where it should.
+"""Generation: one continuation, token by token, as an asynchronous iterator that holds a state while it lasts.
 
-One continuation, token by token: an asynchronous iterator that holds a state while it lasts.
+`TextStream` turns the tokens into text as they come, and finds stop sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What logits say of the next token: log-probabilities, and the most probable tokens.
-
-One token drawn from logits, by temperature, top-k and top-p.
-"""
+"""From logits to log-probabilities, the most probable tokens, and one sampled by temperature, top-k and top-p."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""What is being received and not yet answered, over all connections: one budget in bytes.
+"""What a connection may cost: limits, timeouts, the budget of bytes being received, counts of rejected connections.
 
-A connection's head, and messages of some KiB, are bounded by how many connections there may be, and nobody counts them:
-whatever large bodies are under way, a session's next step is taken.
-
-Connections that the server ends by itself, of which no request's line in the log, and no request's metric, tells.
-
-How long the server waits for a client, and how much it keeps for one: what its connections may cost.
-
-uvicorn reads what comes, and writes what there is to write, however long that takes. Here a connection has so much time
-for the head of a request, so much for its body, and so much to read what it is sent; and there are so many connections.
+uvicorn reads what comes, and writes what there is to write, however long that takes. Here a connection has a limited
+time for the head of a request, for its body, and to read what it is sent; and the number of connections is limited.
 `http_protocol.py` and `websocket_protocol.py` hold connections to these limits. What goes wrong before there is a
-request they answer themselves, in bytes.
+request they answer themselves, in bytes; no request's log line or metric tells of it, so it is counted and logged here.
+
+The receive budget covers large bodies only. The head of a connection, and messages of some KiB, are bounded by the
+number of connections: a session's next step is taken whatever large bodies are being received.
 """
 
 from __future__ import annotations

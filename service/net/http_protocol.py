@@ -1,10 +1,10 @@
-"""One write for one answer.
+"""HTTP with limits and timeouts, and one write for each response.
 
-uvicorn writes an answer's head and its body one after the other, and its WebSockets a frame's likewise; uvloop hands
-each to the system at once. A system call, and a packet to wake the other side for, takes as long as a good part of
-what an answer takes otherwise. Here what is written in one turn of the event loop is written together.
+Slow clients and oversized requests are answered 408, 429, 431 or 503 before there is a request for a route.
 
-HTTP with clients that are slow, or send too much: 408, 429, 431 and 503 before there is a request to answer.
+uvicorn writes the head and the body of a response one after the other, and a WebSocket frame likewise; uvloop hands
+each to the system at once. A system call, and a packet that wakes the other side, take a good part of what a response
+takes otherwise. `BufferedTransport` writes together what is written in one turn of the event loop.
 """
 
 from __future__ import annotations

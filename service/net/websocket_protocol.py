@@ -1,7 +1,4 @@
-"""What came on a WebSocket and nobody has taken yet, and whether its client is still there.
-
-WebSockets with clients that send frames without end, messages without end, or a handshake that is none.
-"""
+"""WebSockets with limits on frames, messages and handshakes, and the queue of messages received and not yet handled."""
 
 from __future__ import annotations
 

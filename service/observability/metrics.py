@@ -1,13 +1,11 @@
-"""Prometheus histograms for what is observed at every token.
+"""Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
 
-prometheus_client's take a lock and walk through their buckets for each value. These are observed on the event loop's
-thread only, find their bucket by bisection, and are made into metrics when somebody asks. A value that has a trace is
-its bucket's exemplar until the next one that has.
+One `Metrics` is made by whoever builds the application and is passed on: there is no global registry, so tests may have
+as many servers as they like.
 
-Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
-
-One `Metrics` is made by whoever builds the application and is passed on: there is no global registry, so that
-tests may have as many servers as they like.
+`Histogram` is our own, for what is observed at every token: prometheus_client's takes a lock and walks through its
+buckets for each value. Ours is observed on the event loop's thread only, finds the bucket by bisection, and becomes a
+metric when somebody scrapes. A value that has a trace is its bucket's exemplar until the next one that has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every version of a model that this process has to do with, and what is with it.
+"""The models that this process serves, by name: loaded at start, then replaced and unloaded as `swap.py` has it.
 
-The models that this process serves, by name: loaded at start, and then replaced and unloaded as `changes` has it.
+The index lists every version of a model that this process knows, and its condition.
 """
 
 from __future__ import annotations

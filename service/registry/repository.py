@@ -1,9 +1,7 @@
-"""The folder that bundles are in: which models it holds, at which version, and what of it has changed.
+"""The folder of bundles: which models it holds, at which version, and what of it has changed.
 
-Of several bundles of one model the one of the highest version counts. A bundle is known by the digest of its manifest,
-which holds the digests of all its other files.
-
-Loads what changes in the folder that bundles are in.
+Of several bundles of one model the one of the highest version counts. A bundle is identified by the digest of its
+manifest, which holds the digests of all its other files. `RepositoryPoller` loads what changes in the folder.
 """
 
 from __future__ import annotations

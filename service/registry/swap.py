@@ -1,21 +1,14 @@
-"""Who is here: requests that are being answered, told apart by whether they came before a moment or after it.
-
-A request may hold on to an engine that another one takes the place of meanwhile. It need not say so: what was replaced
-is ended once everybody is gone who was here when it was.
-
-The end of engines that others have taken the place of: each goes once its last request is over.
-
-An engine that was replaced by one of the same tokenizer has no sessions of its own any more. One whose tokenizer is
-another keeps those that it has, until it has not been asked for anything for as long as sessions live.
-
-What becomes of models while they are served: loaded beside what is there, put in its place, and unloaded.
+"""Models while they are served: loaded beside what is there, swapped in, and unloaded.
 
 A model's new version is loaded beside the old one, verified and warmed up as at start. Then it takes the old one's
-place between two turns of the event loop: requests that come later are given the new one, those that are there already
-are answered by the old one, which goes once the last of them is over. If the load fails, nothing has changed.
+place between two turns of the event loop: later requests are given the new one, requests in flight are answered by the
+old one, which is closed after the last of them. If the load fails, nothing has changed.
 
-Sessions go on under the new version, from their tails, if its tokenizer is the same. Else they end where they are, on
-the old one, which is kept for as long as sessions live.
+Sessions go on under the new version, from their last tokens, if its tokenizer is the same. Otherwise they stay on the
+old version, which is kept until it has not been used for as long as sessions live.
+
+A request may hold on to an engine that is replaced meanwhile, and need not say so. Requests in flight are counted by
+epoch (`Epochs`): a replaced engine is closed once every request of its epoch has ended.
 """
 
 from __future__ import annotations

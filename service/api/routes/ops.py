@@ -1,7 +1,4 @@
-"""Pages for people: plain HTML, without scripts, and without anything that another site serves.
-
-For operators: liveness, readiness, metrics; and a first page for people.
-"""
+"""Liveness, readiness and metrics for operators; and two plain HTML pages, without scripts or foreign resources."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sessions: a sequence that grows step by step, with its state kept between requests.
-
-Steps of many sessions in one call.
-"""
+"""Sessions: sequences that grow step by step, their state kept between requests; one step, or steps of many sessions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The models that are served, and what is known of them.
-
-The repository of models, as the Open Inference Protocol has it.
-"""
+"""The models that are served, what is known of them, and the Open Inference Protocol's model repository."""
 
 from __future__ import annotations
 

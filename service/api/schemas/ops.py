@@ -1,7 +1,4 @@
-"""Whether the process lives, and whether it takes requests.
-
-What was measured while serving.
-"""
+"""Liveness, readiness, and the report of what was measured while serving."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""States beside tails: when one is kept, and how it is written.
+"""The bytes of a session and of a state, as other processes read them: in a shared store, or in a dump file.
 
-    position  cut     length  maker  state
-    uint64    uint64  uint16         float32, as the slab holds it
-
-Numbers are big-endian, states as this machine has them.
-
-A session as other processes read it: what its key in a shared store holds, and its line of a file.
+A session:
 
     revision  run     length  format  stamp   position  start  tokens' digest  key's digest  identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes each at most         JSON      token ids
 
 Numbers are big-endian, token ids little-endian. `run` is what the store's scripts tell one start of Redis from another
 by, 0 elsewhere. `length` counts the head, which is what is between it and the tail. `stamp` is drawn for every change:
-nobody else writes the same. `start` is that of the last step, -1 where there is none. The identity is what does not
+no other writer writes the same. `start` is the last step's position, -1 if there is none. The identity is what does not
 change: model, version, mode, the width of an id, vocabulary. Digests stand after their lengths.
+
+A state (`Snapshot`), which is kept beside a session's last tokens once in so many tokens:
+
+    position  dropped_tokens  length  model_fingerprint  state
+    uint64    uint64          uint16                     float32, as the pool holds it
+
+Numbers are big-endian, states as this machine has them.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""A session in one `bytes` object: a million of them have to fit into a gigabyte.
+"""Sessions in this process's memory; they end with it.
+
+A session is one `bytes` object, because a million of them have to fit into a gigabyte:
 
     touched_s  position  revision  start  identity  tokens' digest  key's digest  tail
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
-`start` is that of the last step, -1 where there is none; a key's digest is empty where it had no key. What many
-sessions have in common, model, version, mode, the width of an id and the vocabulary, is their identity, kept once.
-Bytes hold no references, so the garbage collector does not walk through them, however many there are.
+`start` is the last step's position, -1 if there is none; a key's digest is empty if it had no key. What many sessions
+have in common (model, version, mode, the width of an id, the vocabulary) is their identity, kept once. Bytes hold no
+references, so the garbage collector does not walk through them, however many there are.
 
-A part of the sessions in memory, by id, the longest idle first.
-
-A plain dict keeps its order of insertion, so an entry that is used is taken out and put in again. Beside OrderedDict
-that costs no memory, and leaves nothing that the garbage collector would walk through: entries are strings and bytes.
-A dict is copied when it outgrows its table, which for a million entries would hold up everybody: hence many small ones.
-
-Sessions in this process's memory: gone with it.
+The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion, so that an entry that
+is used is taken out and put in again: the longest idle comes first. Unlike OrderedDict that costs no memory and leaves
+nothing for the garbage collector to walk through. A dict is copied when it outgrows its table, which for a million
+entries would stall every request: hence many small ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a store of sessions is.
-
-What the engine asks of whatever keeps sessions: the truth about them, of which resident states are a cache.
-"""
+"""What the engine asks of a store of sessions. The store holds the truth; cached states are a cache of it."""
 
 from __future__ import annotations
 
