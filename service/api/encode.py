@@ -1,6 +1,6 @@
 """The engine's answers as JSON documents, field by field; `reply` makes the response.
 
-The bytes are made once and sent without Starlette's own response classes, which cost more than the encoding.
+`Reply` does half the work of Starlette's `Response`, which takes any content with any encoding.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def json_bytes(value: object) -> bytes:
 
 
 async def encode_long(document: Mapping[str, object]) -> bytes:
-    """As `encode`, the same bytes, of a document with long lists: other work runs between their pieces."""
+    """As `json_bytes`, the same bytes, of a document with long lists: other work runs between their pieces."""
     parts: list[bytes] = []
     for name, value in document.items():
         parts += (b"," if parts else b"{", json_bytes(name), b":")

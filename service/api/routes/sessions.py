@@ -1,4 +1,4 @@
-"""Sessions: sequences that grow step by step, their state kept between requests; one step, or steps of many sessions."""
+"""Sessions: sequences that grow step by step, their state kept between requests; one step or many."""
 
 from __future__ import annotations
 
