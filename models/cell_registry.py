@@ -18,11 +18,11 @@ Cell = Literal["linear", "rnn_tanh", "rnn_relu", "gru", "lstm", "gated"]
 Part = Literal["torch", "oracle", "certificate", "constraint", "export"]
 
 PARTS: dict[Part, str] = {
-    "torch": "models.cells",
-    "oracle": "models.reference.cells",
-    "certificate": "models.certificate.cells",
-    "constraint": "models.constraints.cells",
-    "export": "models.export.cells",
+    "torch": "wane.models.cells",
+    "oracle": "wane.models.reference.cells",
+    "certificate": "wane.models.certificate.cells",
+    "constraint": "wane.models.constraints.cells",
+    "export": "wane.models.export.cells",
 }
 """The package that holds each part, one module per cell. Oracle and certificate need numpy alone."""
 
