@@ -130,14 +130,18 @@ def _debian() -> str:
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:
+            root, packed = Path(folder) / "root", Path(folder) / "root.tar"
             # What debootstrap mounts there is gone with its namespace.
-            run("unshare", "--mount", *bootstrap, folder)
-            packed = subprocess.Popen(
-                ["tar", "--directory", folder, "--exclude=./var/cache/apt/archives/*", "--create", "."],
-                stdout=subprocess.PIPE,
+            run("unshare", "--mount", *bootstrap, root)
+            run(
+                "tar",
+                f"--directory={root}",
+                "--exclude=./var/cache/apt/archives/*",
+                "--create",
+                f"--file={packed}",
+                ".",
             )
-            subprocess.run(["docker", "import", "-", image], stdin=packed.stdout, stdout=subprocess.PIPE, check=True)
-            assert packed.wait() == 0
+            docker("import", packed, image)
 
     return _kept("debian", " ".join(bootstrap), make)
 

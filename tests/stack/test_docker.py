@@ -175,8 +175,8 @@ def test_the_image_serves_bundles_of_ones_own_and_ends_when_it_is_told_to(image:
         assert predicted["model"] == MODEL and predicted["predictions"]
         docker("stop", "--time=20", container)
         assert docker("inspect", "--format={{.State.ExitCode}}", container) == "0"
-        lines = docker("logs", container).splitlines()
-        assert json.loads(lines[-1])["message"] == "stopped"
+        log = [json.loads(line) for line in run("sh", "-c", f"docker logs {container} 2>&1").splitlines()]
+        assert log[-1]["message"] == "stopped"
     finally:
         docker("rm", "--force", container)
 
