@@ -135,7 +135,7 @@ def image(base: str) -> Iterator[str]:
     docker(*build, "--target=build", f"--tag={PROJECT}-build", ".")  # with a name, its layers stay for the next build
     docker(*build, f"--tag={PROJECT}", ".")
     docker("image", "prune", "--force", f"--filter=label={LABEL}")
-    with tagged(PROJECT, SERVER):
+    with tagged(PROJECT, f"{SERVER}:latest"):
         yield SERVER
 
 
