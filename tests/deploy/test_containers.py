@@ -1,10 +1,10 @@
-"""The container files agree with the settings, the command line and the tree: no engine is needed to see that."""
+"""The container files agree with the settings and the tree, where containers that run do not show it: what the limits
+are made of, and the services that tests/stack/test_docker.py cannot run, Grafana and the server on a GPU."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,24 +21,7 @@ from wane.service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Settings()
-WORKDIR = "/app"
 HADOLINT = Path(sys.executable).with_name("hadolint")
-
-
-def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions and their arguments, continued lines joined."""
-    text = (ROOT / "service" / "Dockerfile").read_text()
-    lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
-    joined = lines.replace("\\\n", " ")
-    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
-
-
-def arguments(instruction: str) -> list[str]:
-    return [argument for name, argument in instructions() if name == instruction]
-
-
-def image_environment() -> dict[str, str]:
-    return dict(pair.split("=", 1) for line in arguments("ENV") for pair in shlex.split(line))
 
 
 def services() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -62,54 +45,17 @@ def as_settings(environment: dict[str, str]) -> Settings:
     return Settings.read({name: str(value) for name, value in environment.items()})
 
 
-def test_the_image_s_variables_are_settings() -> None:
-    settings = as_settings(image_environment())
-    assert settings.host == "0.0.0.0"
-    assert arguments("EXPOSE") == [str(settings.port)]
-
-
-def test_the_image_holds_what_the_server_needs_and_what_is_copied_exists() -> None:
-    copied = [source for line in arguments("COPY") for source in line.split()[:-1]]
-    for source in copied:
-        assert (ROOT / source).exists(), source
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == set(copied)
-    assert {"service", "models", "pyproject.toml"} <= set(copied)
-
-
-def test_the_image_runs_the_server_as_nobody_in_particular_and_from_the_folder_that_holds_the_bundles() -> None:
-    assert json.loads(arguments("ENTRYPOINT")[-1]) == ["python", "-m", "wane", "serve"]
-    assert arguments("USER") == [match[1] for line in arguments("RUN") if (match := re.search(r"--uid (\d+) ", line))]
-    assert set(arguments("WORKDIR")) == {WORKDIR}
-    assert not DEFAULTS.bundles.is_absolute()
-
-
-def test_the_health_check_is_a_program_that_asks_for_readiness() -> None:
-    (check,) = arguments("HEALTHCHECK")
-    command = json.loads(check[check.index("[") :])
-    assert command[:2] == ["python", "-c"]
-    compile(command[2], "the health check", "exec")
-    assert "/readyz" in command[2] and "WANE_PORT" in command[2]
-
-
-def test_there_is_a_stage_for_every_variant() -> None:
-    stages = {match[1] for line in arguments("FROM") if (match := re.search(r" AS (\w+)$", line))}
-    default = arguments("ARG")[0].removeprefix("VARIANT=")
-    assert arguments("FROM")[-1] == "${VARIANT}"
-    assert stages == {"base", "cuda"} and default == "base"
-
-
 def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_extra() -> None:
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    wanted = re.search(r'"onnxruntime-gpu(\[[a-z,]+\])?(?P<range>[^"]+)"', pyproject)
-    installed = re.search(r'"onnxruntime-gpu(\[[a-z,]+\])?(?P<range>[^"]+)"', " ".join(arguments("RUN")))
-    assert wanted and installed
-    assert wanted["range"] == installed["range"]
+    gpu = re.compile(r'"onnxruntime-gpu(?:\[[a-z,]+\])?([^"]+)"')
+    (wanted,), (installed,) = (
+        gpu.findall((ROOT / file).read_text()) for file in ("pyproject.toml", "service/Dockerfile")
+    )
+    assert wanted == installed
 
 
 @each_server
 def test_a_server_s_variables_are_settings(service: dict[str, Any]) -> None:
-    settings = as_settings({**image_environment(), **service["environment"]})
+    settings = as_settings(service["environment"])
     assert settings.device in ("cpu", "cuda")
 
 
@@ -117,7 +63,7 @@ def test_a_server_s_variables_are_settings(service: dict[str, Any]) -> None:
 def test_a_server_is_built_from_this_tree_for_the_device_that_it_names(service: dict[str, Any]) -> None:
     build = service["build"]
     assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "service" / "Dockerfile")
-    cuda = build.get("args", {}).get("VARIANT") == "cuda"
+    cuda = build.get("args", {}).get("DEVICE") == "cuda"
     assert cuda == (service["environment"]["WANE_DEVICE"] == "cuda") == (service.get("profiles") == ["gpu"])
     assert service["image"] == ("wane:cuda" if cuda else "wane")
     if cuda:
@@ -127,17 +73,8 @@ def test_a_server_is_built_from_this_tree_for_the_device_that_it_names(service: 
 
 @each_server
 def test_a_server_is_reached_at_the_port_that_it_listens_on(service: dict[str, Any]) -> None:
-    port = as_settings({**image_environment(), **service["environment"]}).port
+    port = as_settings(service["environment"]).port
     assert [*service.get("expose", ()), *(entry.rsplit(":", 1)[1] for entry in published(service))] == [str(port)]
-
-
-@each_server
-def test_a_server_mounts_the_bundles_where_it_looks_for_them(service: dict[str, Any]) -> None:
-    (mount,) = [one for one in service["volumes"] if isinstance(one, str)]
-    source, target, access = mount.split(":")
-    assert (ROOT / source) == ROOT / DEFAULTS.bundles
-    assert target == f"{WORKDIR}/{DEFAULTS.bundles.as_posix()}"
-    assert access == "ro"
 
 
 @each_server
@@ -181,7 +118,6 @@ def test_what_a_service_keeps_secret_is_a_folder_of_its_own_and_no_file_which_wo
     secrets.make(tmp_path / "secrets")
     for mount in mounts:
         assert (mount["type"], mount["target"], mount["read_only"]) == ("bind", "/run/secrets", True)
-        assert mount["bind"] == {"create_host_path": False}, "or it is made where there is none, and not ours"
         folder = tmp_path / mount["source"]
         assert folder.is_dir() and named <= {file.name for file in folder.iterdir()}
         assert folder != tmp_path / "secrets", "that has everybody's"
