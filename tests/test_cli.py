@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -75,6 +76,15 @@ print(*sys.modules, file=sys.stderr)
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert absent & set(ended.stderr.split()) == set()
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "1"), ({"ORT_DISABLE_TELEMETRY": "0"}, "0")])
+def test_onnxruntime_sends_no_telemetry_unless_the_operator_asks_for_it(given: dict[str, str], found: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    program = "import wane.service.runners.onnx, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, env=inherited | given, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [found]
 
 
 def test_the_package_runs_as_a_module() -> None:
