@@ -199,10 +199,10 @@ def main() -> None:
                 }
                 sessions = [exported.session() for exported in made.values()]
                 taken = [alternate(sessions, feeds(architecture, role, batch), repeat) for batch in BATCHES]
-                for index, (model_fingerprint, exported) in enumerate(made.items()):
+                for index, (maker, exported) in enumerate(made.items()):
                     figures = [np.percentile(runs[index] * 1e3, (50, 10, 90)) for runs in taken]
                     table.add_row(
-                        *(name, role, model_fingerprint, "dynamic" if exported.dynamic_time else f"fixed {WINDOW}"),
+                        *(name, role, maker, "dynamic" if exported.dynamic_time else f"fixed {WINDOW}"),
                         *(f"{exported.graph_bytes():,}", f"{exported.weight_bytes():,}", str(exported.nodes())),
                         *(f"{median:.3f} ({low:.3f} to {high:.3f})" for median, low, high in figures),
                     )

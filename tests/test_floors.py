@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("service", "models", "training")
-PROGRAMS = ("benchmarks", "deploy", "examples")
-CHECKED = (*PACKAGES, *PROGRAMS, "research", "tests")
+PROGRAMS = ("benchmarks", "deploy", "examples", "research")
+ENTRY = ("wane/__init__.py", "wane/__main__.py", "wane/cli.py")
 MOST_FILES = 25
 
 ROOMS = (
@@ -147,7 +147,7 @@ def test_no_import_of_the_service_runs_upward() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    names = {f"wane.{name_of(path).replace('/', '.')}": path for path in sources()}
+    names = {module_of(path): path for path in sources()}
     graph = {name: {module for module in imports(path) if module in names} - {name} for name, path in names.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -162,7 +162,8 @@ def test_no_folder_has_more_files_than_one_can_take_in() -> None:
 
 
 def test_nothing_imports_the_folders_but_through_the_package() -> None:
-    checked = [path for folder in CHECKED for path in (ROOT / folder).rglob("*.py")]
+    checked = [path for folder in (*PACKAGES, *PROGRAMS, "tests") for path in (ROOT / folder).rglob("*.py")]
+    checked += [ROOT / name for name in ENTRY]
     assert len(checked) > len(sources())
     strangers = {
         (path.relative_to(ROOT).as_posix(), module)
@@ -184,14 +185,29 @@ def test_the_service_sees_only_the_light_part_of_models() -> None:
     assert {module for module in used if not module.startswith(LIGHT_MODELS)} == set()
 
 
+def test_the_package_imports_no_program() -> None:
+    importers = {
+        (path.relative_to(ROOT).as_posix(), module)
+        for path in (*sources(), *(ROOT / name for name in ENTRY))
+        for module in imports(path)
+        if module.split(".")[0] in (*PROGRAMS, "tests")
+    }
+    assert importers == set()
+
+
 def test_only_tests_import_research() -> None:
     importers = {
         path.relative_to(ROOT).as_posix()
-        for folder in (*PACKAGES, *PROGRAMS)
+        for folder in ("benchmarks", "deploy", "examples")
         for path in (ROOT / folder).rglob("*.py")
         if any(module == "research" or module.startswith("research.") for module in imports(path))
     }
     assert importers == set()
+
+
+def test_the_command_imports_nothing_but_the_standard_library_at_its_top() -> None:
+    imported = {module.split(".")[0] for name in ENTRY for module in imports(ROOT / name)}
+    assert imported - set(sys.stdlib_module_names) == {"wane"}
 
 
 def modules_loaded_by(*names: str) -> set[str]:

@@ -7,6 +7,7 @@ process group, and nothing is sent: what it computes is what it would without th
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -62,9 +63,14 @@ class Group:
         return group
 
     def leave(self) -> None:
-        """Ends the process group."""
+        """Ends the process group, and its threads with it.
+
+        Networks still refer to the group. If its threads were left running, one that gives up a tensor while the
+        interpreter ends would abort the process.
+        """
         if not self.alone:
             dist.destroy_process_group()
+            gc.collect()
 
     @property
     def alone(self) -> bool:

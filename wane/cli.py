@@ -39,7 +39,8 @@ NEEDED = {"train": ("torch", "onnx", "matplotlib")}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    Returns the exit status: 0, 2 with a message if the input was at fault, 130 if the command was interrupted.
+    Returns the exit status: 0, 1 if another process of a training was lost, 2 with a message if the input was at fault,
+    130 if the command was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wane {metadata.version('wane')}")  # noqa: T201
         return 0
     if name not in COMMANDS:
-        nearest = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        nearest = get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean `wane {nearest[0]}`?" if nearest else "`wane --help` lists the commands"
         return _fail(f"there is no command {name!r}; {hint}")
     command = COMMANDS[name]

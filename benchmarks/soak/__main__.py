@@ -97,8 +97,11 @@ async def sample(server: Server, samples: Samples) -> None:
 
 
 def sum_of(counts: dict[str, float], name: str) -> float:
-    """Over all labels."""
-    return sum(value for key, value in counts.items() if key.split(":")[0] == name)
+    """Over all labels. Raises KeyError for a metric that the server does not have."""
+    found = [value for key, value in counts.items() if key.split(":")[0] == name]
+    if not found:
+        raise KeyError(name)
+    return sum(found)
 
 
 async def soak(
@@ -261,7 +264,7 @@ def verdict(
     memory = result["resident_mib"]
     counted = {
         name: round(sum_of(after, f"wane_{name}_total") - sum_of(before, f"wane_{name}_total"))
-        for name in ("sessions_rebuilt", "sessions_evicted", "refused_items", "failed_items", "state_faults")
+        for name in ("state_rebuilds", "states_evicted", "queue_rejected", "queue_failed", "state_faults")
     }
     apart = differences(ledger, before, after, others="hostile" in result)
     failed = failures(before, after)

@@ -234,10 +234,10 @@ async def flood(target: Target) -> AsyncIterator[Told]:
         yield await ask(target, request("POST", "/v1/sessions", target.key, {}), "201", BUSY)
 
 
-async def discarding(target: Target) -> AsyncIterator[Told]:
+async def never_reads(target: Target) -> AsyncIterator[Told]:
     """A WebSocket to which steps are sent, and from which nothing is read."""
     async with connected(target.port) as raw:
-        name = f"deaf-{random.randrange(8)}"
+        name = f"never-reads-{random.randrange(8)}"
         await ask(
             target, request("POST", "/v1/sessions", target.key, {"session": name})
         )  # or it is there, or none may be
@@ -285,7 +285,7 @@ ATTACKS: tuple[Attack, ...] = (
     bombs,
     leavers,
     flood,
-    discarding,
+    never_reads,
     babbling,
 )
 

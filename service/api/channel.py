@@ -25,7 +25,7 @@ class Channel(Protocol):
         ...
 
     async def say(self, text: bytes) -> None:
-        """Sends a text. Raises Left where nobody is there any more."""
+        """Sends a text. Raises ClientDisconnected where nobody is there any more."""
         ...
 
     async def hang_up(self, code: int, reason: str) -> None:

@@ -149,9 +149,9 @@ class AnswerBuilder:
 
         `input_ids` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
         """
-        answer_builder = recurrent or window
-        assert answer_builder is not None, "a course without a run: this is a bug"
-        found = self._predictions(answer_builder.outcome, top_k)
+        answered = recurrent or window
+        assert answered is not None, "a course without a run: this is a bug"
+        found = self._predictions(answered.outcome, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
@@ -164,9 +164,9 @@ class AnswerBuilder:
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
         elif self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, input_ids, answer_builder)
-        proved = await self._proved(answer_builder, answer_builder.bound)
-        bound, latency = answer_builder.bound, ticket.latency()
+            self.sampler.offer(course, input_ids, answered)
+        proved = await self._proved(answered, answered.bound)
+        bound, latency = answered.bound, ticket.latency()
         self._report.took(course.mode, latency)
         self._report.claimed(course.mode, bound, proved)
         return Answer(

@@ -25,7 +25,7 @@ from wane.service.types import Answer, Mode, PredictRequest
 
 
 class InlineWindows:
-    """Takes the windows of one model through; under the engine, beside `Prompts`."""
+    """Takes the windows of one model through; under the engine, beside `Predictor`."""
 
     def __init__(
         self,

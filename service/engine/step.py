@@ -211,9 +211,9 @@ class SessionSteps:
                 self._sessions.count_rebuilt()
             recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
         part = await self._answer_builder.window(course, input_ids, ticket)
-        answer_builder = recurrent or part
-        assert answer_builder is not None, "a course without a run: this is a bug"
-        _check(answer_builder.bound, tolerance)
+        answered = recurrent or part
+        assert answered is not None, "a course without a run: this is a bug"
+        _check(answered.bound, tolerance)
         answer = await self._answer_builder.answer(
             course, input_ids, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
         )

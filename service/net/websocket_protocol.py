@@ -54,7 +54,7 @@ class SyncHandler(Protocol):
 class ReceiveQueue:
     """Takes the place of uvicorn's queue, for one who takes what comes.
 
-        with inbox:
+        with receive_queue:
             answer = await engine.step(...)
 
     cancels the body of the `with` when the client goes away, and raises Abandoned in its place.

@@ -23,7 +23,7 @@ def test_a_table_is_what_the_files_say(name: str) -> None:
 @pytest.mark.parametrize("policy", ["tail", "state"])
 def test_what_was_simulated_was_fed_with_what_was_measured(policy: str) -> None:
     measured = of(json.loads((ROOT / FILE).read_text()), policy)
-    input_ids = json.loads((ROOT / RESULTS).read_text())["costs"][policy]
-    assert {name: input_ids[name] for name in ("loop_step_s", "loop_batch_s", "store_trip_s", "front_s")} == {
+    given = json.loads((ROOT / RESULTS).read_text())["costs"][policy]
+    assert {name: given[name] for name in ("loop_step_s", "loop_batch_s", "store_trip_s", "front_s")} == {
         name: getattr(measured, name) for name in ("loop_step_s", "loop_batch_s", "store_trip_s", "front_s")
     }

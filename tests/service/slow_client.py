@@ -111,7 +111,7 @@ async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> b
     return await hear(reader, writer, first, drip)
 
 
-def discarding(server: SlowClient) -> socket.socket:
+def never_reads(server: SlowClient) -> socket.socket:
     """A connection whose client takes next to nothing."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

@@ -1,4 +1,4 @@
--- Compare-and-append: see `RedisStore.append`, and written.py for how a session is laid out.
+-- Compare-and-append: see `RedisStore.append`, and codec.py for how a session is laid out.
 -- KEYS: the session, its state. ARGV: the revision that it must be at, the next one, the one to take instead where
 -- Redis was started anew since the last change; the session's head from now on, the tokens, the bytes of a tail that
 -- are kept (0: all), milliseconds to live, the state ("": as it is).

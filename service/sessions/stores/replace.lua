@@ -1,4 +1,4 @@
--- Compare-and-replace: see `RedisStore.replace`, and written.py for how a session is laid out.
+-- Compare-and-replace: see `RedisStore.replace`, and codec.py for how a session is laid out.
 -- KEYS: the session, its state. ARGV: its revision from now on, which nothing else has; all that comes after the run;
 -- milliseconds to live, the position up to which it is what it was, then what it may be at: revisions, or revisions with
 -- the stamp behind, or "" for no session. A state of a later position than that is forgotten.

@@ -93,17 +93,17 @@ async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncCl
 async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_them(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    locks = 0
+    turns = 0
     seen: list[int] = []
 
     async def others() -> None:
-        nonlocal locks
+        nonlocal turns
         while True:
-            locks += 1
+            turns += 1
             await asyncio.sleep(0)
 
     async def encode(text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
-        seen.append(locks)
+        seen.append(turns)
         return (1,)
 
     monkeypatch.setattr(engine, "encode", encode)

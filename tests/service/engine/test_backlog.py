@@ -22,7 +22,7 @@ from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictReq
 MakeBench = Callable[..., EngineHarness]
 
 
-class ServerHarness:
+class Requests:
     """A backlog, and the requests that were let in and are not over."""
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class ServerHarness:
 
 
 @pytest.fixture
-def stage() -> Iterator[ServerHarness]:
-    stage = ServerHarness()
+def stage() -> Iterator[Requests]:
+    stage = Requests()
     yield stage
     stage.held.close()
     assert stage.backlog.seconds == 0
 
 
 def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_to_come_again(
-    stage: ServerHarness,
+    stage: Requests,
 ) -> None:
     for _ in range(4):
         stage.enter(6, 30)
@@ -59,12 +59,12 @@ def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_
     assert stage.backlog.seconds == 24
 
 
-def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(stage: ServerHarness) -> None:
+def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(stage: Requests) -> None:
     stage.enter(1000, 30)
 
 
 def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway_holds_up_nobody(
-    stage: ServerHarness,
+    stage: Requests,
 ) -> None:
     stage.enter(10, 15)
     with pytest.raises(Overloaded, match="a request that was admitted before it would miss its deadline") as refused:
@@ -76,14 +76,14 @@ def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway
     stage.enter(6, 30)
 
 
-def test_a_short_request_is_neither_refused_nor_counted(stage: ServerHarness) -> None:
+def test_a_short_request_is_neither_refused_nor_counted(stage: Requests) -> None:
     stage.enter(10, 12)
     for _ in range(1000):
         stage.enter(LONG_S / 2, 1)
     assert stage.backlog.seconds == 10
 
 
-def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: ServerHarness) -> None:
+def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: Requests) -> None:
     for _ in range(2):
         stage.enter(10, None)
     stage.enter(1, MARGIN * 3 + 0.01)  # three take turns until it is over
@@ -91,7 +91,7 @@ def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: ServerHarness) 
         stage.enter(1, MARGIN * 3)
 
 
-def test_what_is_done_is_expected_no_more(stage: ServerHarness) -> None:
+def test_what_is_done_is_expected_no_more(stage: Requests) -> None:
     first = stage.enter(20, 30)
     with pytest.raises(Overloaded):
         stage.enter(10, 30)
@@ -103,7 +103,7 @@ def test_what_is_done_is_expected_no_more(stage: ServerHarness) -> None:
     stage.enter(4, 30)
 
 
-def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: ServerHarness) -> None:
+def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: Requests) -> None:
     first = stage.enter(10, None)
     stage.clock.now_s += 3 * MEASURED_S
     first.progress(MEASURED_S / 10)
@@ -112,20 +112,20 @@ def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: Ser
         stage.enter(5, MARGIN * 14)
 
 
-def test_a_request_that_fails_leaves_nothing_behind(stage: ServerHarness) -> None:
+def test_a_request_that_fails_leaves_nothing_behind(stage: Requests) -> None:
     with pytest.raises(KeyError), stage.backlog.share(10, None):
         raise KeyError
     assert stage.backlog.seconds == 0
 
 
-def test_a_request_that_ends_early_leaves_the_pace_alone(stage: ServerHarness) -> None:
+def test_a_request_that_ends_early_leaves_the_pace_alone(stage: Requests) -> None:
     for _ in range(12):
         with stage.backlog.share(10, None):
             stage.clock.now_s += 1
     assert stage.backlog._pace == 1
 
 
-def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: ServerHarness) -> None:
+def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: Requests) -> None:
     first = stage.enter(10, None)
     with stage.backlog.share(10, None):
         stage.clock.now_s += 16  # 8 s for each
@@ -134,7 +134,7 @@ def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: ServerH
     assert stage.backlog._pace == 1
 
 
-def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: ServerHarness) -> None:
+def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: Requests) -> None:
     first = stage.enter(10, None)
     second = stage.enter(10, None)
     for share in (first, second):
@@ -149,7 +149,7 @@ def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: Serv
     assert stage.backlog._pace == 1
 
 
-def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage: ServerHarness) -> None:
+def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage: Requests) -> None:
     first = stage.enter(100, None)
     first.pause()
     stage.enter(6, 5).pause()
@@ -159,7 +159,7 @@ def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage:
         stage.enter(6, 5)
 
 
-def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: ServerHarness) -> None:
+def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: Requests) -> None:
     stage.enter(100, 5)
     stage.enter(1, None)
     stage.clock.now_s += 6
@@ -167,7 +167,7 @@ def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: ServerHarnes
     assert stage.backlog.seconds == 7
 
 
-def test_a_check_looks_at_each_request_a_few_times(stage: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_looks_at_each_request_a_few_times(stage: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in range(1, 401):
         stage.enter(seconds, None)
     reads, left = 0, vars(Share)["left_s"]
@@ -184,7 +184,7 @@ def test_a_check_looks_at_each_request_a_few_times(stage: ServerHarness, monkeyp
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_are_admitted_by_the_formula(stage: ServerHarness, seed: int) -> None:
+def test_requests_are_admitted_by_the_formula(stage: Requests, seed: int) -> None:
     random, admitted, answers = Random(seed), list[tuple[float, float]](), set[bool]()
 
     def finish_s(left: float, *others: float) -> float:

@@ -48,7 +48,7 @@ async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(harness: E
 async def test_other_work_runs_while_a_long_text_is_made_an_array(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, truncated: bool
 ) -> None:
-    turn, input_ids, locks = 0, list[int](), list[int]()
+    turn, input_ids, turns = 0, list[int](), list[int]()
 
     async def count_turns() -> None:
         nonlocal turn
@@ -59,7 +59,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
     run = harness.engine._scorer._parallel.run
 
     def noted(role: Role, inputs: NDArray[np.int64], targets: NDArray[np.int64], *given: Any, **named: Any) -> Any:
-        locks.append(turn)
+        turns.append(turn)
         input_ids.extend([*inputs.tolist(), int(targets[-1])])
         return run(role, inputs, targets, *given, **named)
 
@@ -70,7 +70,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
     await harness.engine.score(ScoreRequest(tokens, truncated=truncated))
     counting.cancel()
     assert input_ids == [*([] if truncated else [EOS]), *tokens]
-    assert locks[0] > 83 // 8
+    assert turns[0] > 83 // 8
 
 
 async def test_an_impossible_text_has_a_perplexity_that_is_a_number(

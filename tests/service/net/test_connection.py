@@ -22,9 +22,9 @@ from tests.service.slow_client import (
     SOON_S,
     WAIT_S,
     dialogue,
-    discarding,
     flood,
     frame,
+    never_reads,
     serving,
     until,
 )
@@ -173,7 +173,7 @@ async def test_a_connection_too_many_is_told_so_and_the_next_has_its_place() -> 
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with discarding(server) as connection:
+        with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
 
             async def ask() -> None:
@@ -188,7 +188,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
 async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
-        with discarding(server) as connection:
+        with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
             await loop.sock_sendall(connection, HANDSHAKE)
             step = frame(0x81, b'{"tokens": [1]}')
@@ -206,7 +206,7 @@ async def test_a_stream_of_events_that_nobody_reads_is_closed_with_its_generatio
     body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with discarding(server) as connection:
+        with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
             await loop.sock_sendall(
                 connection, b"POST /v1/generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
@@ -218,7 +218,7 @@ async def test_a_stream_of_events_that_nobody_reads_is_closed_with_its_generatio
 async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=1) as server:
-        with discarding(server) as connection:
+        with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
             for _ in range(100):  # so much that the server has the rest of the answers for longer than its patience

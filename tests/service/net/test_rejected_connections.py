@@ -20,9 +20,9 @@ from tests.service.slow_client import (
     SlowClient,
     conversation,
     dialogue,
-    discarding,
     flood,
     frame,
+    never_reads,
     serving,
     until,
 )
@@ -134,7 +134,7 @@ async def test_a_body_that_somebody_waits_for_is_a_request_and_no_refusal(lines:
 async def test_clients_that_read_nothing_are_counted_and_logged(lines: list[Fields]) -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with discarding(server) as connection:
+        with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 1000))
             await until(lambda: counted(server) == {"unread": 1})

@@ -366,13 +366,13 @@ async def swap_by_turns() -> None:
             assert left(Engine) == [registry.get()]
             used.append(bytes_in_use())
             running.append(threads())
-        keepalive_hold = bytes_withheld()
+        withheld = bytes_withheld()
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"after each swap there are {running} threads"
     kept = growth(used[2:], kinds=2)  # until both have been there, what all of them share is made
     assert kept < KEPT_BYTES, f"a swap keeps {kept:,.0f} bytes; after each of them there are {used} in use"
-    assert keepalive_hold < WITHHELD_BYTES, f"{keepalive_hold:,} bytes are free, and were not given back"
+    assert withheld < WITHHELD_BYTES, f"{withheld:,} bytes are free, and were not given back"
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:

@@ -30,7 +30,7 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
-    turn, sizes, locks = 0, list[int](), list[int]()
+    turn, sizes, turns = 0, list[int](), list[int]()
 
     async def count_turns() -> None:
         nonlocal turn
@@ -42,7 +42,7 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
         for one in (value, *(value.values() if isinstance(value, dict) else ())):
             if isinstance(one, list):
                 sizes.append(len(one))
-                locks.append(turn)
+                turns.append(turn)
         return orjson.dumps(value, **given)
 
     monkeypatch.setattr(encode, "VALUES_AT_ONCE", 4, raising=False)
@@ -52,7 +52,7 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
     counting.cancel()
     assert content == whole
     assert sizes == [4, 4, 2] * 2
-    assert len(set(locks)) == len(locks)
+    assert len(set(turns)) == len(turns)
 
 
 @pytest.mark.parametrize(
