@@ -138,6 +138,8 @@ class Subject:
         self.batcher = Batcher(
             runner, self.pool, Metrics(), "state", max_batch_size=WIDTH, max_queue=settings.max_queue
         )
+        for _ in self.throughput.measure(runner, self.pool, manifest, settings.max_batch_size):
+            pass
         self.parallel = ChunkedRunner(manifest, self.batcher, self.pool, self.throughput)
         self.ends: dict[tuple[str, str], Feeds] = {}
         self.told: dict[tuple[str, str], dict[str, object]] = {}

@@ -106,7 +106,7 @@ class Bundle:
 
     def request_bound(self) -> RequestBound:
         """What bounds how far from a window's end any run over it can end."""
-        return RequestBound(self.manifest.architecture, self._weights, self._layers)
+        return self._request_bound
 
     def propagation(self) -> Propagation | None:
         """What small errors in a state come to; None where a layer is not contractive, or rounding was not measured."""
@@ -132,6 +132,10 @@ class Bundle:
     @cached_property
     def _layers(self) -> list[Layer]:
         return build_layers(self.manifest.architecture, self._weights)
+
+    @cached_property
+    def _request_bound(self) -> RequestBound:
+        return RequestBound(self.manifest.architecture, self._weights, self._layers)
 
 
 def verify_graphs(bundle: Bundle, run: Run) -> float:

@@ -100,17 +100,19 @@ def create_app(
 ) -> Application:
     """The application around a catalog that is not loaded yet.
 
-    It answers at once, and takes requests for models once they are loaded, verified and warmed up. If that fails,
-    `on_load_failure` is called with the reason, and is to end the process. `on_ready` is called before the first
-    request for a model. `tracing` is for the owner to close. Raises KeysError for a file of keys that cannot be read.
+    It answers at once; requests for models wait until they are loaded, verified and warmed up. If the server cannot go
+    on without a model that was not loaded, `on_load_failure` is called with the reason, and is to end the process.
+    `on_ready` is called once the default model answers, and again once every model does. `tracing` is for the owner to
+    close. Raises KeysError for a file of keys that cannot be read.
     """
     keys = KeySource(settings)
 
     async def load() -> None:
         try:
-            await registry.load()
+            await registry.load(on_ready)
         except Exception as error:
             on_load_failure(error)
+            await registry.close()
         if registry.ready:  # and not draining already
             on_ready()
             names = [engine.name for engine in registry.list()]

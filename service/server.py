@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from functools import partial
 from ipaddress import ip_address
@@ -71,6 +72,8 @@ class Server(uvicorn.Server):
         self.registry = registry
         self.notice_s = notice_s
         self.draining: asyncio.Task[None] | None = None
+        self._urls: list[str] = []
+        self._announced = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -84,10 +87,18 @@ class Server(uvicorn.Server):
             for listener in server.sockets:
                 host, port = listener.getsockname()[:2]
                 url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                self._urls.append(url)
                 SERVICE.info("listening", extra={"fields": {"url": url}})
                 is_open = self.keys is None or self.keys.keyring is None
                 if is_open and not ip_address(host.partition("%")[0]).is_loopback:
                     SERVICE.warning("no API keys are set: open to everybody who reaches %s", url)
+        self.announce()
+
+    def announce(self) -> None:
+        """Says to a person at a terminal, once, that the default model answers, and where."""
+        if self._urls and not self._announced and self.registry.served and sys.stdout.isatty():
+            self._announced = True
+            print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.started:
@@ -120,8 +131,8 @@ def refuse_more_workers(environment: Mapping[str, str]) -> None:
 
 
 def spare_the_collector() -> None:
-    """What is there once the models are loaded stays to the end: the garbage collector need not walk through it, which
-    takes it a tenth of a second each time, with every request waiting."""
+    """What a loaded model has made stays to the end: the garbage collector need not walk through it, which takes
+    it a tenth of a second each time, with every request waiting."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -146,7 +157,7 @@ def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None =
 
 
 def run(settings: Settings) -> None:
-    """Serves until told to stop. Raises what kept the models from being loaded: CatalogError, BundleError, ..."""
+    """Serves until told to stop. Raises what kept a model from being loaded: RegistryError, BundleError, ..."""
     logs.configure(settings.log_level)
     spare_the_processors(os.environ)
     failures: list[Exception] = []
@@ -155,10 +166,14 @@ def run(settings: Settings) -> None:
         failures.append(error)
         server.should_exit = True
 
+    def ready() -> None:
+        spare_the_collector()
+        server.announce()
+
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
     registry = ModelRegistry(settings, metrics)
-    app = create_app(settings, registry, metrics, on_load_failure=end, on_ready=spare_the_collector, tracing=tracing)
+    app = create_app(settings, registry, metrics, on_load_failure=end, on_ready=ready, tracing=tracing)
     config = uvicorn.Config(
         app,
         host=settings.host,

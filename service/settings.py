@@ -58,6 +58,10 @@ class Settings(BaseModel):
         "request is (x-forwarded-for), for the log; none: nobody is",
     )
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
+    require_all: bool = Field(
+        default=False,
+        description="end where any bundle cannot be loaded, and not only where that of the default model cannot",
+    )
     model_poll_interval_s: float | None = Field(
         default=None,
         gt=0,
@@ -219,13 +223,14 @@ class Settings(BaseModel):
             about = [unit] if unit else []
             about += [f"default {default}", PREFIX + name.upper()]
             text = f"{field.description} ({'; '.join(about)})"
-            group.add_argument(
-                f"--{name.replace('_', '-')}",
-                dest=name,
-                default=argparse.SUPPRESS,
-                metavar=(unit or name.rsplit("_", 1)[-1]).upper(),
-                help=text.replace("%", "%%"),
-            )
+            option, text = f"--{name.replace('_', '-')}", text.replace("%", "%%")
+            if field.annotation is bool:
+                group.add_argument(
+                    option, dest=name, default=argparse.SUPPRESS, action="store_const", const="true", help=text
+                )
+            else:
+                metavar = (unit or name.rsplit("_", 1)[-1]).upper()
+                group.add_argument(option, dest=name, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
     @classmethod
     def read(cls, environment: Mapping[str, str], options: argparse.Namespace | None = None) -> Self:

@@ -67,12 +67,24 @@ class Linear:
     def __init__(self, weight: Matrix, bias: Vector | float = 0.0, off: Vector | float = 0.0) -> None:
         self.weight = weight
         self.bias = np.zeros(len(weight)) + bias
-        self.magnitude = np.abs(weight)
         self.rows = np.linalg.norm(weight, axis=1)
         self._off = roundoff(weight.shape[1]) * np.abs(self.bias) + off
-        self._gram = (weight @ weight.T) ** 2
-        # a spectral norm is computed to a few units of rounding per dimension, relative
-        self.norm = float(np.linalg.norm(weight, 2)) * (1 + roundoff(4 * max(weight.shape)))
+
+    @cached_property
+    def magnitude(self) -> Matrix:
+        """The absolute value of each entry of the matrix: (R, I)."""
+        result: Matrix = np.abs(self.weight)
+        return result
+
+    @cached_property
+    def norm(self) -> float:
+        """The matrix's spectral norm, from above: it is computed to a few units of rounding per dimension, relative."""
+        return float(np.linalg.norm(self.weight, 2)) * (1 + roundoff(4 * max(self.weight.shape)))
+
+    @cached_property
+    def _gram(self) -> Matrix:
+        result: Matrix = (self.weight @ self.weight.T) ** 2
+        return result
 
     @classmethod
     def behind_norm(cls, weight: Matrix, bias: Vector, gain: Vector, shift: Vector) -> Linear:

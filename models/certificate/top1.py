@@ -42,16 +42,17 @@ class Top1:
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
         self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
-        self._rows = head_weight(weights).astype(np.float64)
+        self.rows = head_weight(weights).astype(np.float64)
+        """The output matrix: (V, H)."""
         self._bias = weights["head.bias"].astype(np.float64)
-        self._norms = np.linalg.norm(self._rows, axis=1) * (1 + MARGIN) + TINY
+        self._norms = np.linalg.norm(self.rows, axis=1) * (1 + MARGIN) + TINY
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
 
     def proved(self, bound: WindowBound) -> Flags:
         """For each window, whether every run's most probable token is the window's: (B)."""
-        logits = bound.hidden @ self._rows.T + self._bias
+        logits = bound.hidden @ self.rows.T + self._bias
         length = np.linalg.norm(bound.hidden, axis=1)[:, None]
-        off = 2 * roundoff(self._rows.shape[1]) * (length * self._norms + np.abs(self._bias))
+        off = 2 * roundoff(self.rows.shape[1]) * (length * self._norms + np.abs(self._bias))
         first, every = logits.argmax(axis=1), np.arange(len(logits))
         lead = logits[every, first][:, None] - logits - off - off[every, first][:, None]
         lead[every, first] = np.inf
@@ -65,7 +66,7 @@ class Top1:
             row, other = rows[part], others[part]
             going = proved[row]
             row, other = row[going], other[going]
-            gap = self._rows[first[row]] - self._rows[other]
+            gap = self.rows[first[row]] - self.rows[other]
             settled = lead[row, other] > (np.linalg.norm(gap, axis=1) * (1 + MARGIN) + TINY) * radius[row]
             row, other, gap = row[~settled], other[~settled], gap[~settled]
             proved[row[~(lead[row, other] > self.moved(bound, gap, row))]] = False
@@ -78,17 +79,17 @@ class Top1:
     @cached_property
     def _margins(self) -> LogitMargins:
         """As large as the output layer, and not all ask for variations."""
-        return LogitMargins(self._rows, self._gain, self._mixes)
+        return LogitMargins(self.rows, self._gain, self._mixes)
 
     def _variation(self, bound: WindowBound, row: int) -> float:
         radius = float(bound.radius[row])
         if not np.isfinite(radius):
             return 1.0
-        logits = self._rows @ bound.hidden[row] + self._bias
+        logits = self.rows @ bound.hidden[row] + self._bias
         shares = np.exp(logits - logits.max())
         shares /= shares.sum()
         if bound.norm is None:
-            gaps = self._rows - shares @ self._rows
+            gaps = self.rows - shares @ self.rows
             moved = self.moved(bound, gaps, np.full(len(gaps), row, np.intp))
         else:
             windows = np.array([row])
@@ -96,7 +97,7 @@ class Top1:
             moved = self._margins.moved(bound, row, shares, along)
         # how far the sum of shares times moves may be from 0: by the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
-        logit = roundoff(self._rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
+        logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
         return variation_by_token(shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:

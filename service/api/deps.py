@@ -53,6 +53,26 @@ def charge(request: HTTPConnection, requests: int) -> None:
         principal.charge(requests - 1, before=1)
 
 
+async def model_engine(request: HTTPConnection, name: str | None = None) -> Engine:
+    """The engine of a model, or the default one, which goes into the access log's line. Waits while it is loaded.
+
+    Raises UnknownModel, Unavailable, DeadlineExceeded.
+    """
+    models = registry(request)
+    if models.is_coming(name):
+        await models.wait_for(name, deadline(request))
+    engine = models.get(name)
+    note_model(request, engine)
+    return engine
+
+
+async def session_engine(request: HTTPConnection, session: str, model: str | None = None) -> Engine:
+    """The engine of a session by its key, which goes into the access log's line. See `ModelRegistry.engine_for`."""
+    engine = await registry(request).engine_for(session, model, deadline(request))
+    note_model(request, engine)
+    return engine
+
+
 def note_model(request: HTTPConnection, engine: Engine) -> None:
     """Adds the model to the request's line in the access log."""
     context(request.scope).fields["model"] = engine.name

@@ -84,7 +84,7 @@ class Top(NamedTuple):
 # B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
 # size for scan) to some tens of megabytes. An item of its own is always let in.
 PADDED_SHARE = 2
-MOST_POSITIONS: dict[Role, int] = {"window": 16_384, "advance": 16_384, "scan": 4_096}
+MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that no item is answered with unless they are finite."""

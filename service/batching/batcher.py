@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from wane.models.bundle_checks import ROLES
 from wane.models.manifest import Role
@@ -36,6 +36,10 @@ MOST_TAKEN = 2
 NEWEST = 1 / 8
 """Weight of the latest batch in an average."""
 
+PATIENCE_S, LOOK_S = 0.02, 0.002
+"""How long measurements wait for an idle runner, and how often they look whether it is."""
+
+T = TypeVar("T")
 Observe = Callable[[float], None]
 
 
@@ -170,6 +174,19 @@ class Batcher:
                 f"{left_s:.1f} s",
                 wait_s - left_s,
             )
+
+    async def run_between(self, call: Callable[[], T]) -> T:
+        """Runs `call` on the runner's thread, between batches: once it is idle, or after `PATIENCE_S`.
+
+        Raises Unavailable after `close`, and what `call` raises.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + PATIENCE_S
+        while not self.idle and loop.time() < until_s:  # noqa: ASYNC110  (an event would cost every batch)
+            await asyncio.sleep(LOOK_S)
+        if self._closed:
+            raise Unavailable("the server is stopping")
+        return await loop.run_in_executor(self._executor, call)
 
     async def close(self) -> None:
         """Refuses new work, fails what is queued and ends the thread once its batch is done."""

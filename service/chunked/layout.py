@@ -1,14 +1,14 @@
-"""How a long sequence is cut into chunks that run side by side: as many as were quickest at warm-up.
+"""How a long sequence is cut into chunks that run side by side: as many as were quickest when measured.
 
-Measured are the seconds a token costs, by the number of sequences side by side, and after how many tokens the model has
-forgotten where it came from (`DecayProfile`). The latter only chooses the first warm-up length and promises nothing:
-what a warm-up left is measured again wherever one is used.
+Measured, once the model is served, are the seconds a token costs, by the number of sequences side by side, and after
+how many tokens the model has forgotten where it came from (`DecayProfile`). The latter only chooses the first warm-up
+length and promises nothing: what a warm-up left is measured again wherever one is used.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,11 +47,12 @@ class DecayProfile:
         return found
 
 
-def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> DecayProfile:
-    """Runs random tokens from where random tokens led to, and from the zero state. Blocks."""
+def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, DecayProfile]:
+    """Runs random tokens from where random tokens led to, and from the zero state: yields after each run. Blocks."""
     random = np.random.default_rng(4)
     zeros = pool.gather([ZERO] * ROWS)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
+    yield
     both = {name: np.concatenate([past[name], zeros[name]]) for name in zeros}
     residuals: list[tuple[int, float]] = []
     before = 0
@@ -61,6 +62,7 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
         before = length
         apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
         residuals.append((length, apart if np.isfinite(apart) else np.inf))
+        yield
     return DecayProfile(residuals)
 
 
@@ -92,9 +94,9 @@ def measure_pace(
     eos_id: int,
     max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Pace:
-    """The pace of `advance` or `scan`. Blocks, and raises what the runner raises. To be called once the graph has run:
-    first runs are slow."""
+) -> Generator[None, None, Pace]:
+    """The pace of `advance` or `scan`: yields after each run. Blocks, and raises what the runner raises. To be called
+    once the graph has run: first runs are slow."""
     found: dict[int, float] = {}
     for _ in range(REPEATS):
         for width in WIDTHS:
@@ -108,6 +110,7 @@ def measure_pace(
                     raise row
             taken = (clock() - started_s) / (width * len(tokens))
             found[width] = min(taken, found.get(width, taken))
+            yield
     return found
 
 
@@ -126,11 +129,14 @@ class ThroughputProfile:
         """The fewest tokens after which no more than this was left of where a run came from."""
         return self._decay.warm_up(residual)
 
-    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> None:
-        """Blocks, and raises what the runner raises. To be called once every graph has run."""
+    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
+        """Yields after each of some fifty runs, of some ten milliseconds each, so that other runs may come between.
+
+        Blocks, and raises what the runner raises. To be called once every graph has run.
+        """
         for role in ("advance", "scan"):
-            self._paces[role] = measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
-        self._decay = measure_forgetting(runner, pool, manifest.vocabulary.size)
+            self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
+        self._decay = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
 
 
 SEGMENT_TOKENS = 65_536

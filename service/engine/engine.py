@@ -53,7 +53,7 @@ from wane.service.engine.step_many import abreast
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.errors import DeadlineExceeded, InvalidRequest
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import RADIUS, STREAM, Runner
+from wane.service.runners.runner import RADIUS, Runner
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.codec import model_fingerprint
@@ -108,12 +108,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         cost_model: CostModel | None = None,
         throughput: ThroughputProfile | None = None,
+        direction: DirectionProof | None = None,
         shadow_runner: ShadowProcess | None = None,
         bits: bytes = b"",
     ) -> None:
         """`clock` gives seconds, as the store's does; `cost_model` of runs and their `throughput` are measured if not
-        given. `shadow_runner`: of the same model, for shadows; without one there are none. `bits`: a digest of what
-        the graphs compute on this machine; states that a store keeps are gone on from where it is the same.
+        given. `direction` proves first tokens that `margin` does not; without one they are not proved. `shadow_runner`:
+        of the same model, for shadows; without one there are none. `bits`: a digest of what the graphs compute on this
+        machine; states that a store keeps are gone on from where it is the same.
 
         Raises ValueError where the settings do not fit the model.
         """
@@ -162,10 +164,11 @@ class Engine:
             clock=clock,
         )
         self._report = Stats(metrics, name)
-        self._margin = margin
+        self._direction = direction
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self._scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
         self._answer_builder = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._report, self._prover)
+        self._answer_builder.direction = direction
         self._shadow: Shadow | None = None
         if shadow_runner is not None:
             self._shadow = Shadow(
@@ -243,7 +246,7 @@ class Engine:
         return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:
-        """Makes the engine ready for its first request. Blocks, so it belongs off the event loop.
+        """Makes the engine ready for its first request; `measure` does the rest. Blocks: belongs off the event loop.
 
         `propagation`: what small errors in a state come to; of models every layer of which is contractive.
         """
@@ -257,12 +260,18 @@ class Engine:
         )
         lengths = (1, self._limits.window, self._limits.max_window)
         self._cost_model.measure(self._runner, self._pool, self.vocabulary.eos_id, lengths)
-        self._throughput.measure(self._runner, self._pool, self.manifest, self._max_batch)
+
+    async def measure(self) -> None:
+        """Measures, between requests, how long sequences are cut best: until then they are run in order. And rehearses
+        proofs. Raises Unavailable once the engine is closed, and what the runner raises."""
+        if self._direction is not None:
+            await asyncio.get_running_loop().run_in_executor(self._prover, self._direction.rehearse)
+        measuring = self._throughput.measure(self._runner, self._pool, self.manifest, self._max_batch)
+        ended = object()
+        while await self._batcher.run_between(partial(next, measuring, ended)) is not ended:
+            pass
         if (pace_s := self._throughput.pace("scan").get(1)) is not None:
             self._cost_model.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
-        if STREAM in self._runner.outputs("window") and self.manifest.certificate.rounding is not None:
-            direction = self._answer_builder.direction = DirectionProof(self.manifest, self._margin, self._runner)
-            self._prover.submit(direction.rehearse).result()
 
     # Questions
 

@@ -35,6 +35,7 @@ What is theorem in this, and what is measured:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,6 @@ class MarginProof:
     """The output layer's geometry, of which whatever does not depend on a request is computed once."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights = weights
         self._rows = head_weight(weights)
         rows = self._rows.astype(np.float64)
         self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
@@ -192,23 +192,42 @@ SHORTEST = np.zeros((1, 1), np.int64)
 class DirectionProof:
     """The test for one model, whose `window` graph puts out what it needs. Blocks: belongs off the event loop."""
 
-    def __init__(self, manifest: Manifest, margin: MarginProof, runner: Runner) -> None:
-        """Measures the graph's rounding: runs windows of random tokens beside the oracle's own bound."""
+    def __init__(
+        self, manifest: Manifest, weights: Weights, request: RequestBound, margin: MarginProof, runner: Runner
+    ) -> None:
+        """Measures the graph's rounding: runs windows of random tokens beside the oracle's own bound, `request`.
+
+        `request` and `margin` are those of `weights`, `runner` runs their graphs.
+        """
         assert manifest.certificate.rounding is not None, "nothing is claimed without: this is a bug"
         self._architecture = manifest.architecture
         self._margin = margin
-        self._request = RequestBound(self._architecture, margin.weights)
-        self._top1 = Top1(self._architecture, margin.weights, self._request)
-        self._rows: Matrix = head_weight(margin.weights).astype(np.float64)
+        self._request = request
+        self._top1 = Top1(self._architecture, weights, request)
+        self._rows: Matrix = self._top1.rows
         self._squares = (self._rows**2).sum(axis=1)
         self._longest = float(np.sqrt(self._squares.max())) * OUTWARD
         self._slight = 8 * roundoff(self._rows.shape[1]) * self._longest**2
-        self._bias = margin.weights["head.bias"].astype(np.float64)
+        self._bias = weights["head.bias"].astype(np.float64)
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
         rounding = manifest.certificate.rounding
         self._error = rounding.between_runs
         states = max(error.ball for error in rounding.states.values())
         self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        weights: Weights,
+        request: Callable[[], RequestBound],
+        margin: MarginProof,
+        runner: Runner,
+    ) -> DirectionProof | None:
+        """None where the graphs put out too little for the test, or no rounding was measured."""
+        if STREAM not in runner.outputs("window") or manifest.certificate.rounding is None:
+            return None
+        return cls(manifest, weights, request(), margin, runner)
 
     def proves(self, ending: WindowTrace, first: int, rivals: NDArray[np.intp]) -> bool:
         """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""

@@ -166,7 +166,9 @@ class Metrics:
         self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")
         self.loads = counter(
-            "wane_model_loads", "Models asked to be loaded while serving: outcome loaded, same or failed.", "outcome"
+            "wane_model_loads",
+            "Models asked to be loaded, at start or later: outcome loaded, same or failed.",
+            "outcome",
         )
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 

@@ -7,7 +7,9 @@ arithmetic and graphs run without the interpreter's lock.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from wane.models.bundle_checks import MANIFEST
 from wane.models.manifest import Certificate
 from wane.models.parity import compare_bits
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import MarginProof
+from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
 from wane.service.runners.subprocess import SubprocessRunner
@@ -29,10 +31,12 @@ logger = logging.getLogger("wane.engine")
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
     """A bundle whose certificate holds, or that has none; a runner whose every graph computes what the bundle's weights
-    say; and another for shadows, if there are to be any. `bits`: the digest of what its graphs compute here."""
+    say; and another for shadows, if there are to be any. `bits`: the digest of what its graphs compute here.
+    `direction`: see `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof
+    direction: DirectionProof | None
     runner: OnnxRunner
     shadow: SubprocessRunner | None
     bits: bytes
@@ -72,12 +76,14 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
             logger.warning("model %s claims no exact answers on this machine: %s", manifest.name, bits.differ)
             certificate = manifest.certificate.model_copy(update={"bit_identical": False})
             bundle = replace(bundle, manifest=manifest.model_copy(update={"certificate": certificate}))
-        margin = MarginProof(bundle.weights())
+        weights = bundle.weights()
+        margin = MarginProof(weights)
+        direction = DirectionProof.of(bundle.manifest, weights, bundle.request_bound, margin, runner)
         shadow = SubprocessRunner(bundle.path) if settings.shadow_rate else None
     except BaseException:
         runner.close()
         raise
-    return LoadedBundle(bundle, margin, runner, shadow, bits.digest)
+    return LoadedBundle(bundle, margin, direction, runner, shadow, bits.digest)
 
 
 async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics: Metrics) -> Engine:
@@ -93,6 +99,7 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
             store,
             settings,
             metrics,
+            direction=opened.direction,
             shadow_runner=opened.shadow,
             bits=opened.bits,
         )
@@ -105,10 +112,17 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
     except BaseException:
         await engine.close()
         raise
+    await asyncio.to_thread(trim)
     logger.info("loaded %s version %s on %s", manifest.name, manifest.version, opened.runner.device)
     if not manifest.certificate.certified:
         logger.info("model %s is not certified: %s", manifest.name, manifest.certificate.reason)
     return engine
+
+
+def trim() -> None:
+    """Gives free memory back to the system, where the C library keeps it (glibc). Checks of a bundle leave a lot."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:

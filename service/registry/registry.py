@@ -1,5 +1,6 @@
 """The models that this process serves, by name: loaded at start, then replaced and unloaded as `swap.py` has it.
 
+At start the default model is loaded first, and answers while the others are loaded. A request for one of those waits.
 The index lists every version of a model that this process knows, and its condition.
 """
 
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from wane.models.bundle import Bundle
+from wane.models.bundle import BundleError
+from wane.service.engine.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
     InvalidRequest,
@@ -20,12 +22,13 @@ from wane.service.errors import (
     Unavailable,
     UnknownModel,
     UnknownSession,
+    WaneError,
     truncate_repr,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.registry import loader
 from wane.service.registry.repository import FoundBundle, Repository, RepositoryError, RepositoryPoller, look
 from wane.service.registry.swap import Epochs, ModelLifecycle, RetiredEngines
+from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Ready, Store, StoreHealth
 from wane.service.settings import Settings
@@ -47,7 +50,7 @@ class IndexEntry:
 def index(
     served: Iterable[Engine],
     retired_engines: RetiredEngines,
-    loading: FoundBundle | None,
+    loading: Iterable[FoundBundle],
     bundles: Iterable[FoundBundle],
     failures: Mapping[str, LoadFailed],
 ) -> Sequence[IndexEntry]:
@@ -62,8 +65,8 @@ def index(
         IndexEntry(one.name, one.version, "UNLOADING", "until its last requests are answered")
         for one in retired_engines.leaving
     ]
-    if loading is not None:
-        entries.append(IndexEntry(loading.name, loading.version, "LOADING"))
+    coming = {(one.name, one.version) for one in loading if one.reason is None}
+    entries += [IndexEntry(name, version, "LOADING") for name, version in coming]
     told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
     for found in bundles:
         if (found.name, found.version) not in told:
@@ -77,18 +80,21 @@ logger = logging.getLogger("wane.engine")
 
 
 class RegistryError(Exception):
-    """The bundles asked for cannot be served; the message is for the operator, and the process ends."""
+    """The server cannot do without a model that was not loaded; the message is for the operator, the process ends."""
 
 
 class ModelRegistry:
     """Loads, lists and closes engines, and finds the engine of a session."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Nothing is loaded yet: `load` does that, `ready` says when."""
+        """Nothing is loaded yet: `load` does that."""
         self._settings = settings
         self._metrics = metrics
         self._engines: dict[str, Engine] = {}
         self._digests: dict[str, str] = {}
+        self._found: dict[str, FoundBundle] = {}  # what is loaded at start, by name
+        self._loads: dict[str, asyncio.Task[Engine]] = {}  # those of them that go on
+        self._open = asyncio.Event()  # the store is open, and the models to come are known
         self._default = settings.default_model
         self._status = "loading"
         self._leaving = False
@@ -111,13 +117,28 @@ class ModelRegistry:
 
     @property
     def ready(self) -> bool:
-        """Whether every model is loaded, verified and warmed up, and the process is not draining."""
+        """Whether every model is loaded, or failed to be, and the process is not draining."""
         return self._status == "ready" and not self._leaving
 
     @property
     def status(self) -> str:
         """`loading`, `ready` or `draining`."""
         return "draining" if self._leaving else self._status
+
+    @property
+    def served(self) -> Sequence[Engine]:
+        """The engines of the models that are loaded so far: the default first, the others by name. None if draining."""
+        return [] if not self._open.is_set() or self._status == "draining" or self._leaving else self.list()
+
+    @property
+    def loading(self) -> Sequence[str]:
+        """The names of the models that are still to be loaded at start, in their order."""
+        return [*self._loads]
+
+    @property
+    def failures(self) -> Mapping[str, LoadFailed]:
+        """By model, why the last load of it failed."""
+        return self._changes.failures
 
     @property
     def device(self) -> str:
@@ -134,78 +155,124 @@ class ModelRegistry:
         """The name of the model that answers where none is named."""
         return self._default
 
-    async def load(self) -> None:
-        """Reads, verifies and warms up every bundle. Raises CatalogError, BundleError, DeviceError.
+    async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
+        """Opens the store of the sessions, then loads every model: the default first, one after another.
+
+        Models answer as soon as they are loaded; `on_default` is called once the default does. A model that cannot be
+        loaded is left out: `failures` says why. Raises RegistryError, BundleError, DeviceError where it is the default,
+        or any if the settings require all; the registry is then to be closed.
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
         poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
-        found, bundles = await asyncio.to_thread(self._read_all)
-        names = [bundle.manifest.name for bundle in bundles]
-        self._default = self._choose_default(names)
-        opened = await asyncio.gather(
-            *(asyncio.to_thread(loader.open_graphs, bundle, self._settings) for bundle in bundles)
-        )
+        found = await asyncio.to_thread(self._find)
+        self._default = self._choose_default(found)
+        self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self._default, item[0])))
         if self._status != "loading":  # closed meanwhile: the sessions that there are are the next process's
-            for one in opened:
-                await asyncio.to_thread(one.close)
             return
         # Every session can then be asked for every window that its model takes.
-        longest = max(bundle.manifest.max_window for bundle in bundles)
-        store = self._store = self._changes.store = self._make_store(
-            max(self._settings.session_history_tokens, longest)
-        )
-        self._ready = store if isinstance(store, Ready) else None
+        longest = max(one.max_window for one in found.values())
+        store = self._store = self._make_store(max(self._settings.session_history_tokens, longest))
         await store.open()
-        engines: dict[str, Engine] = {}
-        for one in opened:
-            try:
-                engine = await loader.start(one, store, self._settings, self._metrics)
-            except ValueError as error:
-                raise RegistryError(f"model {one.bundle.manifest.name}: {error}") from error
-            engine.publish()
-            engine.keep()
-            engines[engine.name] = engine
-        self._engines.update(engines)
-        self._digests.update({one.name: one.digest for one in found})
+        if self._status != "loading":
+            return
+        self._ready = store if isinstance(store, Ready) else None
+        self._changes.store = store
+        self._loads = {name: asyncio.create_task(self._changes.load(name)) for name in self._found}
+        self._open.set()
+        for name, task in [*self._loads.items()]:
+            await asyncio.wait([task])
+            self._check_loaded(name, task)
+            if name == self._default and self._status == "loading":
+                on_default()
+            del self._loads[name]
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
             if self._settings.model_poll_interval_s is not None:
                 self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
 
-    def get(self, name: str | None = None) -> Engine:
-        """The engine of a model, or the default one. Raises UnknownModel; Unavailable unless ready."""
-        self.check_ready()
-        engine = self._engines.get(self._default if name is None else name)
-        if engine is None:
-            there = ", ".join(sorted(self._engines)) or "none"
-            raise UnknownModel(
-                f"there is no model {truncate_repr(self._default if name is None else name)}; there are {there}"
-            )
-        return engine
+    def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
+        """Raises what a load at start has raised, if the server is not to go on without the model."""
+        error = task.exception()
+        if error is None or isinstance(error, Unavailable):  # it is closed meanwhile
+            return
+        if not isinstance(error, WaneError):
+            raise error
+        if name == self._default or self._settings.require_all:
+            cause = error.__cause__
+            raise cause if isinstance(cause, BundleError | DeviceError) else RegistryError(error.message) from None
 
-    async def engine_for(self, session: str, model: str | None = None) -> Engine:
-        """The engine that a session lives on, which goes by its name within: see `ownership`.
+    def get(self, name: str | None = None) -> Engine:
+        """The engine of a model, or the default one. Raises UnknownModel; Unavailable while it is not loaded yet."""
+        self.check_ready()
+        name = self._default if name is None else name
+        engine = self._engines.get(name)
+        if engine is not None:
+            return engine
+        if name in self._loads:
+            raise Unavailable(f"the server is loading model {truncate_repr(name)}")
+        if (failure := self.failures.get(name)) is not None:
+            raise UnknownModel(failure.message)
+        there = ", ".join(sorted(self._engines)) or "none"
+        raise UnknownModel(f"there is no model {truncate_repr(name)}; there are {there}")
+
+    def is_coming(self, name: str | None = None) -> bool:
+        """Whether `get` could give the engine of a model, or the default one, later and not now: see `wait_for`."""
+        if not self._open.is_set():
+            return self._status == "loading"
+        name = self._default if name is None else name
+        return name in self._loads and name not in self._engines
+
+    async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
+        """Waits until a model, or the default one, is loaded at start or has failed to be.
+
+        Raises DeadlineExceeded, and Unavailable where the server stops meanwhile.
+        """
+        with until(deadline, "the deadline passed while the server was loading the model"):
+            await self._open.wait()
+            load = self._loads.get(self._default if name is None else name)
+            if load is not None:
+                await asyncio.wait([load])
+        self.check_ready()
+
+    async def wait_for_all(self, deadline: float | None = None) -> None:
+        """As `wait_for`, of every model."""
+        await self.wait_for(None, deadline)
+        for name in self.loading:
+            await self.wait_for(name, deadline)
+
+    async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
+        """The engine that a session lives on, which goes by its name within: see `Owner`. Waits for one that is still
+        being loaded.
 
         Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged where its tokens are none of this
-        version's.
+        version's; Unavailable where its model could not be loaded; DeadlineExceeded.
         """
+        if not self._open.is_set():
+            await self.wait_for(deadline=deadline)
         self.check_ready()
-        assert self._store is not None, "ready without a store: this is a bug"
+        assert self._store is not None, "open without a store: this is a bug"
         record = self._store.get_cached(session) or await self._store.get(session)
         kind = None if record is None else (record.model, record.vocabulary)
+        if record is not None and self.is_coming(record.model):
+            await self.wait_for(record.model, deadline)
         return self._engine_of(session, kind, model)
 
     def engine_at_once(self, session: str) -> Engine | None:
-        """As `engine_for`; None where the store has to be waited for. Raises as `engine_for`."""
+        """As `engine_for`; None where the store or the model has to be waited for. Raises as `engine_for`."""
         self.check_ready()
-        return None if self._ready is None else self._engine_of(session, self._ready.kind(session))
+        if self._ready is None:
+            return None
+        kind = self._ready.kind(session)
+        return None if kind is not None and self.is_coming(kind[0]) else self._engine_of(session, kind)
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
         """That of a session of this model, whose token ids are these; None: of one that there is not."""
         own, vocabulary = kind or ("", "")
         engine = self._engines.get(own)
+        if engine is None and own in self.failures:
+            raise Unavailable(self.failures[own].message)
         if kind is None or engine is None:
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if model is not None and model != own:
@@ -219,8 +286,8 @@ class ModelRegistry:
             return older
         return engine
 
-    def list(self) -> list[Engine]:
-        """Every engine: the default first, the others by name. Raises Unavailable unless ready."""
+    def list(self) -> Sequence[Engine]:
+        """The engine of every model that is loaded: the default first, the others by name. Raises Unavailable."""
         self.check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
 
@@ -241,18 +308,23 @@ class ModelRegistry:
         """
         return await self._changes.load(name, deadline)
 
-    async def unload_model(self, name: str) -> None:
+    async def unload_model(self, name: str, deadline: float | None = None) -> None:
         """The model is served no more; its sessions are there again if it is loaded again before they expire.
 
-        Raises UnknownModel, Unavailable.
+        Raises UnknownModel, Unavailable, DeadlineExceeded.
         """
+        if self._open.is_set():
+            await self.wait_for(name, deadline)
+        self.check_ready()
         await self._changes.unload(name)
 
     async def index(self) -> Sequence[IndexEntry]:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        return index(self.list(), self._retired_engines, self._changes.loading, bundles, self._changes.failures)
+        loading = [self._found[name] for name in self.loading if name not in self._engines]
+        loading += [] if self._changes.loading is None else [self._changes.loading]
+        return index(self.list(), self._retired_engines, loading, bundles, self.failures)
 
     async def settled(self) -> None:
         """Waits until what was replaced or unloaded is gone."""
@@ -269,6 +341,8 @@ class ModelRegistry:
         """Not ready from now on; refuses new requests, waits for what was admitted, then ends every engine."""
         self._status = "draining"
         self._metrics.ready.set(0)
+        self._open.set()
+        self._changes.stop_measuring()
         if self._watching is not None:
             self._watching.cancel()
         engines = [*self._engines.values(), *self._retired_engines.stop()]
@@ -280,35 +354,31 @@ class ModelRegistry:
         await asyncio.gather(*(engine.close() for engine in engines))
         if self._store is not None:  # before loads are waited for, which may take longer than the process has
             await self._store.close()
-        await asyncio.gather(*self._changes.tasks, return_exceptions=True)
+        await asyncio.gather(*self._loads.values(), *self._changes.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
-        """Raises Unavailable while nothing is served."""
-        if self._status != "ready":
-            raise Unavailable(
-                "the server is loading its models" if self._status == "loading" else "the server is stopping"
-            )
+        """Raises Unavailable while no model is served: before the store is open, and once the server is stopping."""
+        if self._status == "draining":
+            raise Unavailable("the server is stopping")
+        if not self._open.is_set():
+            raise Unavailable("the server is loading its models")
 
-    def _choose_default(self, names: Sequence[str]) -> str:
+    def _choose_default(self, found: Mapping[str, FoundBundle]) -> str:
         wanted = self._settings.default_model
-        if wanted in names:
+        if wanted in found:
             return wanted
         if self._settings.default_model_is_chosen:
-            raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(names)}")
-        return names[0]
+            raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(found)}")
+        return next((name for name, one in found.items() if one.reason is None), next(iter(found)))
 
     def _make_store(self, session_history_tokens: int) -> Store:
         return make_store(self._settings, session_history_tokens, self._metrics)
 
-    def _read_all(self) -> tuple[Sequence[FoundBundle], Sequence[Bundle]]:
-        """Every model's bundle, by name. Raises CatalogError, BundleError."""
+    def _find(self) -> dict[str, FoundBundle]:
+        """Every model's latest bundle, by name. Raises RegistryError."""
         try:
             paths = self._repository.paths()
         except RepositoryError as error:
             raise RegistryError(str(error)) from error
-        bundles = sorted(map(loader.read, paths), key=lambda one: (one.manifest.name, int(one.manifest.version)))
-        latest = {bundle.manifest.name: bundle for bundle in bundles}
-        versions = [(bundle.manifest.name, bundle.manifest.version) for bundle in bundles]
-        if len(set(versions)) < len(versions):
-            raise RegistryError(f"two bundles hold models of the same name and version: {', '.join(latest)}")
-        return [look(bundle.path) for bundle in latest.values()], [*latest.values()]
+        found = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
+        return {one.name: one for one in found}

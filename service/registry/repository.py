@@ -27,13 +27,14 @@ class RepositoryError(Exception):
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
     """A bundle as its manifest has it. One that cannot be read goes by its folder's name, has no version, and a
-    `reason`."""
+    `reason`. `max_window`: tokens."""
 
     path: Path
     name: str
     version: str
     digest: str
     reason: str | None = None
+    max_window: int = 1
 
 
 class Repository:
@@ -98,7 +99,7 @@ def look(path: Path) -> FoundBundle:
         manifest = read_manifest(path)
     except (BundleError, OSError) as error:
         return FoundBundle(path, path.name, "", "", tell(error, path))
-    return FoundBundle(path, manifest.name, manifest.version, digest)
+    return FoundBundle(path, manifest.name, manifest.version, digest, max_window=manifest.max_window)
 
 
 def tell(error: Exception, path: Path) -> str:

@@ -1,6 +1,6 @@
 """Models while they are served: loaded beside what is there, swapped in, and unloaded.
 
-A model's new version is loaded beside the old one, verified and warmed up as at start. Then it takes the old one's
+A model's new version is loaded beside the old one, verified and warmed up. Then it takes the old one's
 place between two turns of the event loop: later requests are given the new one, requests in flight are answered by the
 old one, which is closed after the last of them. If the load fails, nothing has changed.
 
@@ -14,11 +14,9 @@ epoch (`Epochs`): a replaced engine is closed once every request of its epoch ha
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from wane.models.bundle import BundleError
 from wane.service.engine.deadline import until
@@ -163,13 +161,7 @@ async def tidy() -> None:
     """
     await asyncio.sleep(0)  # until whoever called has let go of the engine
     gc.collect()
-    await asyncio.to_thread(trim)
-
-
-def trim() -> None:
-    """Gives memory that is free back to the system, where the C library is one that keeps it (glibc)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    await asyncio.to_thread(loader.trim)
 
 
 logger = logging.getLogger("wane.engine")
@@ -179,7 +171,7 @@ class ModelLifecycle:
     """Loads and unloads models, one at a time.
 
     `loading` is the bundle that is being loaded, if any; `failures` has, by model, why the last load of it failed;
-    `tasks` are the loads that go on. `store` is that of the sessions, once there is one.
+    `tasks` are the loads that go on. `store` is that of the sessions, once it is open: before that nothing is loaded.
     """
 
     def __init__(
@@ -206,11 +198,12 @@ class ModelLifecycle:
         self._one = asyncio.Lock()
         self.store: Store | None = None
         self.tasks: set[asyncio.Task[Engine]] = set()
+        self._measuring: set[asyncio.Task[None]] = set()
         self.loading: FoundBundle | None = None
         self.failures: dict[str, LoadFailed] = {}
 
     async def load(self, name: str, deadline: float | None = None) -> Engine:
-        """See `Catalog.load_model`."""
+        """See `ModelRegistry.load_model`."""
         self._check_ready()
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
@@ -219,7 +212,7 @@ class ModelLifecycle:
             return await asyncio.shield(task)
 
     async def unload(self, name: str) -> None:
-        """See `Catalog.unload_model`."""
+        """See `ModelRegistry.unload_model`."""
         self._check_ready()
         async with self._one:
             engine = self._get(name)
@@ -245,6 +238,23 @@ class ModelLifecycle:
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
+        # Its turn comes after the loads that are asked for already: those are waited for.
+        task = asyncio.create_task(self._measure(engine))
+        self._measuring.add(task)
+        task.add_done_callback(self._measuring.discard)
+
+    def stop_measuring(self) -> None:
+        """Ends all measurements."""
+        for task in self._measuring:
+            task.cancel()
+
+    async def _measure(self, engine: Engine) -> None:
+        async with self._one:
+            if not engine.retired:
+                try:
+                    await engine.measure()
+                except Exception:  # it goes on without: long sequences are run in order
+                    logger.exception("model %s was not measured", engine.name)
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:
         self.tasks.discard(task)

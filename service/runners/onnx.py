@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import onnxruntime
@@ -18,6 +20,11 @@ CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
 CUDA_DEVICE = 0
 
+FIRST_REGION_BYTES = 64 * 2**20
+"""What the shared arena asks the system for at first: a page of it that no run has used takes no memory."""
+
+_sharing = threading.Lock()
+
 
 class OnnxRunner:
     """One inference session for each role. The graphs point into the bundle's weights file by offset, so the
@@ -29,6 +36,8 @@ class OnnxRunner:
         Raises DeviceError if `device` is cuda and onnxruntime cannot use it. auto takes cuda where it works,
         and says in the log where it does not though its provider is installed.
         """
+        with _sharing:
+            _share_arena()
         available = CUDA in onnxruntime.get_available_providers()
         if device == "cuda" and not available:
             raise DeviceError(
@@ -72,6 +81,19 @@ class OnnxRunner:
         return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
 
 
+@cache
+def _share_arena() -> None:
+    """Makes one arena for the intermediate values of all graphs that run on the CPU. onnxruntime takes one a process.
+
+    Without it each graph has an arena of its own, which stays as large as the graph's largest run was.
+    """
+    place = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    growth = onnxruntime.OrtArenaCfg({"initial_chunk_size_bytes": FIRST_REGION_BYTES})
+    onnxruntime.create_and_register_allocator(place, growth)
+
+
 def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
     """An inference session for one graph."""
     options = onnxruntime.SessionOptions()
@@ -85,6 +107,10 @@ def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.I
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    if not cuda:
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        # Weights lie outside the arena, so that a closed graph gives theirs back to the system.
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     # Warnings of graph surgery are for exporters; errors are raised anyway.
     options.log_severity_level = 3
     # TensorFloat-32 keeps ten bits of a product's factors: too few for what is said of agreement and of bounds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -238,8 +238,8 @@ class LinearCosts(CostModel):
 class InOrder(ThroughputProfile):
     """Nothing is known, so every sequence is run in order."""
 
-    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> None:
-        pass
+    def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
+        return iter(())
 
 
 class Clock:

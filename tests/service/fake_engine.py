@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.engine.inline_step import InlineStep
 from wane.service.engine.step_many import abreast
-from wane.service.errors import Unavailable, UnknownModel, UnknownSession
+from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.registry.registry import IndexEntry
 from wane.service.registry.swap import Epochs
 from wane.service.sessions.stores.store import StoreHealth
@@ -280,8 +280,26 @@ class FakeRegistry:
     def ready(self) -> bool:
         return self.status == "ready" and not self.leaving.is_set()
 
-    async def load(self) -> None:
-        pass
+    @property
+    def served(self) -> Sequence[FakeEngine]:
+        return [self.engine] if self.ready else []
+
+    @property
+    def loading(self) -> Sequence[str]:
+        return [self.engine.name] if self.status == "loading" else []
+
+    @property
+    def failures(self) -> Mapping[str, LoadFailed]:
+        return {}
+
+    async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
+        on_default()
+
+    def is_coming(self, name: str | None = None) -> bool:
+        return False
+
+    async def wait_for_all(self, deadline: float | None = None) -> None:
+        self.check_ready()
 
     def check_ready(self) -> None:
         if self.failure is not None:
@@ -299,7 +317,7 @@ class FakeRegistry:
         """Its store has to be waited for."""
         return None
 
-    async def engine_for(self, session: str, model: str | None = None) -> FakeEngine:
+    async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
         if id_of(session) == "unknown":
             raise UnknownSession(f"there is no session {id_of(session)!r}")
         return self.get(model)
@@ -317,7 +335,7 @@ class FakeRegistry:
     async def load_model(self, name: str, deadline: float | None = None) -> FakeEngine:
         return self.get(name)
 
-    async def unload_model(self, name: str) -> None:
+    async def unload_model(self, name: str, deadline: float | None = None) -> None:
         self.get(name)
 
     async def index(self) -> Sequence[IndexEntry]:

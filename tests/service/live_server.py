@@ -71,16 +71,25 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(*arguments: str, **settings: str) -> Iterator[LiveServer]:
-    """A server on a free port, ready for requests, and ended with the block."""
+def starting_server(*arguments: str, stdout: Any = None, **settings: str) -> Iterator[LiveServer]:
+    """A server on a free port that has only been started, and is ended with the block."""
     command = [sys.executable, "-m", "wane", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(**settings), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(**settings), stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
     server = LiveServer(process)
     try:
-        server.wait_until_ready()
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def live_server(*arguments: str, **settings: str) -> Iterator[LiveServer]:
+    """A server on a free port, ready for requests, and ended with the block."""
+    with starting_server(*arguments, **settings) as server:
+        server.wait_until_ready()
+        yield server
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

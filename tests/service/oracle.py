@@ -18,7 +18,7 @@ from wane.models.reference import Reference, State
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import head_weight
 from wane.service.engine.engine import Engine
-from wane.service.engine.top1_proof import MarginProof
+from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from wane.service.sessions.stores.memory import MemoryStore
@@ -112,15 +112,19 @@ class Small:
         self.settings = Settings(session_history_tokens=keep, max_batch_size=4)
         self.reference = Reference(self.architecture, self.weights)
         self._past: list[tuple[int, NDArray[np.float64], State]] = []
+        margin, runner = MarginProof(self.weights), OracleRunner(self.architecture, self.weights, beside)
         self.engine = Engine(
             self.manifest,
             self.vocabulary,
-            MarginProof(self.weights),
-            OracleRunner(self.architecture, self.weights, beside),
+            margin,
+            runner,
             MemoryStore(keep, 3600, 2**20),
             self.settings,
             Metrics(),
             throughput=InOrder(),
+            direction=DirectionProof.of(
+                self.manifest, self.weights, lambda: RequestBound(self.architecture, self.weights), margin, runner
+            ),
         )
         self.engine.warm_up()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -15,8 +17,9 @@ import pytest
 
 from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeEngine, FakeRegistry
-from tests.service.live_server import TIMEOUT_S, LiveServer, environment, live_server, run
+from tests.service.live_server import TIMEOUT_S, LiveServer, environment, live_server, run, starting_server
 from tests.service.problems import assert_problem
+from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
 from wane.service.settings import Settings
 
@@ -204,3 +207,59 @@ def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.Capt
         assert f"WANE_{name.upper()}" in text
     for word in ("milliseconds", "seconds", "bytes", "tokens"):
         assert word in text
+
+
+def test_requests_wait_for_the_models_that_are_still_loaded() -> None:
+    """As the commands of the README, pasted while the server starts."""
+    names = [path.name for path in PATHS]
+
+    def ask(name: str) -> tuple[tuple[int, int, int], str]:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+            card = client.get(f"/v1/models/{name}")
+            answer = client.post("/v1/predict", json={"model": name, "tokens": [5, 6, 7]})
+            ready = client.get(f"/v2/models/{name}/ready")
+            return (card.status_code, answer.status_code, ready.status_code), answer.json()["model"]
+
+    with starting_server() as server, ThreadPoolExecutor(len(names)) as pool:
+        url = server.read_until("listening")["url"]
+        answers = pool.map(ask, reversed(names))
+        assert httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"] == "gated-stable"
+        assert list(answers) == [((200, 200, 200), name) for name in reversed(names)]
+        server.read_until("ready")
+        document = httpx.get(f"{url}/readyz").json()
+        assert (document["loading"], document["failed"], len(document["models"])) == ([], [], len(names))
+
+
+def test_a_server_that_is_told_to_stop_while_it_loads_ends_well() -> None:
+    with starting_server() as server:
+        server.read_until("listening")
+        assert server.stop() == 0
+        server.read_until("stopped")
+    assert "Traceback" not in "".join(server.said)
+
+
+def test_a_terminal_is_told_in_one_line_where_the_server_answers() -> None:
+    terminal, output = os.openpty()
+    with starting_server(stdout=output, WANE_BUNDLES=str(PATHS[0])) as server:
+        os.close(output)
+        url = server.read_until("listening")["url"]
+        with os.fdopen(terminal, encoding="utf-8") as screen:
+            assert screen.readline() == f"ready: {url}\n"
+            assert httpx.post(f"{url}/v1/predict", json={"tokens": [5]}, timeout=TIMEOUT_S).status_code == 200
+
+
+def test_a_broken_bundle_does_not_stop_the_server_unless_all_are_required(tmp_path: Path) -> None:
+    for name in ("gated", "lstm"):
+        shutil.copytree(FOLDER / name, tmp_path / name)
+    named = flip_a_byte(tmp_path / "gated")
+    with live_server("--bundles", str(tmp_path), "--default-model", "lstm") as server:
+        ready = httpx.get(f"{server.url}/readyz")
+        assert (ready.status_code, [model["model"] for model in ready.json()["models"]]) == (200, ["lstm"])
+        (failed,) = ready.json()["failed"]
+        assert failed["model"] == "gated" and f"gated/{named}: SHA-256 differs" in failed["reason"]
+        assert httpx.get(f"{server.url}/v2/models/lstm/ready").status_code == 200
+        unknown = httpx.get(f"{server.url}/v2/models/gated/ready")
+        assert unknown.status_code == 404 and named in unknown.json()["error"]
+        assert any(named in line and '"warning"' in line for line in server.said)
+    for arguments in (["--default-model", "gated"], ["--default-model", "lstm", "--require-all"]):
+        assert_ends_with_message(run("serve", "--port", "0", "--bundles", str(tmp_path), *arguments), named)

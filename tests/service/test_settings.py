@@ -30,6 +30,7 @@ def test_every_field_can_be_given_both_ways() -> None:
     given = {
         "bundles": "/b",
         "device": "cpu",
+        "require_all": "true",
         "log_level": "debug",
         "host": "h",
         "trusted_proxies": "10.0.0.0/8, ::1",
@@ -46,6 +47,7 @@ def test_every_field_can_be_given_both_ways() -> None:
     values = {name: given.get(name, "7") for name in Settings.model_fields if name != "api_keys"}
     variables = {f"WANE_{name.upper()}": value for name, value in values.items()}
     arguments = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
+    arguments.remove("true")  # a flag takes no value
     assert read(**variables) == read(*arguments)
     assert read(*arguments).bundles == Path("/b")
     assert read(*arguments).max_window == 7

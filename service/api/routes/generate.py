@@ -12,7 +12,7 @@ from starlette.types import Send
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import deadline, note_answer, note_model, registry
+from wane.service.api.deps import deadline, model_engine, note_answer
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.encode import json_bytes
 from wane.service.api.middleware import context
@@ -34,8 +34,7 @@ router = APIRouter(tags=["generate"])
 async def generate(request: Request) -> Response:
     """Goes on from a text. With `stream`: an event `token` for each token, then `finish`; a failure is `error`."""
     body = await decode(request, GenerateBody)
-    engine = registry(request).get(body.model)
-    note_model(request, engine)
+    engine = await model_engine(request, body.model)
     with until_hangup(request):
         wanted = GenerateRequest(
             tokens=await tokens_of(engine, body.sequence, deadline(request)),

@@ -74,17 +74,20 @@ async def healthz() -> Response:
     responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is away"}},
 )
 async def readyz(request: Request) -> Response:
-    """Whether requests are taken: not while models are loaded and warmed up, nor while the process drains, nor while
-    the sessions' store is away and no step can be answered without it."""
+    """Whether every model is loaded, or failed to be. Not ready either while the process drains, or while the sessions'
+    store is away and no step can be answered without it. A model answers as soon as it is loaded itself."""
     models = registry(request)
     store = models.store
     ready = models.ready and store is not None and store.ready
-    device = None if models.status == "loading" or models.device == "auto" else models.device
+    served = models.served
+    unknown = models.device == "auto" or (models.status == "loading" and not served)
     document = {
         "ready": ready,
         "status": "store_unavailable" if models.ready and not ready else models.status,
-        "device": device,
-        "models": [encode.standing(engine) for engine in models.list()] if models.ready else [],
+        "device": None if unknown else models.device,
+        "models": [encode.standing(engine) for engine in served],
+        "loading": [*models.loading],
+        "failed": [{"model": name, "reason": failure.reason} for name, failure in models.failures.items()],
         "store": None if store is None else encode.store(store),
     }
     return encode.reply(document, 200 if ready else 503)

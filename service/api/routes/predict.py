@@ -11,7 +11,16 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import charge, deadline, note_answer, note_model, registry, session_key
+from wane.service.api.deps import (
+    charge,
+    deadline,
+    model_engine,
+    note_answer,
+    note_model,
+    registry,
+    session_engine,
+    session_key,
+)
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.compare import CompareBody, ComparedModelDocument, ComparisonDocument
@@ -28,11 +37,10 @@ async def predict(request: Request) -> Response:
     body = await decode(request, PredictBody)
     session: str | None = None
     if body.session is None:
-        engine = registry(request).get(body.model)
+        engine = await model_engine(request, body.model)
     else:
         session = session_key(request, body.session)
-        engine = await registry(request).engine_for(session, body.model)
-    note_model(request, engine)
+        engine = await session_engine(request, session, body.model)
     with until_hangup(request):
         if body.inputs is not None:
             return encode.reply(await _predict_many(request, engine, body, body.inputs))
@@ -88,7 +96,7 @@ async def compare(request: Request) -> Response:
     """Measures latency and agreement of windows of several sizes against the recurrent answer."""
     body = await decode(request, CompareBody)
     names: Sequence[str | None] = body.models or [body.model]
-    engines = [registry(request).get(name) for name in names]
+    engines = [await model_engine(request, name) for name in names]
     compared: list[ComparedModelDocument] = []
     with until_hangup(request):
         for engine in engines:

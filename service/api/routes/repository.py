@@ -1,4 +1,5 @@
-"""The Open Inference Protocol's model repository extension: which versions there are, loading and unloading.
+"""The Open Inference Protocol's model repository extension: which versions there are, loading and unloading; and its
+probe of one model.
 
 A load replaces the model's version under its live sessions: see `service/registry/registry.py`.
 """
@@ -21,11 +22,13 @@ from wane.service.api.schemas.models import (
     IndexBody,
     LoadBody,
     LoadedDocument,
+    ModelReadyDocument,
     ProtocolFailureDocument,
     RepositoryEntryDocument,
     UnloadBody,
     UnloadedDocument,
 )
+from wane.service.errors import Unavailable
 from wane.service.registry.registry import IndexEntry
 
 FAILURE: dict[int | str, dict[str, Any]] = {
@@ -35,10 +38,14 @@ FAILURE: dict[int | str, dict[str, Any]] = {
     }
 }
 
-router = APIRouter(prefix="/v2/repository", tags=["repository"], responses=FAILURE)
+router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
 
 
-@router.post("/index", response_model=list[RepositoryEntryDocument], openapi_extra=json_body(IndexBody, required=False))
+@router.post(
+    "/repository/index",
+    response_model=list[RepositoryEntryDocument],
+    openapi_extra=json_body(IndexBody, required=False),
+)
 async def index(request: Request) -> Response:
     """Every version of every model that is served, is on its way in or out, or lies in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
@@ -52,17 +59,21 @@ def document(entry: IndexEntry) -> RepositoryEntryDocument:
 
 
 @router.post(
-    "/models/{name}/unload", response_model=UnloadedDocument, openapi_extra=json_body(UnloadBody, required=False)
+    "/repository/models/{name}/unload",
+    response_model=UnloadedDocument,
+    openapi_extra=json_body(UnloadBody, required=False),
 )
 async def unload(request: Request, name: str) -> Response:
     """Serves a model no more. Its sessions are there again if it is loaded again before they expire."""
     await decode(request, UnloadBody, empty=b"{}")
-    await registry(request).unload_model(name)
+    await registry(request).unload_model(name, deadline(request))
     unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
     return encode.reply(unloaded)
 
 
-@router.post("/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False))
+@router.post(
+    "/repository/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False)
+)
 async def load(request: Request, name: str) -> Response:
     """Loads a model, or the version of it that its bundle now holds, beside the one that is served; then takes that
     one's place. Answered when that is done. If it fails, what was served before still is, and `error` says why."""
@@ -72,3 +83,15 @@ async def load(request: Request, name: str) -> Response:
     note_model(request, engine)
     loaded: LoadedDocument = {"name": engine.name, "version": engine.version, "state": "READY"}
     return encode.reply(loaded)
+
+
+@router.head("/models/{name}/ready", include_in_schema=False)
+@router.get("/models/{name}/ready", response_model=ModelReadyDocument)
+async def ready(request: Request, name: str) -> Response:
+    """Whether a model answers: 503 while it is loaded or the server stops, 404 with the reason if it is not served."""
+    models = registry(request)
+    engine = models.get(name)
+    if engine not in models.served:
+        raise Unavailable("the server is stopping")
+    document: ModelReadyDocument = {"name": engine.name, "ready": True}
+    return encode.reply(document)

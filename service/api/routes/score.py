@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import deadline, note_model, registry
+from wane.service.api.deps import deadline, model_engine
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.middleware import context
 from wane.service.api.problem import failure_document
@@ -39,8 +39,7 @@ async def score(request: Request) -> Response:
     `error_bounds`) in order, as they are settled, then `finish`; a failure is `error`.
     """
     body = await decode(request, ScoreBody)
-    engine = registry(request).get(body.model)
-    note_model(request, engine)
+    engine = await model_engine(request, body.model)
     with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
         wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request), body.truncated)

@@ -13,7 +13,17 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, headers, json_body, tokens_of
-from wane.service.api.deps import charge, deadline, header, note_answer, note_model, owner, registry, session_key
+from wane.service.api.deps import (
+    charge,
+    deadline,
+    header,
+    model_engine,
+    note_answer,
+    owner,
+    registry,
+    session_engine,
+    session_key,
+)
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, anchored
@@ -67,8 +77,7 @@ async def create(request: Request) -> Response:
     Sent again before the first step, the same request is answered 200 with the session.
     """
     body = await decode(request, SessionBody)
-    engine = registry(request).get(body.model)
-    note_model(request, engine)
+    engine = await model_engine(request, body.model)
     with until_hangup(request):
         history = await _history(engine, body, deadline(request))
     view = await engine.create_session(body.session, body.mode, owner(request), history)
@@ -90,8 +99,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""
     name = session_key(request, session)
-    engine = await registry(request).engine_for(name)
-    note_model(request, engine)
+    engine = await session_engine(request, name)
     return encode.reply(encode.session(engine, await engine.get_session(name)))
 
 
@@ -99,8 +107,7 @@ async def read(request: Request, session: SessionId) -> Response:
 async def delete(request: Request, session: SessionId) -> Response:
     """Ends a session."""
     name = session_key(request, session)
-    engine = await registry(request).engine_for(name)
-    note_model(request, engine)
+    engine = await session_engine(request, name)
     with until_hangup(request):
         await engine.delete_session(name, deadline(request))
     return Response(status_code=204)
@@ -112,8 +119,7 @@ async def append(request: Request, session: SessionId) -> Response:
     body = await decode(request, StepBody)
     given = position(request, body)
     name = session_key(request, session)
-    engine = await registry(request).engine_for(name)
-    note_model(request, engine)
+    engine = await session_engine(request, name)
     with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request))
         answer = await engine.step(step(request, name, tokens, given, body))
@@ -156,8 +162,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
     body = await decode(request, RewindBody)
     name = session_key(request, session)
-    engine = await registry(request).engine_for(name)
-    note_model(request, engine)
+    engine = await session_engine(request, name)
     with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
     return encode.reply(encode.session(engine, view))
@@ -188,19 +193,23 @@ async def append_many(request: Request) -> Response:
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
     """Every step at its session's engine, which is one for all of the session's, whatever is loaded meanwhile: so that
     they come in their order. Raises Unavailable where nothing is served."""
-    models = registry(request)
+    models, until = registry(request), deadline(request)
+    if models.is_coming():
+        await models.wait_for(deadline=until)
     models.check_ready()
     outcomes: list[Outcome | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
     by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
     failed: set[str] = set()
-    until, owner_name = deadline(request), owner(request).name
+    owner_name = owner(request).name
     for index, body in enumerate(bodies):
         try:
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
             session = name_within(owner_name, body.session)
-            engine = engines.get(session) or models.engine_at_once(session) or await models.engine_for(session)
+            engine = (
+                engines.get(session) or models.engine_at_once(session) or await models.engine_for(session, None, until)
+            )
             engines[session] = engine
             step = StepRequest(
                 session,

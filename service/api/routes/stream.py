@@ -85,7 +85,11 @@ async def stream(socket: WebSocket, session: str) -> None:
     with metrics.websockets.track_inprogress():
         try:
             name = session_key(socket, session)
-            engine = await registry(socket).engine_for(name)
+            deadline = asyncio.get_running_loop().time() + context(socket.scope).timeout_s
+            engine = await registry(socket).engine_for(name, deadline=deadline)
+        except DeadlineExceeded as error:
+            await _refuse(socket, error, RESTART)
+            return
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
@@ -185,7 +189,7 @@ class Stream:
         deadline = self.loop.time() + self.here.timeout_s
         body = await self.decoder.decode(message, StreamBody, deadline)
         if self.engine.retired:
-            self.engine = await self.registry.engine_for(self.session)
+            self.engine = await self.registry.engine_for(self.session, deadline=deadline)
         session, engine = self.session, self.engine
         with self.line.until_hangup():
             if body.rewind is not None:

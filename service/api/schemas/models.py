@@ -131,6 +131,13 @@ class UnloadedDocument(TypedDict):
     state: Condition
 
 
+class ModelReadyDocument(TypedDict):
+    """A model that answers."""
+
+    name: str
+    ready: bool
+
+
 class RepositoryEntryDocument(TypedDict):
     """One version of a model; `version` is empty where its manifest cannot be read, `reason` where it is simply ready.
     A model has several entries while one version takes another's place."""

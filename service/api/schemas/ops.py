@@ -34,14 +34,23 @@ class StoreDocument(TypedDict):
     not_durable: int
 
 
+class FailedModelDocument(TypedDict):
+    """A model whose bundle could not be loaded, or a bundle that has no name but its folder's; and why."""
+
+    model: str
+    reason: str
+
+
 class ReadinessDocument(TypedDict):
-    """Whether requests are taken; the device is null until models run on one, and models are listed once ready. The
-    store is null until models are loaded."""
+    """Whether every model is loaded, or failed to be. `models`: those that answer already; `loading`: those that
+    requests wait for. The device is null until a model runs on one, and the store until it is open."""
 
     ready: bool
     status: Literal["loading", "ready", "draining", "store_unavailable"]
     device: str | None
     models: list[ModelStandingDocument]
+    loading: list[str]
+    failed: list[FailedModelDocument]
     store: StoreDocument | None
 
 

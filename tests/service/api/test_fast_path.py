@@ -44,7 +44,9 @@ class OneEngine(FakeRegistry):
         super().__init__()
         self.engine = engine  # type: ignore[assignment]
 
-    async def engine_for(self, session: str, model: str | None = None) -> Engine:  # type: ignore[override]
+    async def engine_for(  # type: ignore[override]
+        self, session: str, model: str | None = None, deadline: float | None = None
+    ) -> Engine:
         return self.engine_at_once(session)
 
     def engine_at_once(self, session: str) -> Engine:  # type: ignore[override]

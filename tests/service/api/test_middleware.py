@@ -154,7 +154,8 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, registry
         answer = response.json()
         assert [model["model"] for model in answer.pop("models")] == (["fake"] if code == 200 else [])
         assert answer.pop("store") == {"kind": "memory", "reachable": True, "not_durable": 0}
-        assert answer == {"ready": code == 200, "status": status, "device": device}
+        loading = ["fake"] if status == "loading" else []
+        assert answer == {"ready": code == 200, "status": status, "device": device, "loading": loading, "failed": []}
         assert (await client.get("/healthz")).json() == {"live": True}
 
 

@@ -204,19 +204,19 @@ async def test_retry_after_is_whole_seconds_rounded_up(client: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("case", CATALOG_ROUTES, ids=named)
-async def test_while_the_models_are_loaded_nothing_is_said_of_them(
+async def test_a_request_waits_for_its_model_until_its_deadline(
     loading: httpx.AsyncClient, case: tuple[str, str, object]
 ) -> None:
     method, path, body = case
-    document = assert_problem(await loading.request(method, path, json=body), 503, "unavailable")
-    assert "loading" in document["detail"]
+    response = await loading.request(method, path, json=body, headers={"x-request-timeout-ms": "1"})
+    assert "loading" in assert_problem(response, 504, "deadline_exceeded")["detail"]
 
 
 async def test_while_the_models_are_loaded_the_device_is_not_known(loading: httpx.AsyncClient) -> None:
     response = await loading.get("/readyz")
     assert (response.status_code, response.json()) == (
         503,
-        {"ready": False, "status": "loading", "device": None, "models": [], "store": None},
+        {"ready": False, "status": "loading", "device": None, "models": [], "loading": [], "failed": [], "store": None},
     )
 
 

@@ -354,8 +354,8 @@ def test_padding_is_at_most_half_of_a_batch(role: Role) -> None:
 
 
 def test_a_batch_of_many_positions_is_full_before_max_batch() -> None:
-    assert fits("scan", 256, 16 * 256, 16)
-    assert not fits("scan", 256, 17 * 256, 17)
+    assert fits("scan", 256, 8 * 256, 8)
+    assert not fits("scan", 256, 9 * 256, 9)
     assert fits("step", 1, 4096, 4096)
 
 

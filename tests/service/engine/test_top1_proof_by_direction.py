@@ -117,7 +117,7 @@ def test_what_rounding_may_have_moved_is_not_proved() -> None:
     assert sum(first is not None for first in after) < sum(first is not None for first in before)
 
 
-def test_the_thread_of_the_tests_has_run_a_whole_one_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_prover_thread_rehearses_a_proof_once_the_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int]] = []
 
     def moved(self: Top1, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
@@ -127,6 +127,7 @@ def test_the_thread_of_the_tests_has_run_a_whole_one_before_the_first_request(mo
     held = Top1.moved
     monkeypatch.setattr(Top1, "moved", moved)
     small = model(0, 1, front=True)
+    await small.engine.measure()
     thread = small.engine._prover._thread_name_prefix
     assert ran == [(f"{thread}_0", VOCABULARY - 1)]
 

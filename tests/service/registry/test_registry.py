@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,15 @@ from tests.service.shipped import FOLDER, PATHS, each_bundle
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
 from wane.models.manifest import Role
-from wane.service.errors import InvalidRequest, LoadFailed, Unavailable, UnknownModel, UnknownSession
+from wane.service.engine.engine import Engine
+from wane.service.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LoadFailed,
+    Unavailable,
+    UnknownModel,
+    UnknownSession,
+)
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.registry.registry import ModelRegistry, RegistryError
@@ -77,6 +85,120 @@ async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_c
         registry.get()
 
 
+class Gate:
+    """Holds every load of a bundle's graphs until it is `opened`, or opened for the next one; `names`: those begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.opened = threading.Event()
+        self._begun = threading.Semaphore(0)
+        self._open_graphs = loader.open_graphs
+        monkeypatch.setattr(loader, "open_graphs", self._held)
+
+    def _held(self, bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
+        self.names.append(bundle.manifest.name)
+        self._begun.release()
+        assert self.opened.wait(PATIENCE_S), "nobody opened the gate"
+        return self._open_graphs(bundle, settings)
+
+    async def reached(self) -> None:
+        """Waits until one load more is begun."""
+        assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
+
+
+async def test_the_default_model_answers_while_the_others_are_loaded(
+    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    for name in ("gated", "lstm", "rnn-stable"):
+        shutil.copytree(FOLDER / name, tmp_path / name)
+    registry, answering = make(tmp_path, default_model="lstm"), asyncio.Event()
+    loading = asyncio.create_task(registry.load(answering.set))
+    await gate.reached()
+    assert (registry.loading, registry.served, registry.is_coming()) == (["lstm", "gated", "rnn-stable"], [], True)
+    with pytest.raises(Unavailable, match="loading model 'lstm'"):
+        registry.get()
+    asking = asyncio.create_task(registry.wait_for())
+    other = asyncio.create_task(registry.wait_for("gated"))
+    gate.opened.set()
+    await answering.wait()
+    gate.opened.clear()
+    await asking
+    assert (await registry.get().predict(PredictRequest((1, 2, 3)))).predictions
+    assert [engine.name for engine in registry.served] == ["lstm"]
+    assert (registry.ready, registry.status, other.done()) == (False, "loading", False)
+    states = {entry.name: entry.condition for entry in await registry.index()}
+    assert states == {"lstm": "READY", "gated": "LOADING", "rnn-stable": "LOADING"}
+    with pytest.raises(DeadlineExceeded, match="while the server was loading the model"):
+        await registry.wait_for("gated", asyncio.get_running_loop().time() - 1)
+    with pytest.raises(UnknownModel):
+        registry.get("nobody")
+    gate.opened.set()
+    await other
+    assert registry.get("gated").name == "gated"
+    await loading
+    assert (registry.ready, registry.loading, gate.names) == (True, [], ["lstm", "gated", "rnn-stable"])
+    await registry.close()
+
+
+async def test_a_session_waits_for_its_model(tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sessions"
+    before = make(FOLDER / "rnn-stable", session_file=file)
+    await before.load()
+    session = (await before.get().create_session()).session
+    await before.close()
+    registry, gate = make(FOLDER, session_file=file, default_model="lstm"), Gate(monkeypatch)
+    gate.opened.set()
+    loading = asyncio.create_task(registry.load(gate.opened.clear))
+    await registry.wait_for()
+    assert registry.engine_at_once(session) is None
+    asking = asyncio.create_task(registry.engine_for(session))
+    await asyncio.sleep(0)
+    assert not asking.done()
+    gate.opened.set()
+    assert (await asking).name == "rnn-stable"
+    await loading
+    await registry.close()
+
+
+async def test_a_model_that_is_still_to_be_loaded_is_unloaded_once_it_is_there(
+    registry: ModelRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await registry.close()
+    gate, registry = Gate(monkeypatch), make(tmp_path)
+    loading = asyncio.create_task(registry.load())
+    await gate.reached()
+    last = registry.loading[-1]
+    unloading = asyncio.create_task(registry.unload_model(last))
+    again = asyncio.create_task(registry.load_model(registry.default))
+    gate.opened.set()
+    await unloading
+    await loading
+    assert [engine.name for engine in registry.list()] == [registry.default]
+    assert await again is registry.get(), "it is not loaded twice"
+    await registry.close()
+
+
+async def test_a_model_is_measured_once_all_are_loaded(
+    registry: ModelRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await registry.close()
+    registry, served, all_measured = make(tmp_path), [], asyncio.Event()
+
+    async def measure(engine: Engine) -> None:
+        served.append([one.name for one in registry.served])
+        if len(served) == 2:
+            all_measured.set()
+        raise RuntimeError("a run that failed")
+
+    monkeypatch.setattr(Engine, "measure", measure)
+    await registry.load()
+    await all_measured.wait()
+    assert [len(names) for names in served] == [2, 2]
+    assert (await registry.get().predict(PredictRequest((1, 2, 3)))).predictions
+    await registry.close()
+
+
 async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_them(tmp_path: Path) -> None:
     registry = make(tmp_path)
     for reason in ("loading", "stopping"):
@@ -129,18 +251,32 @@ async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(b
     await registry.close()
 
 
-async def test_a_catalog_that_is_closed_while_it_loads_leaves_the_sessions_to_the_next_process(
-    believed: None, monkeypatch: pytest.MonkeyPatch
+async def test_a_registry_that_is_closed_while_it_loads_ends_the_load_and_keeps_the_sessions(
+    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, loop, open_graphs = make(PATHS[0]), asyncio.get_running_loop(), loader.open_graphs
-
-    def and_close(bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
-        asyncio.run_coroutine_threadsafe(registry.close(), loop).result()
-        return open_graphs(bundle, settings)
-
-    monkeypatch.setattr(loader, "open_graphs", and_close)
-    await registry.load()
-    assert (registry.store, registry.ready, registry.status) == (None, False, "draining")
+    file = tmp_path / "sessions"
+    before = make(PATHS[0], session_file=file)
+    await before.load()
+    session = (await before.get().create_session()).session
+    await before.close()
+    gate = Gate(monkeypatch)
+    registry, after = make(FOLDER, session_file=file), make(PATHS[0], session_file=file)
+    loading = asyncio.create_task(registry.load())
+    await gate.reached()
+    assert not file.exists(), "the store is open before the first model is loaded"
+    asking = asyncio.create_task(registry.wait_for())
+    closing = asyncio.create_task(registry.close())
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await closing
+    await loading
+    assert (registry.ready, registry.status, registry.served, registry.loading) == (False, "draining", [], [])
+    assert gate.names == ["gated-stable"], "the models behind the first are not begun"
+    with pytest.raises(Unavailable, match="stopping"):
+        await asking
+    await after.load()
+    assert await after.engine_for(session) is after.get()
+    await after.close()
 
 
 async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
@@ -180,10 +316,11 @@ async def test_a_default_model_that_was_named_must_be_there() -> None:
         await make(PATHS[0], default_model="nobody").load()
 
 
-async def test_two_bundles_of_one_name_and_version_are_refused(tmp_path: Path) -> None:
+async def test_two_bundles_of_one_name_and_version_that_differ_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
-    with pytest.raises(RegistryError, match="same name and version"):
+    edit_manifest(tmp_path / "b", "description", value="another")
+    with pytest.raises(RegistryError, match="two bundles that differ hold version"):
         await make(tmp_path).load()
 
 
@@ -209,6 +346,61 @@ async def test_a_bundle_with_a_flipped_byte_is_not_served(tmp_path: Path) -> Non
     with pytest.raises(BundleError, match=r"weights\.safetensors"):
         await registry.load()
     assert not registry.ready
+    await registry.close()
+
+
+def flip_a_byte(path: Path) -> str:
+    weights = path / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    return "other/weights.safetensors: SHA-256 differs"
+
+
+def cut_the_manifest(path: Path) -> str:
+    (path / "manifest.json").write_text("{")
+    return "other/manifest.json: cannot be read as JSON"
+
+
+@pytest.mark.parametrize("spoil", [flip_a_byte, cut_the_manifest])
+async def test_a_bundle_that_cannot_be_loaded_is_left_out_and_named(
+    tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
+) -> None:
+    shutil.copytree(FOLDER / "lstm", tmp_path / "lstm")
+    shutil.copytree(FOLDER / "gated", tmp_path / "other")
+    edit_manifest(tmp_path / "other", "name", value="other")
+    reason = spoil(tmp_path / "other")
+    registry = make(tmp_path, default_model="lstm")
+    await registry.load()
+    assert (registry.ready, [engine.name for engine in registry.list()]) == (True, ["lstm"])
+    assert reason in registry.failures["other"].reason
+    assert f"model 'other' was not loaded: {reason}" in caplog.text
+    (entry,) = [entry for entry in await registry.index() if entry.name == "other"]
+    assert entry.condition == "UNAVAILABLE" and reason in entry.reason
+    with pytest.raises(UnknownModel, match=f"'other' was not loaded: {reason}"):
+        registry.get("other")
+    await registry.close()
+    for settings in ({"default_model": "other"}, {"default_model": "lstm", "require_all": True}):
+        registry = make(tmp_path, **settings)
+        with pytest.raises((BundleError, RegistryError), match=reason):
+            await registry.load()
+        await registry.close()
+
+
+async def test_a_session_whose_model_was_not_loaded_is_not_gone(tmp_path: Path, believed: None) -> None:
+    file = tmp_path / "sessions"
+    for name in ("lstm", "gated"):
+        shutil.copytree(FOLDER / name, tmp_path / "bundles" / name)
+    before = make(tmp_path / "bundles", session_file=file, default_model="lstm")
+    await before.load()
+    session = (await before.get("gated").create_session()).session
+    await before.close()
+    (tmp_path / "bundles" / "gated" / "step.onnx").unlink()
+    registry = make(tmp_path / "bundles", session_file=file, default_model="lstm")
+    await registry.load()
+    with pytest.raises(Unavailable, match=r"'gated' was not loaded: .*step\.onnx"):
+        await registry.engine_for(session)
+    await registry.close()
 
 
 async def test_a_graph_that_computes_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

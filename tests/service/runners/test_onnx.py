@@ -6,7 +6,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from tests.service.shipped import each_bundle, opened
+from tests.service.alone import alone, resident_bytes
+from tests.service.shipped import PATHS, each_bundle, opened
+from wane.models.bundle import Bundle
+from wane.service.batching.batch import MOST_POSITIONS
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
 from wane.service.runners.runner import DeviceError
 
@@ -57,3 +60,23 @@ def test_cuda_that_does_not_start_is_said_and_auto_goes_on_without_it(
     assert NoSession.asked == [(CUDA, {"device_id": 0, "use_tf32": "0"}), CPU]
     assert OnnxRunner(opened(path)[0], "auto", threads=1).device == "cpu"
     assert "did not start" in caplog.text
+
+
+async def run_the_largest_batch_of_each_runner() -> None:
+    """Each of two runners of one bundle runs the batch that takes the most memory."""
+    bundle = Bundle.open(PATHS[0])
+    state = {tensor.name: np.zeros((64, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
+    tokens = np.ones((64, MOST_POSITIONS["scan"] // 64), np.int64)
+    feeds = {"tokens": tokens, "targets": tokens, "lengths": np.full(64, tokens.shape[1]), **state}
+    runners = [OnnxRunner(bundle, "cpu", threads=1) for _ in range(2)]
+    before = [resident_bytes()]
+    for runner in runners:
+        runner.run("scan", feeds)
+        before.append(resident_bytes())
+    first, second = before[1] - before[0], before[2] - before[1]
+    assert first > 15e6, "the logits alone are 17 MB"
+    assert second < first / 4, f"the first run took {first:,} bytes, and the second {second:,} more"
+
+
+def test_graphs_share_the_memory_of_their_intermediate_values() -> None:
+    alone(run_the_largest_batch_of_each_runner)

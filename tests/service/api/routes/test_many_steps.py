@@ -55,7 +55,7 @@ async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replace
     old, new = FakeEngine(), FakeEngine()
     engines = iter((old, new))
 
-    async def engine_for(session: str, model: str | None = None) -> FakeEngine:
+    async def engine_for(session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
         return next(engines)
 
     monkeypatch.setattr(registry, "engine_for", engine_for)

@@ -80,6 +80,17 @@ async def test_what_is_not_there_carries_an_error_too(client: httpx.AsyncClient)
     assert_error(await client.post("/v2/repository"), 404, "not_found")
 
 
+async def test_the_probe_of_a_model_says_whether_it_answers(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+    answered = await client.get("/v2/models/fake/ready")
+    assert (answered.status_code, answered.json()) == (200, {"name": "fake", "ready": True})
+    assert (await client.head("/v2/models/fake/ready")).status_code == 200
+    assert_error(await client.get("/v2/models/nobody/ready"), 404, "unknown_model")
+    registry.leave()
+    assert_error(await client.get("/v2/models/fake/ready"), 503, "unavailable")
+    registry.failure = Unavailable("the server is loading model 'fake'")
+    assert "loading" in assert_error(await client.get("/v2/models/fake/ready"), 503, "unavailable")
+
+
 async def test_a_load_takes_no_parameters(client: httpx.AsyncClient) -> None:
     response = await client.post(ROUTES[1], json={"parameters": {"config": "{}"}})
     assert "parameters" in assert_error(response, 422, "invalid_request")

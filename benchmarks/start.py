@@ -1,0 +1,214 @@
+"""How long `wane serve` takes from its start to its first answers, and what memory it takes, idle and under load.
+
+    python -m benchmarks.start [--repeats N] [--seconds S] [--baseline COMMAND [--folder FOLDER]] [--json FILE]
+
+Each server is started anew for each repeat, ours and the baseline in turn: with all models that ship, and with the
+default model alone. Times run from the start of the process to its first prediction, and until /readyz is 200. Memory
+is what /proc/PID/smaps_rollup says: idle, SETTLED_S after that, and the most under load. The load is CONNECTIONS
+clients, each with a session of one of the models, that step it, predict from windows, score and generate.
+
+`--baseline` is another server's command, run in `--folder`, that takes `--port` and `--bundles` as `wane serve` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.summary import Spread, provenance, write_json
+
+ROOT = Path(__file__).parents[1]
+BUNDLES = ROOT / "models" / "bundles"
+SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
+CONNECTIONS = 32
+SETTLED_S = 5.0  # for measurements that go on once the server is ready
+SAMPLE_S = 0.1
+READY_WITHIN_S = 120.0
+MIB = 2**20
+FIGURES = {
+    "first_s": "first answer, s",
+    "ready_s": "all models, s",
+    "idle_mib": "resident, idle, MiB",
+    "idle_anonymous_mib": "anonymous, idle, MiB",
+    "load_mib": "resident, load, MiB",
+    "load_anonymous_mib": "anonymous, load, MiB",
+    "answers": "answers under load",
+}
+TIMES = ("first_s", "ready_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A server's command, and the folder that it runs in."""
+
+    name: str
+    command: list[str]
+    folder: Path
+
+
+class Client:
+    """One connection to a server."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=READY_WITHIN_S)
+
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, object]]:
+        """The status and the document of an answer; 0 where nobody listens."""
+        try:
+            self._connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+            response = self._connection.getresponse()
+            return response.status, json.loads(response.read())
+        except (OSError, http.client.HTTPException):
+            self._connection.close()
+            return 0, {}
+
+
+@contextmanager
+def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
+    """A server's process, its port, and when it was started, by `time.perf_counter`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    command = [*subject.command, "--port", str(port), "--bundles", str(bundles), "--log-level", "warning"]
+    environment = {**os.environ, "PYTHONPATH": str(subject.folder)}
+    started_s = time.perf_counter()
+    process = subprocess.Popen(command, cwd=subject.folder, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        yield process, port, started_s
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait(
+    client: Client, process: subprocess.Popen[bytes], method: str, path: str, body: object, since_s: float
+) -> float:
+    """Seconds from `since_s` to the first good answer."""
+    while client.ask(method, path, body)[0] != 200:
+        if process.poll() is not None or time.perf_counter() - since_s > READY_WITHIN_S:
+            raise SystemExit(f"the server does not answer {method} {path}")
+        time.sleep(0.01)
+    return time.perf_counter() - since_s
+
+
+def memory(pid: int) -> tuple[float, float]:
+    """What of a process is resident, and what of that is anonymous, in MiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return kib["Rss"] * 1024 / MIB, kib["Anonymous"] * 1024 / MIB
+
+
+def visit(port: int, models: list[str], seed: int, stop: Event, answers: list[int]) -> None:
+    """One client, until it is to stop; `answers` counts its good ones."""
+    client, choices = Client(port), random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [choices.randrange(2, 2000) for _ in range(count)]
+
+    model = models[seed % len(models)]
+    _, created = client.ask("POST", "/v1/sessions", {"model": model})
+    step = f"/v1/sessions/{created.get('session')}/tokens"
+    while not stop.is_set():
+        for path, body in (
+            *((step, {"tokens": tokens(1)}) for _ in range(8)),
+            *(("/v1/predict", {"model": model, "tokens": tokens(64), "mode": "window"}) for _ in range(4)),
+            ("/v1/score", {"model": model, "tokens": tokens(choices.choice((200, 1000, 4000)))}),
+            ("/v1/generate", {"model": model, "tokens": tokens(16), "max_tokens": 16}),
+        ):
+            answers[seed] += client.ask("POST", path, body)[0] == 200
+            if stop.is_set():
+                break
+
+
+def measure(subject: Subject, bundles: Path, seconds: float) -> dict[str, float]:
+    """One start of a server: FIGURES."""
+    with started(subject, bundles) as (process, port, started_s):
+        client = Client(port)
+        first_s = wait(client, process, "POST", "/v1/predict", {"tokens": [5, 6, 7]}, started_s)
+        ready_s = wait(client, process, "GET", "/readyz", None, started_s)
+        time.sleep(SETTLED_S)
+        idle = memory(process.pid)
+        _, ready = client.ask("GET", "/readyz")
+        listed = ready["models"]
+        assert isinstance(listed, list)
+        models = [str(model["model"]) for model in listed]
+        stop, answers, most = Event(), [0] * CONNECTIONS, [0.0, 0.0]
+        clients = [Thread(target=visit, args=(port, models, seed, stop, answers)) for seed in range(CONNECTIONS)]
+        for thread in clients:
+            thread.start()
+        until_s = time.perf_counter() + seconds
+        while time.perf_counter() < until_s:
+            most = [max(pair) for pair in zip(most, memory(process.pid), strict=True)]
+            time.sleep(SAMPLE_S)
+        stop.set()
+        for thread in clients:
+            thread.join()
+    return {
+        "first_s": first_s,
+        "ready_s": ready_s,
+        "idle_mib": idle[0],
+        "idle_anonymous_mib": idle[1],
+        "load_mib": most[0],
+        "load_anonymous_mib": most[1],
+        "answers": float(sum(answers)),
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of load")
+    parser.add_argument("--baseline", help="another server's command")
+    parser.add_argument("--folder", type=Path, default=ROOT, help="where the baseline runs")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    subjects = [Subject("wane", [sys.executable, "-m", "wane", "serve"], ROOT)]
+    if given.baseline is not None:
+        subjects.insert(0, Subject("baseline", shlex.split(given.baseline), given.folder.resolve()))
+    measured: dict[str, dict[str, list[dict[str, float]]]] = {
+        served: {subject.name: [] for subject in subjects} for served in SERVED
+    }
+    for _ in range(given.repeats):
+        for served, bundles in SERVED.items():
+            for subject in subjects:
+                measured[served][subject.name].append(measure(subject, bundles, given.seconds))
+    table = Table("serves", "server", *FIGURES.values(), title=f"Median (least to most) of {given.repeats} starts")
+    figures: dict[str, dict[str, dict[str, Spread]]] = {}
+    for served, by_subject in measured.items():
+        for name, runs in by_subject.items():
+            spreads = {figure: Spread.of(run[figure] for run in runs) for figure in FIGURES}
+            figures.setdefault(served, {})[name] = spreads
+            table.add_row(
+                served, name, *(f"{spreads[one]:.2f}" if one in TIMES else f"{spreads[one]:.0f}" for one in FIGURES)
+            )
+    Console(width=200).print(table)
+    if given.json is not None:
+        told = {
+            served: {
+                name: {one: spread.model_dump() for one, spread in spreads.items()} for name, spreads in each.items()
+            }
+            for served, each in figures.items()
+        }
+        load = {"connections": CONNECTIONS, "seconds": given.seconds, "repeats": given.repeats}
+        write_json(given.json, {**provenance("benchmarks.start", "onnxruntime", "numpy"), **load, "servers": told})
+
+
+if __name__ == "__main__":
+    main()
