@@ -25,7 +25,7 @@ from starlette.requests import Request
 
 from wane.service.api.middleware import context
 from wane.service.api.schemas.common import AtMost, Body
-from wane.service.engine.deadline import until
+from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
     SHOWN_CHARACTERS,

@@ -11,7 +11,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from wane.service.errors import Abandoned
-from wane.service.net.timers import timers
+from wane.service.aio.timers import timers
 from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
 
 

@@ -17,7 +17,7 @@ from wane.service.engine.engine import Engine, Operation, deadline_error
 from wane.service.engine.inline_step import InlineStep
 from wane.service.engine.inline_window import InlineWindow
 from wane.service.errors import Abandoned, Unavailable
-from wane.service.net.timers import Timer, timers
+from wane.service.aio.timers import Timer, timers
 from wane.service.types import Answer
 
 

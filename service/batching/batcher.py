@@ -21,7 +21,7 @@ from wane.service.batching import batch
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.cost_model import CostModel, RunTimeModel
 from wane.service.batching.scheduler import ONE_TOKEN, FairScheduler, Scheduler
-from wane.service.batching.ticket import Awaited, Ticket, WorkItem, enter
+from wane.service.batching.ticket import Ticket, WorkItem, enter
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import Batch
@@ -100,8 +100,6 @@ class Batcher:
         self._now = 0.0  # on the event loop's clock, when the latest batch was taken
         self._closed = False
         self.on_idle: Callable[[], None] | None = None
-        self.on_handed_out: Callable[[], None] | None = None
-        """Told when every item of a batch was given its row. Raises nothing."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
         self._room = pool.room(max_batch_size)
         self._observers = {
@@ -129,22 +127,14 @@ class Batcher:
         """Whether nothing runs and nothing waits."""
         return not self._taken and not self._starting
 
-    async def submit(self, work: Work, ticket: Ticket) -> Row:
-        """Queues work and waits for its row. Its slots are retained until it has run or been skipped.
+    def submit(self, work: Work, ticket: Ticket) -> WorkItem:
+        """Queues work, for its row to be awaited. Its slots are retained until it has run or been skipped.
 
-        Cancelling the wait before the work enters a batch takes it back.
-        Raises Overloaded when the queue is full, DeadlineExceeded, Unavailable after `close`, and WaneError when
-        the run failed.
+        Cancelling the wait before the work enters a batch takes it back. The wait raises DeadlineExceeded, Unavailable
+        after `close`, and WaneError when the run failed. Raises Overloaded when the queue is full, and Unavailable.
         """
-        future: asyncio.Future[Row] = asyncio.get_running_loop().create_future()
-        self.enqueue(Awaited(work, ticket, future))
-        return await future
-
-    def enqueue(self, item: WorkItem) -> None:
-        """As `submit`, of an item that is told. Raises Overloaded, Unavailable."""
         if self._closed:
             raise Unavailable("the server is stopping")
-        work, ticket = item.work, item.ticket
         if not ticket.admitted:
             waiting = self._waiting(work.role)
             if waiting >= self._max_queue:
@@ -153,6 +143,7 @@ class Batcher:
             if waiting >= self._max_batch and work.role not in ONE_TOKEN and ticket.deadline is not None:
                 self._check_turn(waiting, ticket.deadline)
             ticket.admitted = True
+        item = WorkItem(work, ticket)
         item.queued_s = time.perf_counter()
         self._pool.retain(work.read)
         if work.write is not None:
@@ -162,6 +153,7 @@ class Batcher:
             self._take_back(*self._ahead)
         if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
             self._start_soon()
+        return item
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
         """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
@@ -260,7 +252,7 @@ class Batcher:
     def _run(self, items: list[WorkItem]) -> _Ran:
         """Runs a batch. Of one that waited for the runner some waiters may have left."""
         started_s = time.perf_counter()
-        wanted = [item for item in items if not item.left()]
+        wanted = [item for item in items if not item.done]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
         left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
@@ -275,7 +267,7 @@ class Batcher:
         """Whether somebody still waits for it; if not, it is dropped."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.left():  # by a client who left, or by whoever watches the deadline
+        if item.done:  # by a client who left, or by whoever watches the deadline
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
@@ -324,15 +316,13 @@ class Batcher:
             ticket.compute_s += compute_s
             ticket.batch_items = max(ticket.batch_items, len(items))
             if isinstance(row, Row):
-                item.give(row)
+                item.resolve(row)
             else:
                 self._failed.inc()
                 logger.error("a run of %s failed", role, exc_info=row)
                 failure = WaneError("the model failed to run")
                 failure.__cause__ = row
                 item.fail(failure)
-        if self.on_handed_out is not None:
-            self.on_handed_out()
         traced = {item.ticket.traced: item.queued_s for item in reversed(items) if item.ticket.traced is not None}
         if traced:
             failed = sum(isinstance(row, Exception) for row in rows)

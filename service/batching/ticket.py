@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
+from wane.service.aio.eager import Waiter
 from wane.service.batching.batch import Row, Work
-from wane.service.errors import WaneError
 from wane.service.observability.tracing import CURRENT, Traced
 from wane.service.types import Latency
 
@@ -17,11 +15,13 @@ class Ticket:
     """One request's way through the batcher.
 
     `admitted`: some work of it was let into the queue; what follows is not refused half-way.
-    `entered`: binding work of it is or was in a batch: the request will be carried through.
+    `entered`: binding work of it is or was in a batch: the request will be carried through. `abandoned`: nobody waits
+    for the answer any more.
     `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
     """
 
     __slots__ = (
+        "abandoned",
         "admitted",
         "batch_items",
         "compute_s",
@@ -36,6 +36,7 @@ class Ticket:
         self.deadline = deadline
         self.admitted = admitted
         self.entered = False
+        self.abandoned = False
         self.started_s = time.perf_counter()
         self.queue_s = self.compute_s = 0.0
         self.batch_items = 0
@@ -58,50 +59,17 @@ class Ticket:
         return copy
 
 
-class WorkItem(Protocol):
-    """Work that waits, and since when."""
+class WorkItem(Waiter[Row]):
+    """Work that waits for its row, or for the error that it failed with."""
 
-    work: Work
-    ticket: Ticket
-    queued_s: float
+    __slots__ = ("queued_s", "ticket", "work")
 
-    def left(self) -> bool:
-        """Whether nobody waits any more, and the work may be skipped."""
-        ...
-
-    def fail(self, error: WaneError) -> None:
-        """There will be no row. Raises nothing."""
-        ...
-
-    def give(self, row: Row) -> None:
-        """Its row is there. Raises nothing."""
-        ...
-
-
-class Awaited:
-    """An item of somebody who awaits its row."""
-
-    __slots__ = ("_future", "queued_s", "ticket", "work")
-
-    def __init__(self, work: Work, ticket: Ticket, future: asyncio.Future[Row]) -> None:
+    def __init__(self, work: Work, ticket: Ticket) -> None:
+        super().__init__()
         self.work = work
         self.ticket = ticket
         self.queued_s = 0.0
-        self._future = future
-
-    def left(self) -> bool:
-        """See `WorkItem`."""
-        return self._future.cancelled()
-
-    def fail(self, error: WaneError) -> None:
-        """See `WorkItem`."""
-        if not self._future.done():
-            self._future.set_exception(error)
-
-    def give(self, row: Row) -> None:
-        """See `WorkItem`."""
-        if not self._future.done():
-            self._future.set_result(row)
+        """When it entered the queue, by `time.perf_counter`."""
 
 
 def enter(items: Sequence[WorkItem]) -> None:

@@ -17,7 +17,6 @@ order, bit for bit.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from wane.models.manifest import Manifest, Role
 from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.ticket import Ticket
+from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
 from wane.service.runners.runner import NEXT, Array
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
@@ -357,15 +356,14 @@ class ChunkedRunner:
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
         """Runs work of one request side by side. The first of it is admitted, and timed, for all."""
         others = Ticket(admitted=True)
-        tasks = [
-            asyncio.create_task(self._batcher.submit(work, others if index else ticket))
-            for index, work in enumerate(works)
-        ]
+        items: list[WorkItem] = []
         try:
-            return await asyncio.gather(*tasks)
+            for index, work in enumerate(works):
+                items.append(self._batcher.submit(work, others if index else ticket))
+            return [await item for item in items]
         except BaseException:
-            for task in tasks:
-                task.cancel()
+            for item in items:
+                item.cancel()
             raise
 
     def _put(self, states: States, slot: int) -> None:

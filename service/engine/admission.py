@@ -21,13 +21,10 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def check(self) -> None:
-        """Raises Unavailable when no more are taken."""
+    def enter(self) -> None:
+        """Counts a request, until it leaves. Raises Unavailable when no more are taken."""
         if self._closed:
             raise Unavailable("the server is stopping")
-
-    def enter(self) -> None:
-        """One request more; it is to leave."""
         self.asked += 1
         self.active += 1
         self._idle.clear()
@@ -41,7 +38,6 @@ class Admission:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Counts a request while it lasts. Raises Unavailable when no more are taken."""
-        self.check()
         self.enter()
         try:
             yield

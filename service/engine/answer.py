@@ -1,11 +1,10 @@
-"""The return leg: what was run for a question becomes an Answer, with its latencies, bounds and agreement."""
+"""What was run for a request becomes an `Answer`, with its latencies, bounds, proof and agreement."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,35 +12,33 @@ from numpy.typing import NDArray
 
 from wane.models.manifest import Certificate, Manifest
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.batch import Row
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, RunResult, last
-from wane.service.engine.logits import predictions
+from wane.service.engine.forward import Forward, RunResult
+from wane.service.engine.logits import listed, predictions
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 MOST_PROOFS = 1
-"""Proofs that are sought or wait at a time. An answer that comes when there are as many, or while other work is queued
-or running, goes out without: by direction a proof takes several times as long as the window's run, and to be late is
-worse than not to be proved."""
+"""Proofs by direction that run or wait at a time. An answer that comes while there are as many, or while other work is
+queued or running, goes out without one: a proof takes several times as long as the window's run."""
 
 
 class AnswerPlan(NamedTuple):
     """How a question at `position` is answered.
 
-    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` and `known` are about the
-    recurrent part: where its state comes from, and how many of the latest tokens it knows.
+    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` is where the recurrent part's
+    state comes from, and `context_length` how many of the latest tokens that state knows.
     """
 
     mode: Mode
     position: int
     window: int | None
     origin: StateSource
-    known: int
+    context_length: int
 
     @classmethod
     def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> AnswerPlan:
@@ -65,34 +62,33 @@ class AnswerPlan(NamedTuple):
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
         """The bound of the recurrent part, or of the window's; `radius` as its run gave it."""
-        known = self.known if recurrent else self.window
-        assert known is not None, "a window's part without a k: this is a bug"
-        return bounds.bound(certificate, known, self.position, radius)
+        context_length = self.context_length if recurrent else self.window
+        assert context_length is not None, "a window's part without a k: this is a bug"
+        return bounds.bound(certificate, context_length, self.position, radius)
 
 
-@dataclass(frozen=True, slots=True)
-class ModeResult:
-    """One mode's run, what is claimed of its answer, and the time it took."""
+class ModeResult(NamedTuple):
+    """One mode's run, the bound of its answer, and the time it took."""
 
-    outcome: RunResult
+    result: RunResult
     bound: Bound | None
     latency: Latency
 
 
 class Sampler(Protocol):
-    """Who wants some of the answers, to give them once more by the other mode."""
+    """Takes a sample of the answers, to give them once more by the other mode."""
 
     def chosen(self) -> bool:
-        """Whether the next answer is one of them; to be asked once of each."""
+        """Whether the next answer is sampled; to be asked once for each answer."""
         ...
 
-    def offer(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
-        """One that was chosen: given by one mode, from `input_ids`, which ends at the course's position."""
+    def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
+        """Takes an answer that was chosen: given by one mode, from `input_ids`, which ends at the plan's position."""
         ...
 
 
 class AnswerBuilder:
-    """Runs the window's part of a course, and makes answers of parts."""
+    """Makes the answers of one model."""
 
     def __init__(
         self,
@@ -100,43 +96,40 @@ class AnswerBuilder:
         vocabulary: Vocabulary,
         margin: MarginProof,
         forward: Forward,
-        report: Stats,
+        stats: Stats,
         prover: Executor,
     ) -> None:
-        """`prover` is where proofs are sought that are too long for the event loop."""
+        """`prover` runs the proofs that take too long for the event loop."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
         self._forward = forward
-        self._report = report
+        self._stats = stats
         self._prover = prover
         self._proofs = 0
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
-    def part(self, course: AnswerPlan, outcome: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
-        """A part that was run: the recurrent one of a course, or the window's."""
-        return ModeResult(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
+    def part(self, plan: AnswerPlan, result: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
+        """The recurrent part of a plan, or the window's, after its run."""
+        return ModeResult(result, plan.bound_of(self._certificate, recurrent, result.radius), latency)
 
     async def window(
-        self, course: AnswerPlan, input_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
-    ) -> ModeResult | None:
-        """The window's part of a course, if it has one. `input_ids` ends at the course's position and holds k tokens.
+        self, plan: AnswerPlan, context_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
+    ) -> ModeResult:
+        """Runs the window's part of a plan, over the window's tokens.
 
         To be run after the recurrent part, not beside it: then neither waits for the other, and each latency is
         what its mode alone would have taken.
         """
-        if course.window is None:
-            return None
-        mark = ticket.mark()
-        context_ids = last(input_ids, course.position, course.window)
-        outcome = await self._forward.window(context_ids, ticket, binding=binding)
-        return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
+        mark = ticket.mark() if plan.mode is Mode.BOTH else None
+        result = await self._forward.window(context_ids, ticket, binding=binding)
+        return self.part(plan, result, ticket.latency(since=mark), recurrent=False)
 
     async def answer(
         self,
-        course: AnswerPlan,
-        input_ids: NDArray[np.int64],
+        plan: AnswerPlan,
+        input_ids: Callable[[], NDArray[np.int64]],
         recurrent: ModeResult | None,
         window: ModeResult | None,
         top_k: int,
@@ -144,124 +137,113 @@ class AnswerBuilder:
         *,
         session: str | None = None,
         replayed: bool | None = None,
+        durable: bool | None = None,
     ) -> Answer:
-        """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers.
+        """The answer from the parts that a plan has, counted in the statistics. Of two, the recurrent part answers.
 
-        `input_ids` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
+        `input_ids` returns all tokens that are at hand up to the plan's position. `session`: whose position that is.
         """
         answered = recurrent or window
-        assert answered is not None, "a course without a run: this is a bug"
-        found = self._predictions(answered.outcome, top_k)
+        assert answered is not None, "a plan without a run: this is a bug"
+        found = self._predictions(answered.result, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = await self.agreement(course, recurrent, window)
-            of_window = self._predictions(window.outcome, top_k)
+            pair = await self.agreement(plan, recurrent, window)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
-                Mode.WINDOW: ModeAnswer(of_window, window.latency),
+                Mode.WINDOW: ModeAnswer(self._predictions(window.result, top_k), window.latency),
             }
             for mode, part in modes.items():
-                self._report.took(mode, part.latency)
+                self._stats.took(mode, part.latency)
         elif self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, input_ids, answered)
-        proved = await self._proved(answered, answered.bound)
-        bound, latency = answered.bound, ticket.latency()
-        self._report.took(course.mode, latency)
-        self._report.claimed(course.mode, bound, proved)
-        return Answer(
-            mode=course.mode,
+            self.sampler.offer(plan, input_ids(), answered)
+        bound = answered.bound
+        if self._seeks_proof(answered, bound):
+            proved = await self._prove(answered.result, bound)
+        else:
+            proved = self._leads(answered.result, bound)
+        answer = Answer(
+            mode=plan.mode,
             predictions=found,
-            latency=latency,
-            state=course.state,
+            latency=ticket.latency(),
+            state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
             top1_proved=proved,
-            window=course.window,
+            window=plan.window,
             modes=modes,
             agreement=pair,
             session=session,
-            position=None if session is None else course.position,
+            position=None if session is None else plan.position,
             replayed=replayed,
+            durable=durable,
         )
+        self._stats.made(answer)
+        return answer
 
-    def of_window(
-        self, course: AnswerPlan, input_ids: Callable[[], NDArray[np.int64]], window: ModeResult, row: Row, top_k: int
-    ) -> Answer:
-        """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `input_ids`
-        returns what `answer` is given; the window ended in `row` just now."""
-        if self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, input_ids(), window)
-        bound, latency = window.bound, window.latency
-        proved = bound is not None and bound.runs is not None and self._margin.proves_of_row(row, bound.runs)
-        self._report.took(Mode.WINDOW, latency)
-        self._report.claimed(Mode.WINDOW, bound, proved)
-        return Answer(
-            mode=Mode.WINDOW,
-            predictions=self._predictions(window.outcome, top_k),
-            latency=latency,
-            state=StateSource.WINDOW,
-            error_bound=None if bound is None else bound.variation,
-            window=course.window,
-            state_error_bound=None if bound is None else bound.state,
-            top1_proved=proved,
-        )
+    def _predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
+        found = result.row.largest(top_k)
+        if found is not None:
+            return listed(found, top_k, self._vocabulary)
+        return predictions(result.logits, top_k, self._vocabulary)
 
-    def seeks(self, part: ModeResult, bound: Bound | None) -> bool:
-        """Whether a proof by direction is sought where the margin alone does not prove the part's first token."""
-        if bound is None or bound.runs is None or self.direction is None or part.outcome.ending is None:
+    async def agreement(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
+        """How far the parts are apart, counted in the statistics."""
+        bound = _bound(plan, recurrent, window)
+        if self._seeks_proof(window, bound):
+            proved = await self._prove(window.result, bound)
+        else:
+            proved = self._leads(window.result, bound)
+        pair = _apart(recurrent, window, bound, proved)
+        self._stats.compared(pair, Source.BOTH)
+        return pair
+
+    def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
+        """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
+        bound = _bound(plan, recurrent, window)
+        return _apart(recurrent, window, bound, self._leads(window.result, bound))
+
+    def _seeks_proof(self, part: ModeResult, bound: Bound | None) -> bool:
+        """Whether a proof by direction is tried for a part's first token, if the margin does not prove it."""
+        if bound is None or bound.runs is None or self.direction is None or part.result.trace is None:
             return False
         return bound is part.bound and bound.state > 0 and self._proofs < MOST_PROOFS and self._forward.idle
 
-    def _predictions(self, outcome: RunResult, top_k: int) -> tuple[Prediction, ...]:
-        return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
-
-    async def agreement(self, course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """How far the parts are apart, counted in the report."""
-        bound = _bound(course, recurrent, window)
-        pair = _apart(recurrent, window, bound, await self._proved(window, bound))
-        self._report.compared(pair, Source.BOTH)
-        return pair
-
-    def apart(self, course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
-        bound = _bound(course, recurrent, window)
-        return _apart(recurrent, window, bound, self._leads(window.outcome, bound))
-
-    async def _proved(self, part: ModeResult, bound: Bound | None) -> bool:
-        """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
-        outcome, ending, direction = part.outcome, part.outcome.ending, self.direction
-        if not self.seeks(part, bound):
-            return self._leads(outcome, bound)
-        assert bound is not None and bound.runs is not None and ending is not None and direction is not None
-        rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
+    async def _prove(self, result: RunResult, bound: Bound | None) -> bool:
+        """Whether the first token is proved to be that of every run within the bound. Long proofs run on `prover`."""
+        trace, direction = result.trace, self.direction
+        assert bound is not None and bound.runs is not None and trace is not None and direction is not None
+        rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
-        first = int(outcome.logits.argmax())
+        first = int(result.logits.argmax())
         self._proofs += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._prover, direction.proves, ending, first, rivals
+                self._prover, direction.proves, trace, first, rivals
             )
         finally:
             self._proofs -= 1
 
-    def _leads(self, outcome: RunResult, bound: Bound | None) -> bool:
-        """Whether the margin alone proves it."""
+    def _leads(self, result: RunResult, bound: Bound | None) -> bool:
+        """Whether the margin alone proves the first token."""
         if bound is None or bound.runs is None:
             return False
-        return self._margin.proves(outcome.logits, outcome.hidden, bound.runs, outcome.top)
+        if result.has_length:
+            return self._margin.proves_of_row(result.row, bound.runs)
+        return self._margin.proves(result.logits, result.hidden, bound.runs, result.top)
 
 
-def _bound(course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
+def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
     """Of the distance of the two. Both have read the same last tokens, so the bound of the one that knows fewer holds
     for it too, as it does for its distance from the never-interrupted model."""
-    assert course.window is not None, "two parts without a k: this is a bug"
-    return window.bound if course.window <= course.known else recurrent.bound
+    assert plan.window is not None, "two parts without a k: this is a bug"
+    return window.bound if plan.window <= plan.context_length else recurrent.bound
 
 
 def _apart(recurrent: ModeResult, window: ModeResult, bound: Bound | None, proved: bool) -> Agreement:
-    of_recurrent, of_window = recurrent.outcome, window.outcome
+    of_recurrent, of_window = recurrent.result, window.result
     return agreement.compare(
         of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
     )

@@ -1,31 +1,32 @@
-"""The heart of one model version: admit, check out, submit, choose, commit. It owns the return leg.
+"""One version of one model: `submit` admits a request, runs it and answers it.
 
 limits      judges a request by the model and the settings
-routing     says which way to answer it, by costs, which measures what each takes
-steps       takes requests to sessions through: check out, run, commit; quick those that need one run and no more,
-            and quick_window those for a window
-sessions    says what a step is and where the state is, and commits
-forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
-answering   makes answers of what was run; margin and direction prove them
+routing     chooses how a request is answered, by what the ways cost
+step        takes a step through a session: check out, run, commit, answer
+predict     answers requests that bring all of their tokens
+pending     is a request that was submitted, with its deadline
+answer      makes answers of what was run; top1_proof proves their first tokens
+forward     runs sequences in batches; chunked runs long ones as chunks side by side
 backlog     admits long requests that can finish by their deadlines
-shadow      gives some of them once more by the other mode, when there is nothing else to do
+shadow      gives some answers once more by the other mode, while the runner is idle
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Literal, TypeVar
 
 from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest, Role
 from wane.models.vocabulary import TooManyTokens, Vocabulary
+from wane.service.aio.deadline import until
+from wane.service.aio.eager import EagerTask
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.cost_model import Cost, CostModel
 from wane.service.batching.ticket import Ticket
@@ -35,23 +36,19 @@ from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine import compare
 from wane.service.engine.admission import Admission
 from wane.service.engine.answer import AnswerBuilder
-from wane.service.engine.backlog import Backlog, Share
-from wane.service.engine.deadline import TOO_LATE, until
+from wane.service.engine.backlog import Backlog
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import Generation
 from wane.service.engine.housekeeping import Housekeeper
-from wane.service.engine.inline_step import InlineRun, InlineStep
-from wane.service.engine.inline_window import InlineWindow, InlineWindows
 from wane.service.engine.limits import Limits
+from wane.service.engine.pending import Pending
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Scorer, Scoring
 from wane.service.engine.shadow import Shadow, ShadowProcess
 from wane.service.engine.stats import Stats
 from wane.service.engine.step import SessionSteps
-from wane.service.engine.step_answers import StepAnswers
-from wane.service.engine.step_many import abreast
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.errors import DeadlineExceeded, InvalidRequest
+from wane.service.errors import EarlierStepFailed, InvalidRequest
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import RADIUS, Runner
 from wane.service.sessions.record import TokenHistory
@@ -76,10 +73,8 @@ from wane.service.types import (
     ScoreSummary,
     SessionView,
     StepRequest,
+    id_of,
 )
-
-A = TypeVar("A", Answer, Answer | None)
-Operation = Literal["predict", "step"]
 
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
 
@@ -163,11 +158,11 @@ class Engine:
             state_checkpoint_interval_tokens=settings.states_every(name, certified=manifest.certificate.certified),
             clock=clock,
         )
-        self._report = Stats(metrics, name)
+        self._stats = Stats(metrics, name)
         self._direction = direction
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self._scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
-        self._answer_builder = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._report, self._prover)
+        self._answer_builder = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._stats, self._prover)
         self._answer_builder.direction = direction
         self._shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -177,12 +172,12 @@ class Engine:
                 manifest.state,
                 self._batcher,
                 self._answer_builder,
-                self._report,
+                self._stats,
                 window=self._limits.window,
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
             self._answer_builder.sampler = self._shadow
-        beside = RADIUS in runner.outputs("window")
+        has_radius_output = RADIUS in runner.outputs("window")
         self._predictor = Predictor(
             manifest,
             vocabulary,
@@ -191,7 +186,7 @@ class Engine:
             self._forward,
             self._answer_builder,
             self._cost_model,
-            beside=beside,
+            has_radius_output=has_radius_output,
         )
         self._steps = SessionSteps(
             manifest,
@@ -202,28 +197,10 @@ class Engine:
             self._answer_builder,
             self._cost_model,
             metrics,
-            beside=beside,
-        )
-        self._quick = InlineRun(
-            pool,
-            self._batcher,
-            self._sessions,
-            StepAnswers(manifest, vocabulary, margin, self._answer_builder, self._report),
-            on_state_hit=partial(self._steps.used, True),
-            on_begin=self._admission.enter,
-            on_end=self._admission.leave,
-        )
-        self._windows = InlineWindows(
-            vocabulary.eos_id,
-            self._limits,
-            self._batcher,
-            self._answer_builder,
-            on_begin=self._admission.enter,
-            on_end=self._admission.leave,
+            has_radius_output=has_radius_output,
         )
         self._backlog = Backlog(metrics.refused.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
-        self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
         self._housekeeper = Housekeeper(
             pool, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle
         )
@@ -296,43 +273,60 @@ class Engine:
         self._limits.length(len(tokens), document=document)
         return tuple(tokens)
 
-    async def predict(self, request: PredictRequest) -> Answer:
-        """Predicts what follows the tokens, or a session's state (nothing is appended).
+    def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
+        """Begins a request, which goes on by itself.
 
-        Raises InvalidRequest, TooLarge, UnknownSession.
+        A `PredictRequest` asks what follows its tokens, or a session's state (nothing is appended). A `StepRequest`
+        appends tokens to a session and asks what follows; `position` and `replayed` of its answer are set. A step that
+        is cancelled, or late, before it enters a batch leaves no trace; after that it commits, and asking again replays
+        it.
+
+        The answer raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
         """
-        self._check_prediction(request)
-        expected_s = self._predictor.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
-        return await self._predict(request, expected_s)
+        ticket = Ticket(request.deadline)
+        if isinstance(request, StepRequest):
+            return Pending(self._step(request, ticket), ticket)
+        return Pending(self._predict(request, ticket), ticket)
 
-    async def _predict(self, request: PredictRequest, expected_s: float) -> Answer:
-        """As `predict`, of a request that was checked. The backlog is told of `expected_s`."""
-        quick = self._begin_window(request)
-        if quick is not None:
-            answer = await self._outlived(quick.answer, quick, quick.ticket)
-        else:
-            ticket = Ticket(request.deadline)
-            with (
-                self._admission.admitted(),
-                self._backlog.share(expected_s, request.deadline) as share,
-                until(request.deadline),
-            ):
-                if request.session is None:
-                    answer = await self._predictor.predict(request, ticket)
-                else:
-                    answer = await self._steps.predict(request, request.session, ticket)
-                share.progress(1)
-        self.count("predict", answer)
+    async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
+        self._limits.tokens(request.tokens)
+        self._limits.top_k(request.top_k)
+        self._admission.enter()
+        try:
+            if len(request.tokens) <= PIECE_TOKENS:
+                answer = await self._steps.step(request, ticket)
+            else:
+                with self._backlog.share(self._steps.seconds(request), request.deadline) as share:
+                    answer = await self._steps.step(request, ticket)
+                    if not answer.replayed:
+                        share.progress(1)
+        finally:
+            self._admission.leave()
+        if not ticket.abandoned:
+            self._stats.answered("step", answer.mode)
         return answer
 
-    def begin_window(self, request: PredictRequest) -> InlineWindow | None:
-        """The window on its way, if that is all that is asked for; else nothing is done. Raises as `predict`."""
+    async def _predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         self._check_prediction(request)
-        return self._begin_window(request)
+        expected_s = self._predictor.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
+        with self._backlog.share(expected_s, request.deadline) as share:
+            answer = await self._predict_checked(request, ticket)
+            share.progress(1)
+        return answer
 
-    def _begin_window(self, request: PredictRequest) -> InlineWindow | None:
-        self._admission.check()
-        return self._windows.begin(request, Ticket(request.deadline))
+    async def _predict_checked(self, request: PredictRequest, ticket: Ticket) -> Answer:
+        """As `submit`, of a request that was checked and that the backlog has let in."""
+        self._admission.enter()
+        try:
+            if request.session is None:
+                answer = await self._predictor.predict(request, ticket)
+            else:
+                answer = await self._steps.predict(request, request.session, ticket)
+        finally:
+            self._admission.leave()
+        if not ticket.abandoned:
+            self._stats.answered("predict", answer.mode)
+        return answer
 
     def _check_prediction(self, request: PredictRequest) -> None:
         """Raises InvalidRequest or TooLarge for what the limits do not allow."""
@@ -346,37 +340,37 @@ class Engine:
 
         The backlog admits the call as a whole, by the work of all its requests: Overloaded if it does not.
         """
-        outcomes: list[Answer | Exception | None] = [None] * len(requests)
+        results: list[Answer | Exception | None] = [None] * len(requests)
         expected: dict[int, float] = {}
         for index, request in enumerate(requests):
             try:
                 self._check_prediction(request)
                 expected[index] = self._predictor.seconds(request)
-            except Exception as error:  # one that nobody expected is no reason to fail the others either
-                outcomes[index] = error
+            except Exception as error:  # an unexpected one fails its own request only
+                results[index] = error
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
         all_s, done_s = sum(expected.values()), 0.0
         deadline = min((one.deadline for one in requests if one.deadline is not None), default=None)
-
-        async def one(index: int, share: Share) -> None:
-            nonlocal done_s
-            try:
-                outcomes[index] = await self._predict(requests[index], 0.0)
-            except Exception as error:
-                outcomes[index] = error
-            else:
-                done_s += expected[index]
-                if all_s:
-                    share.progress(done_s / all_s)
-
-        with self._backlog.share(all_s, deadline) as share:
-            async with asyncio.TaskGroup() as group:
-                for begun, index in enumerate(expected, 1):
-                    group.create_task(one(index, share))
-                    if begun % BEGUN_AT_ONCE == 0:
-                        await asyncio.sleep(0)
-        return [outcome for outcome in outcomes if outcome is not None]
+        with self._backlog.share(all_s, deadline) as share, ExitStack() as submitted:
+            pending: list[tuple[int, Pending[Answer]]] = []
+            for index in expected:
+                ticket = Ticket(requests[index].deadline)
+                one = Pending(self._predict_checked(requests[index], ticket), ticket)
+                submitted.callback(one.cancel)
+                pending.append((index, one))
+                if len(pending) % BEGUN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            for index, one in pending:
+                try:
+                    results[index] = await one
+                except Exception as error:
+                    results[index] = error
+                else:
+                    done_s += expected[index]
+                    if all_s:
+                        share.progress(done_s / all_s)
+        return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
         """One log-probability for each given token. Raises InvalidRequest, TooLarge."""
@@ -403,7 +397,7 @@ class Engine:
             items = self._scorer.score(request, Ticket(request.deadline), share)
             scoring = Scoring(items, share, stack.pop_all().close)
             await scoring.begin()
-        self._report.answered("score", Mode.RECURRENT)
+        self._stats.answered("score", Mode.RECURRENT)
         return scoring
 
     async def compare(self, request: CompareRequest) -> Comparison:
@@ -420,7 +414,7 @@ class Engine:
             compared = await compare.compare(
                 self._forward, self._pool, self._answer_builder, self.vocabulary, request, ticket, share
             )
-        self._report.answered("compare", Mode.BOTH)
+        self._stats.answered("compare", Mode.BOTH)
         return compared
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -442,7 +436,7 @@ class Engine:
             share = stack.enter_context(self._backlog.share(expected_s, request.deadline))
             with until(request.deadline):
                 generation = await self._predictor.generate(request, ticket, share, stack)
-        self._report.answered("generate", generation.mode)
+        self._stats.answered("generate", generation.mode)
         return generation
 
     # Sessions
@@ -484,86 +478,45 @@ class Engine:
             async with self._sessions.turn(session):
                 return self._steps.view(await self._sessions.rewind(session, position))
 
-    async def step(self, request: StepRequest) -> Answer:
-        """Appends tokens to a session and predicts what follows; `position` and `replayed` are set.
-
-        A caller that is cancelled, or whose deadline passes, before the step enters a batch leaves no trace;
-        after that the step commits, and asking again replays it.
-        Raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
-        """
-        quick = self.begin(request)
-        if quick is not None:
-            return await self.end(quick)
-        return await self._in_a_task(request, Ticket(request.deadline))
-
-    def begin(self, request: StepRequest) -> InlineStep | None:
-        """The step on its way, if it needs one run and no more; else nothing is done. Raises as `step`."""
-        self._limits.tokens(request.tokens)
-        self._limits.top_k(request.top_k)
-        self._admission.check()
-        return self._quick.begin(request, Ticket(request.deadline))
-
-    async def end(self, quick: InlineStep) -> Answer:
-        """The answer of a step that is on its way. Raises as `step`."""
-        if quick.answer.done():  # another step of its batch was waited for
-            answer = quick.answer.result()
-        else:
-            answer = await self._outlived(quick.answer, quick, quick.ticket)
-        if answer is None:
-            return await self._in_a_task(quick.request, quick.ticket, lost=1)
-        self.count("step", answer)
-        return answer
-
-    def count(self, operation: Operation, answer: Answer) -> None:
-        """A request was answered, to somebody who waited for it."""
-        self._report.answered(operation, answer.mode)
-
-    def _count_steps(self, answers: int) -> None:
-        """As `count`, of so many steps that were answered from their states."""
-        self._report.answered("step", Mode.RECURRENT, answers)
-
-    async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
-        """The answer of a step that may need more: in a task, which outlives its caller where it has to."""
-        task = asyncio.create_task(self._step(request, ticket, lost))
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        answer = await self._outlived(asyncio.shield(task), task, ticket)
-        self.count("step", answer)
-        return answer
-
-    async def _outlived(
-        self, answer: Awaitable[A], step: InlineStep | InlineWindow | asyncio.Task[Answer], ticket: Ticket
-    ) -> A:
-        """The answer of a step, which its caller may leave: then it is taken back, unless it has entered a batch."""
-        try:
-            with until(ticket.deadline):
-                return await answer
-        except DeadlineExceeded as error:
-            raise deadline_error(step, ticket) from error
-        except asyncio.CancelledError:
-            if not ticket.entered:
-                step.cancel()
-            raise
-
-    def _ended(self, task: asyncio.Task[Answer]) -> None:
-        """Lets go of a step. Where its caller has left, nobody else is to be told of what it raised."""
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()
-
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        """Many steps side by side, those of one session in order; each has its own answer or its own error."""
-        return await abreast(self.begin, self.end, self._count_steps, self.step, requests)
+        """Many steps side by side, those of one session in order; each has its own answer or its own error.
 
-    async def _step(self, request: StepRequest, ticket: Ticket, lost: int) -> Answer:
-        with (
-            self._admission.admitted(),
-            self._backlog.share(self._steps.seconds(request), request.deadline) as share,
-        ):
-            answer = await self._steps.step(request, ticket, lost=lost)
-            if not answer.replayed:
-                share.progress(1)
-            return answer
+        Behind a step that failed, its session's others are not run, and fail with EarlierStepFailed: they were meant to
+        follow it.
+        """
+        results: list[Answer | Exception | None] = [None] * len(requests)
+        by_session: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_session.setdefault(request.session, []).append(index)
+
+        async def follow(indexes: Sequence[int]) -> None:
+            for index in indexes:
+                try:
+                    results[index] = await self.submit(requests[index])
+                except Exception as error:
+                    results[index] = error
+                    for later in indexes[indexes.index(index) + 1 :]:
+                        results[later] = EarlierStepFailed(id_of(requests[later].session))
+                    return
+
+        with ExitStack() as submitted:
+            pending: list[tuple[int, Pending[Answer]]] = []
+            chains: list[EagerTask[None]] = []
+            for indexes in by_session.values():
+                if len(indexes) == 1:
+                    pending.append((indexes[0], self.submit(requests[indexes[0]])))
+                    submitted.callback(pending[-1][1].cancel)
+                else:
+                    chains.append(EagerTask(follow(indexes)))
+                    submitted.callback(chains[-1].cancel)
+            for index, one in pending:
+                try:
+                    results[index] = await one
+                except Exception as error:
+                    results[index] = error
+            for chain in chains:
+                await chain
+        return [result for result in results if result is not None]
 
     # Life
 
@@ -574,7 +527,7 @@ class Engine:
             "model": self.name,
             "model_version": self.version,
             "device": self.device,
-            **self._report.document(),
+            **self._stats.document(),
             "sessions": await self._sessions.counts(),
             "integrity": self._housekeeper.document(),
             "costs": self.cost_model,
@@ -620,14 +573,3 @@ class Engine:
         """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""
         self._runner.close()
         self._pool.close()
-
-
-def deadline_error(step: InlineStep | InlineWindow | asyncio.Task[Answer], ticket: Ticket) -> DeadlineExceeded:
-    """What is said of what has not met its deadline, and is taken back unless it is a step that has entered a batch."""
-    if ticket.entered:
-        return DeadlineExceeded(
-            "the deadline passed while the step ran; it still commits: repeat it, with its position or its key, for "
-            "the answer"
-        )
-    step.cancel()
-    return DeadlineExceeded(TOO_LATE)

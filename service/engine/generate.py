@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
+from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
-from wane.service.engine.deadline import until
 from wane.service.engine.forward import Forward, RunResult, last
 from wane.service.engine.logits import Sampler
 from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource

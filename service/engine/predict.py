@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +15,12 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
-from wane.service.engine.bounds import Bound, meets
+from wane.service.engine.bounds import meets
 from wane.service.engine.forward import Forward, sequence
 from wane.service.engine.generate import Generation, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.state.pool import StatePool
 from wane.service.types import Answer, GenerateRequest, Mode, PredictRequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A course, what it was fed, and the parts that it had."""
-
-    course: AnswerPlan
-    input_ids: NDArray[np.int64]
-    recurrent: ModeResult | None
-    window: ModeResult | None
-
-    @property
-    def bound(self) -> Bound | None:
-        """The bound of its answer."""
-        part = self.recurrent or self.window
-        return None if part is None else part.bound
 
 
 class Predictor:
@@ -52,9 +36,9 @@ class Predictor:
         answer_builder: AnswerBuilder,
         cost_model: CostModel,
         *,
-        beside: bool,
+        has_radius_output: bool,
     ) -> None:
-        """`beside`: runs of windows compute a bound for their own tokens."""
+        """`has_radius_output`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
@@ -62,7 +46,7 @@ class Predictor:
         self._forward = forward
         self._answer_builder = answer_builder
         self._cost_model = cost_model
-        self._beside = beside
+        self._has_radius_output = has_radius_output
 
     def seconds(self, request: PredictRequest) -> float:
         """What the runs of a prediction are expected to take."""
@@ -82,15 +66,35 @@ class Predictor:
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """What follows the tokens."""
-        input_ids = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
-        if request.mode is not Mode.AUTO:
-            k = None if request.mode is Mode.RECURRENT else request.window or self._limits.window
-            return await self._answer(await self._run(request, request.mode, k, input_ids, ticket), request, ticket)
-        for k in self._ways(request):
-            run = await self._run(request, Mode.RECURRENT if k is None else Mode.WINDOW, k, input_ids, ticket)
-            if request.tolerance is not None and meets(run.bound, request.tolerance):
+        if request.mode is Mode.AUTO:
+            ways = self._ways(request)
+        else:
+            ways = (None if request.mode is Mode.RECURRENT else request.window or self._limits.window,)
+        for k in ways:
+            mode = request.mode
+            if mode is Mode.AUTO:
+                mode = Mode.RECURRENT if k is None else Mode.WINDOW
+            plan = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
+            recurrent = await self._recurrent(request, plan, ticket) if mode is not Mode.WINDOW else None
+            window = await self._window(request, plan, plan.window, ticket) if plan.window is not None else None
+            found = recurrent or window
+            if found is not None and request.tolerance is not None and meets(found.bound, request.tolerance):
                 break
-        return await self._answer(run, request, ticket)
+        return await self._answer_builder.answer(
+            plan, partial(self._sequence, request), recurrent, window, request.top_k, ticket
+        )
+
+    async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
+        result = await self._forward.full(self._sequence(request), ticket)
+        return self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+
+    async def _window(self, request: PredictRequest, plan: AnswerPlan, k: int, ticket: Ticket) -> ModeResult:
+        is_whole = k >= plan.position
+        context_ids = self._sequence(request) if is_whole else np.array(request.tokens[-k:], np.int64)
+        return await self._answer_builder.window(plan, context_ids, ticket)
+
+    def _sequence(self, request: PredictRequest | GenerateRequest) -> NDArray[np.int64]:
+        return sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
 
     def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:
         """The k that `auto` answers with, one after the other until one will do; None is all tokens."""
@@ -102,24 +106,8 @@ class Predictor:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
-            beside=self._beside,
+            has_radius_output=self._has_radius_output,
             cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
-        )
-
-    async def _run(
-        self, request: PredictRequest, mode: Mode, k: int | None, input_ids: NDArray[np.int64], ticket: Ticket
-    ) -> _Run:
-        """One way of answering."""
-        course = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
-        recurrent: ModeResult | None = None
-        if mode is not Mode.WINDOW:
-            outcome = await self._forward.full(input_ids, ticket)
-            recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
-        return _Run(course, input_ids, recurrent, await self._answer_builder.window(course, input_ids, ticket))
-
-    async def _answer(self, run: _Run, request: PredictRequest, ticket: Ticket) -> Answer:
-        return await self._answer_builder.answer(
-            run.course, run.input_ids, run.recurrent, run.window, request.top_k, ticket
         )
 
     async def generate(self, request: GenerateRequest, ticket: Ticket, share: Share, held: ExitStack) -> Generation:
@@ -129,7 +117,7 @@ class Predictor:
         `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
         for a token.
         """
-        input_ids = sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
+        input_ids = self._sequence(request)
         source: Source
         if request.mode is Mode.WINDOW:
             position = len(request.tokens) + request.truncated

@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 from wane.models.certificate.propagation import PATIENCE, Propagation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
+from wane.service.aio.deadline import until
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPlan, Demand, Piece
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
-from wane.service.engine.deadline import until
 from wane.service.engine.forward import sequence
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import ScoredTokens, ScoreMethod, ScoreProgress, ScoreRequest, ScoreSummary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
@@ -12,7 +13,6 @@ from typing import Literal, get_args
 import numpy as np
 
 from wane.service.engine.agreement import AgreementStatistics, Source, violates
-from wane.service.engine.bounds import Bound
 from wane.service.observability.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
 from wane.service.types import Agreement, Answer, Latency, Mode
 
@@ -75,8 +75,8 @@ class ModeStats:
             (durations, metrics.answer_seconds.labels(model, mode.value, phase))
             for phase, durations in self.durations.items()
         ]
-        self._error_bound = metrics.error_bound.labels(model, mode.value)
-        self._proved = metrics.top1_proved.labels(model, mode.value)
+        self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
+        self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
     def took(self, latency: Latency) -> None:
         """One prediction took this long."""
@@ -85,8 +85,8 @@ class ModeStats:
             durations.add(value_ms)
             seconds.observe(value_ms / 1e3)
 
-    def stepped(self, answers: Sequence[Answer]) -> None:
-        """As `took` and `claimed`, of many answers that nothing but one prediction was made for."""
+    def made(self, answers: Sequence[Answer]) -> None:
+        """These answers were made."""
         columns = zip(*[answer.latency for answer in answers], strict=True)
         for (durations, seconds), values_ms in zip(self._phases, columns, strict=False):
             seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
@@ -96,13 +96,6 @@ class ModeStats:
         proved = sum([answer.top1_proved for answer in answers])
         if proved:
             self._proved.inc(proved)
-
-    def claimed(self, bound: Bound | None, proved: bool) -> None:
-        """What one answer was said to be worth."""
-        if bound is not None:
-            self._error_bound.observe(bound.variation)
-        if proved:
-            self._proved.inc()
 
 
 class Stats:
@@ -119,7 +112,8 @@ class Stats:
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
-        metrics.bound_violations.labels(model)  # there from the start, at 0
+        self._made: list[Answer] = []  # not counted yet
+        metrics.agreement_bound_violations.labels(model)  # there from the start, at 0
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
         """A request was answered, or several; `mode` is the one that was used."""
@@ -136,14 +130,20 @@ class Stats:
         """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
         self._of(mode).took(latency)
 
-    def stepped(self, answers: Sequence[Answer]) -> None:
-        """As `took` and `claimed`, of steps that were answered from their states: a batch of them at a time."""
-        if answers:
-            self._of(Mode.RECURRENT).stepped(answers)
+    def made(self, answer: Answer) -> None:
+        """An answer was made, whether or not anybody still waits for it. Counts all of one turn of the event loop
+        together."""
+        if not self._made:
+            asyncio.get_running_loop().call_soon(self._count_made)
+        self._made.append(answer)
 
-    def claimed(self, mode: Mode, bound: Bound | None, proved: bool) -> None:
-        """What one answer was said to be worth."""
-        self._of(mode).claimed(bound, proved)
+    def _count_made(self) -> None:
+        answers, self._made = self._made, []
+        by_mode: dict[Mode, list[Answer]] = {}
+        for answer in answers:
+            by_mode.setdefault(answer.mode, []).append(answer)
+        for mode, of_mode in by_mode.items():
+            self._of(mode).made(of_mode)
 
     def _of(self, mode: Mode) -> ModeStats:
         found = self._modes.get(mode)
@@ -165,12 +165,12 @@ class Stats:
         """One pair of answers was compared."""
         self._agreement.add(agreement)
         self._by_source[source].add(agreement)
-        self._metrics.compared.labels(self._model).inc()
-        self._metrics.top1_matches.labels(self._model).inc(agreement.top1_match)
+        self._metrics.agreement_compared.labels(self._model).inc()
+        self._metrics.agreement_top1_matches.labels(self._model).inc(agreement.top1_match)
         self._metrics.agreement_top1_proved.labels(self._model).inc(agreement.top1_proved)
-        self._metrics.total_variation.labels(self._model).observe(agreement.total_variation)
+        self._metrics.agreement_total_variation.labels(self._model).observe(agreement.total_variation)
         if violates(agreement):
-            self._metrics.bound_violations.labels(self._model).inc()
+            self._metrics.agreement_bound_violations.labels(self._model).inc()
             logger.error(
                 "a window and the recurrent model are further apart than is claimed",
                 extra={"fields": {"model": self._model, **asdict(agreement)}},
@@ -178,6 +178,7 @@ class Stats:
 
     def document(self) -> dict[str, object]:
         """`modes`, `operations`, `agreement` and `shadow` of the report."""
+        self._count_made()
         modes = {
             mode.value: {
                 "requests": self._requests[mode],

@@ -15,7 +15,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
-from wane.service.engine.forward import PIECE_TOKENS, Forward, last
+from wane.service.engine.forward import PIECE_TOKENS, Forward, tail
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
@@ -45,9 +45,9 @@ class SessionSteps:
         cost_model: CostModel,
         metrics: Metrics,
         *,
-        beside: bool,
+        has_radius_output: bool,
     ) -> None:
-        """`beside`: runs of windows compute a bound for their own tokens."""
+        """`has_radius_output`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -55,9 +55,9 @@ class SessionSteps:
         self._sessions = sessions
         self._answer_builder = answer_builder
         self._cost_model = cost_model
-        self._beside = beside
+        self._has_radius_output = has_radius_output
         self._found = 1.0
-        self._replayed = metrics.replayed.labels(manifest.name)
+        self._replayed = metrics.steps_replayed.labels(manifest.name)
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
         """What the session says comes next; nothing is appended. Raises UnknownSession, InvalidRequest."""
@@ -70,23 +70,25 @@ class SessionSteps:
                     "window is given, but the session answers by mode recurrent; it is for window and both", "window"
                 )
             free = routing.is_free(request.mode, record.mode)
-            return await self._recall(record, mode, free, request.window, request.top_k, ticket, request.tolerance)
+            return await self._answer_again(
+                record, mode, free, request.window, request.top_k, ticket, request.tolerance
+            )
 
-    async def step(self, request: StepRequest, ticket: Ticket, *, lost: int = 0) -> Answer:
-        """Appends and answers, or answers again. A comparison lost to another writer is tried again on what that
-        one left; `lost` of them were lost before. Raises UnknownSession, PositionConflict."""
+    async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
+        """Appends tokens and answers, or answers again. A comparison lost to another writer is tried again on what that
+        writer left. Raises UnknownSession, PositionConflict."""
         async with self._sessions.turn(request.session):
-            for _ in range(lost, 1 + RETRIES):
-                record, place = await self._sessions.check_out(request)
+            for _ in range(1 + RETRIES):
+                record, kind = await self._sessions.check_out(request)
                 mode = routing.of_session(request.mode, record.mode)
-                if place is StepKind.REPLAY:
+                if kind is StepKind.REPLAY:
                     self._replayed.inc()
                     await self._sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
-                    return await self._recall(record, mode, free, None, request.top_k, ticket, replayed=True)
-                appended = await self._append(record, request, mode, ticket)
-                if appended is not None:
-                    return appended
+                    return await self._answer_again(record, mode, free, None, request.top_k, ticket, replayed=True)
+                answer = await self._append(record, request, mode, ticket)
+                if answer is not None:
+                    return answer
             raise conflict(await self._sessions.read(request.session), request.expected_position)
 
     def seconds(self, request: StepRequest) -> float:
@@ -96,21 +98,21 @@ class SessionSteps:
 
     def view(self, record: SessionRecord) -> SessionView:
         """A session as its owner may see it."""
-        resident = self._sessions.resident(record, behind=True, use=False)
+        resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
         dropped_tokens = record.dropped_tokens if kept is None else kept.dropped_tokens
         if kept is None and routing.is_free(None, record.mode):
             _, dropped_tokens = self._rebuilding(record.position, record.tail.ids(), dropped_tokens)
-        course = self._course(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
-        found = course.bound(self._manifest.certificate)
+        plan = self._plan(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
+        found = plan.bound(self._manifest.certificate)
         return SessionView(
             session=record.session,
             model=record.model,
             model_version=self._manifest.version,
             mode=record.mode,
             position=record.position,
-            state=course.state,
+            state=plan.state,
             error_bound=None if found is None else found.variation,
             idle_s=record.idle_s,
             durable=record.durable,
@@ -118,39 +120,43 @@ class SessionSteps:
 
     async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
         """Runs a step that comes next and commits it; None if the comparison was lost."""
-        tokens = np.array(request.tokens, np.int64)
-        position = record.position + len(tokens)
-        held = len(record.tail) + len(tokens)
+        position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
-        # One run from a state that is there needs no more than the new tokens, unless a shadow may follow.
-        needs_all = base is None or mode is not Mode.RECURRENT or self._answer_builder.sampler is not None
-        input_ids = context_ids = np.concatenate([record.tail.ids(), tokens]) if needs_all else tokens
+        # One run from a state that is there needs no more than the new tokens, unless a sample of answers is taken.
+        if base is None or mode is not Mode.RECURRENT or self._answer_builder.sampler is not None:
+            input_ids = np.concatenate([record.tail.ids(), np.array(request.tokens, np.int64)])
+        else:
+            input_ids = NO_TOKENS
+        context_ids = input_ids
         if base is None and routing.is_free(request.mode, record.mode):
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
-        course = self._course(mode, position, None, held, rebuilt, dropped_tokens)
+        held = len(record.tail) + len(request.tokens)
+        plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens)
         # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
         keeps = base is not None and own is not Mode.WINDOW
         recurrent: ModeResult | None = None
+        window: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
         self._pool.retain(read)
         try:
             if mode is not Mode.WINDOW or keeps:
                 write = self._pool.acquire()
-                self._used(record, found=not rebuilt)
-                if base is not None:
-                    missed = self._missed(record, base)
-                    new = np.concatenate([missed, tokens]) if len(missed) else tokens
-                    outcome = await self._forward.append(new, ticket, read=read, write=write, binding=True)
+                self._record_hit(record, found=not rebuilt)
+                if base is None:
+                    result = await self._forward.full(context_ids, ticket, write=write, binding=True)
                 else:
-                    outcome = await self._forward.full(context_ids, ticket, write=write, binding=True)
+                    new = self._unseen(record, base, request)
+                    result = await self._forward.append(new, ticket, read=read, write=write, binding=True)
                 if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
-                    recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
-            window = await self._answer_builder.window(course, input_ids, ticket, binding=True)
+                    recurrent = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+            if plan.window is not None:
+                window_ids = tail(input_ids, position, plan.window)
+                window = await self._answer_builder.window(plan, window_ids, ticket, binding=True)
             committed = await self._sessions.commit(record, request, write, dropped_tokens)
         finally:
             self._pool.release(read)
@@ -158,12 +164,19 @@ class SessionSteps:
                 self._pool.release(write)
         if committed is None:
             return None
-        answer = await self._answer_builder.answer(
-            course, input_ids, recurrent, window, request.top_k, ticket, session=record.session, replayed=False
+        return await self._answer_builder.answer(
+            plan,
+            lambda: input_ids,
+            recurrent,
+            window,
+            request.top_k,
+            ticket,
+            session=record.session,
+            replayed=False,
+            durable=committed.durable,
         )
-        return _vouched(answer, committed)
 
-    async def _recall(
+    async def _answer_again(
         self,
         record: SessionRecord,
         mode: Mode,
@@ -190,34 +203,44 @@ class SessionSteps:
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
-        course = self._course(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens)
-        if not self._beside or course.state is StateSource.RESIDENT:  # else the run itself may bring a better one
-            _check(course.bound(self._manifest.certificate), tolerance)
+        plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens)
+        # A run that puts out a radius may bring a better bound.
+        if not self._has_radius_output or plan.state is StateSource.RESIDENT:
+            _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
-            self._used(record, found=not rebuilt)
+            self._record_hit(record, found=not rebuilt)
             if base is not None and base.position == record.position:
                 with self._pool.hold(base.slot):
-                    outcome = await self._forward.again(base.slot, ticket)
+                    result = await self._forward.again(base.slot, ticket)
             else:
                 with self._pool.hold(ZERO if base is None else base.slot), self._pool.lease() as slot:
                     if base is None:
-                        outcome = await self._forward.full(context_ids, ticket, write=slot)
+                        result = await self._forward.full(context_ids, ticket, write=slot)
                     else:
                         missed = self._missed(record, base)
-                        outcome = await self._forward.append(missed, ticket, read=base.slot, write=slot)
+                        result = await self._forward.append(missed, ticket, read=base.slot, write=slot)
                     self._sessions.keep(record, slot, dropped_tokens)
             if rebuilt:
                 self._sessions.count_rebuilt()
-            recurrent = self._answer_builder.part(course, outcome, ticket.latency(), recurrent=True)
-        part = await self._answer_builder.window(course, input_ids, ticket)
+            recurrent = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+        part: ModeResult | None = None
+        if plan.window is not None:
+            part = await self._answer_builder.window(plan, tail(input_ids, plan.position, plan.window), ticket)
         answered = recurrent or part
-        assert answered is not None, "a course without a run: this is a bug"
+        assert answered is not None, "a plan without a run: this is a bug"
         _check(answered.bound, tolerance)
-        answer = await self._answer_builder.answer(
-            course, input_ids, recurrent, part, top_k, ticket, session=record.session, replayed=replayed
+        return await self._answer_builder.answer(
+            plan,
+            lambda: input_ids,
+            recurrent,
+            part,
+            top_k,
+            ticket,
+            session=record.session,
+            replayed=replayed,
+            durable=record.durable,
         )
-        return _vouched(answer, record)
 
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
@@ -234,34 +257,35 @@ class SessionSteps:
             used=min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES),
             cost=lambda k: self._cost_model.full(len(input_ids)) if k is None else self._cost_model.window(k),
         )
-        return (input_ids, dropped_tokens) if k is None else (last(input_ids, position, k), position - k)
+        return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
         is `needed`, that which the store keeps; and whether what comes of it, or of the tail alone, is rebuilt."""
-        resident = self._sessions.resident(record, behind=True)
+        resident = self._sessions.cached(record, behind=True)
         if resident is not None or not needed:
             return resident, resident is None
         return self._sessions.restore(record), True
+
+    def _unseen(self, record: SessionRecord, base: CachedState, request: StepRequest) -> NDArray[np.int64]:
+        """The tokens that a state has not seen: those that it is behind, and those of a step."""
+        tokens = np.array(request.tokens, np.int64)
+        return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
         """The tokens that a state which is behind has not seen."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
-        self._sessions.count_caught_up()
+        self._sessions.count_state_replay()
         return record.tail.ids()[-missed:]
 
-    def _used(self, record: SessionRecord, *, found: bool) -> None:
+    def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
         """A state was needed, and found or not. That of no tokens always is."""
         if record.position:
-            self.used(found)
+            self._found += REBUILD_EMA_ALPHA * (found - self._found)
 
-    def used(self, found: bool) -> None:
-        """A state was needed; whether it was found resident."""
-        self._found += REBUILD_EMA_ALPHA * (found - self._found)
-
-    def _course(
+    def _plan(
         self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, dropped_tokens: int
     ) -> AnswerPlan:
         """How a session is answered that has `held` tokens in hand, and whose state knows all but `dropped_tokens`.
@@ -278,12 +302,7 @@ class SessionSteps:
                     )
                 k = held
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
-        return AnswerPlan(mode, position, k, origin, known=position - dropped_tokens)
-
-
-def _vouched(answer: Answer, record: SessionRecord) -> Answer:
-    """The answer, with what the session's store vouches for."""
-    return answer if record.durable is None else answer._replace(durable=record.durable)
+        return AnswerPlan(mode, position, k, origin, context_length=position - dropped_tokens)
 
 
 def _check(found: Bound | None, tolerance: float | None) -> None:

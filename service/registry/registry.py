@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from wane.models.bundle import BundleError
-from wane.service.engine.deadline import until
+from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
     InvalidRequest,

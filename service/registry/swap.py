@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from wane.models.bundle import BundleError
-from wane.service.engine.deadline import until
+from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import LoadFailed, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics

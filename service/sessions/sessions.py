@@ -25,7 +25,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.lock import SessionLock, SessionLocks
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.codec import due
-from wane.service.sessions.stores.store import LastStep, Ready, SessionRecord, Snapshot, Store, digest, follows
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, digest, follows
 from wane.service.state.cache import CachedState, StateCache
 from wane.service.state.pool import START
 from wane.service.types import ANYBODY, History, Mode, Owner, StepRequest, id_of, name_within
@@ -121,7 +121,6 @@ class Sessions:
         state once in so many tokens; `model_fingerprint` tells the weights and graphs that it is of.
         `clock` in seconds, as the store's."""
         self._store = store
-        self._ready = store if isinstance(store, Ready) else None
         self._state_cache = state_cache
         self._model = model
         self._version = version
@@ -179,36 +178,6 @@ class Sessions:
         if record.vocabulary != self._vocabulary:
             raise TokenizerChanged(id_of(session), self._model, self._version)
         return record
-
-    # Of a store that answers at once
-
-    @property
-    def at_once(self) -> bool:
-        """Whether the store does: the methods with this in their names are for such."""
-        return self._ready is not None
-
-    def take_turn(self, session: str) -> bool:
-        """Takes the session's turn, if it is nobody's; then it must be left."""
-        return self._locks.take(session)
-
-    def leave_turn(self, session: str) -> None:
-        """Leaves a turn that was taken."""
-        self._locks.leave(session)
-
-    def read_at_once(self, session: str) -> SessionRecord:
-        """As `read`."""
-        assert self._ready is not None, "a store that has to be waited for: this is a bug"
-        return self._known(session, self._ready.look(session))
-
-    def commit_at_once(
-        self, record: SessionRecord, request: StepRequest, slot: int, dropped_tokens: int
-    ) -> SessionRecord | None:
-        """As `commit`."""
-        assert self._ready is not None, "a store that has to be waited for: this is a bug"
-        committed = self._ready.extend(record, request.tokens, last_step(record, request))
-        return self._committed(record, committed, slot, dropped_tokens)
-
-    # Of any store
 
     async def touch(self, session: str) -> None:
         """The session was used."""
@@ -302,15 +271,7 @@ class Sessions:
         """
         step = last_step(record, request)
         snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
-        if snapshot is None:
-            committed = await self._store.append(record.session, record.revision, request.tokens, step)
-        else:
-            committed = await self._store.append(record.session, record.revision, request.tokens, step, snapshot)
-        return self._committed(record, committed, slot, dropped_tokens)
-
-    def _committed(
-        self, record: SessionRecord, committed: SessionRecord | None, slot: int | None, dropped_tokens: int
-    ) -> SessionRecord | None:
+        committed = await self._store.append(record, request.tokens, step, snapshot)
         if committed is None:
             self._conflicts.inc()
         elif slot is None:

@@ -41,7 +41,7 @@ from wane.service.api.problem import described
 from wane.service.api.schemas.predict import AnswerDocument
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.guard import chosen
-from wane.service.engine.deadline import until
+from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine, deadline_error
 from wane.service.engine.inline_step import InlineStep
 from wane.service.errors import (
@@ -53,7 +53,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.net.timers import Timer, timers
+from wane.service.aio.timers import Timer, timers
 from wane.service.net.websocket_protocol import ClientDisconnected, Message
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Traced, Tracing

@@ -126,6 +126,13 @@ class FallbackStore:
             return loose.record
         return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
 
+    async def kind(self, session: str) -> tuple[str, str] | None:
+        """See `Store`."""
+        loose = self._loose.get(session)
+        if loose is not None:
+            return loose.record.model, loose.record.vocabulary
+        return await self._shared.kind(session)
+
     async def touch(self, session: str) -> None:
         """See `Store`."""
         loose = self._loose.get(session)
@@ -134,13 +141,14 @@ class FallbackStore:
         await self._shared.touch(session)
 
     async def append(
-        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
         """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
+        session, revision = record.session, record.revision
         loose = self._loose.get(session)
         if loose is None:
             try:
-                return await self._shared.append(session, revision, tokens, step, snapshot)
+                return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
                 if session in self._loose:  # another one was here first
                     return None
@@ -152,10 +160,10 @@ class FallbackStore:
                 return None
             loose.record = self._extended(before, appended(revision), tokens, step)
             loose.used_s = self._clock()
-            record = await self._settle(loose)
-        if record is None:
+            settled = await self._settle(loose)
+        if settled is None:
             raise self._told(session)
-        return record
+        return settled
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""

@@ -242,22 +242,18 @@ class MemoryStore:
 
     async def get(self, session: str) -> SessionRecord | None:
         """See `Store`."""
-        return self.look(session)
+        return self.get_cached(session)
 
-    def look(self, session: str) -> SessionRecord | None:
-        """See `Ready`."""
+    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
+        """See `Store`."""
         now_s = self._clock()
         packed = self._shards[hash(session) % SHARDS].get(session, now_s)
         return None if packed is None else self._packing.unpack(session, packed, now_s)
 
-    def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Ready`."""
+    async def kind(self, session: str) -> tuple[str, str] | None:
+        """See `Store`."""
         packed = self._find(session)
         return None if packed is None else self._packing.kind(packed)
-
-    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
-        """See `Store`."""
-        return self.look(session)
 
     async def touch(self, session: str) -> None:
         """See `Store`."""
@@ -267,18 +263,12 @@ class MemoryStore:
 
     async def append(
         self,
-        session: str,
-        revision: int,
+        record: SessionRecord,
         tokens: Sequence[int],
         step: LastStep,
         snapshot: Snapshot | None = None,  # noqa: ARG002  (states are not kept)
     ) -> SessionRecord | None:
         """See `Store`."""
-        record = self._at(session, revision)
-        return None if record is None else self.extend(record, tokens, step)
-
-    def extend(self, record: SessionRecord, tokens: Sequence[int], step: LastStep) -> SessionRecord | None:
-        """See `Ready`."""
         session, now_s = record.session, self._clock()
         packed = self._shards[hash(session) % SHARDS].get(session, now_s)
         if packed is None or revision(packed) != record.revision:
@@ -354,14 +344,6 @@ class MemoryStore:
     def _find(self, session: str) -> bytes | None:
         """The session, unless it has been idle for longer than the time to live."""
         return self._shard(session).get(session, self._clock())
-
-    def _at(self, session: str, revision: int) -> SessionRecord | None:
-        """The session, if it is at `revision`."""
-        packed = self._find(session)
-        if packed is None:
-            return None
-        record = self._packing.unpack(session, packed, self._clock())
-        return record if record.revision == revision else None
 
     def _change(
         self,

@@ -62,6 +62,13 @@ class RecordCache:
             return None
         return self._packing.unpack(session, packed, now_s, durable=True, snapshot=self._snapshots.get(session))
 
+    def kind(self, session: str) -> tuple[str, str] | None:
+        """The session's model and vocabulary, unless it must have ended meanwhile."""
+        packed = self._entries.get(session)
+        if packed is None or self._clock() > touched_s(packed) + self._ttl_s:
+            return None
+        return self._packing.kind(packed)
+
     def forget(self, session: str) -> None:
         """Forgets a session, if it is there."""
         packed = self._entries.pop(session, None)

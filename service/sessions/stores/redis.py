@@ -143,28 +143,38 @@ class RedisStore:
             return None
         return self._remembered.get(session)
 
+    async def kind(self, session: str) -> tuple[str, str] | None:
+        """See `Store`."""
+        found = self._remembered.kind(session)
+        if found is not None:
+            return found
+        record = await self.get(session)
+        return None if record is None else (record.model, record.vocabulary)
+
     async def touch(self, session: str) -> None:
         """See `Store`. Nobody waits for it: what it is worth is gone if it fails."""
         for key in self._keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
 
     async def append(
-        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
         """See `Store`. Of a comparison that was lost the session as it is now is remembered.
 
         A comparison that is lost by what was sent twice may have been won the first time, if somebody else went on from
         there: nobody knows, and it must not be taken for one that has changed nothing.
         """
-        before = self._remembered.get(session)
-        if before is None or before.revision != revision:
-            before = await self.get(session)
-            if before is None or before.revision != revision:
-                return None
-        position = before.position + len(tokens)
-        tail = before.tail.append(tokens, position, self.session_history_tokens)
-        after = before._replace(
-            position=position, tail=tail, revision=appended(revision), last=step, idle_s=0.0, snapshot=None
+        session, revision = record.session, record.revision
+        position = record.position + len(tokens)
+        tail = record.tail.append(tokens, position, self.session_history_tokens)
+        after = record._replace(
+            position=position,
+            tail=tail,
+            revision=appended(revision),
+            last=step,
+            idle_s=0.0,
+            durable=True,
+            snapshot=None,
         )
         other = branch()
         width = tail.width
@@ -185,7 +195,7 @@ class RedisStore:
             )
         except Unavailable as error:
             marks = (codec.mark(revision), codec.mark(after.revision, head), codec.mark(other, head))
-            raise Unanswered(error.message, before, marks) from error
+            raise Unanswered(error.message, record, marks) from error
         if done not in DONE:
             self._lost(session, done)
             return None

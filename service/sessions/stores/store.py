@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from wane.service.sessions.record import TokenHistory
 from wane.service.types import Mode
@@ -112,6 +112,8 @@ class StoreError(Exception):
 class Store(Protocol):
     """Keeps sessions. Every method is atomic, and touches the session's idle time unless it says otherwise.
 
+    A store that has the answer at hand does not suspend: then no request that asks it waits for the event loop.
+
     A session idle for longer than the store's time to live does not exist any more.
     Implementations that can lose their backing raise Unavailable.
 
@@ -142,10 +144,14 @@ class Store(Protocol):
         """The session was used."""
         ...
 
+    async def kind(self, session: str) -> tuple[str, str] | None:
+        """The session's model and its vocabulary, as last seen here or as they are now; None if there is none."""
+        ...
+
     async def append(
-        self, session: str, revision: int, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Compare-and-append: None, and nothing done, unless the session is at `revision`.
+        """Compare-and-append: None, and nothing done, unless the session is at the revision of `record`.
 
         `snapshot`: the state after `tokens`, where the store is to keep it: one that does not keep states forgets it.
         """
@@ -178,21 +184,4 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """To be called when nothing else will be."""
-        ...
-
-
-@runtime_checkable
-class Ready(Protocol):
-    """What a store has beside, if nobody has to wait for it."""
-
-    def look(self, session: str) -> SessionRecord | None:
-        """As `get`."""
-        ...
-
-    def kind(self, session: str) -> tuple[str, str] | None:
-        """As `get`, of a session's model and vocabulary only."""
-        ...
-
-    def extend(self, record: SessionRecord, tokens: Sequence[int], step: LastStep) -> SessionRecord | None:
-        """As `append`, to the session as it is in `record`."""
         ...

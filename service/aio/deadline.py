@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
+from wane.service.aio.timers import Timer, timers
 from wane.service.errors import DeadlineExceeded
-from wane.service.net.timers import Timer, timers
 
 TOO_LATE = "the deadline passed before the answer was there"
 

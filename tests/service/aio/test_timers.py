@@ -8,9 +8,9 @@ import gc
 import pytest
 
 from tests.service.alone import alone
-from wane.service.engine.deadline import until
+from wane.service.aio.deadline import until
 from wane.service.errors import DeadlineExceeded
-from wane.service.net.timers import Timers, timers
+from wane.service.aio.timers import Timers, timers
 
 
 def now() -> float:
