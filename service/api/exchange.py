@@ -101,7 +101,7 @@ class InFlight:
         self.over = True
         status, body = response.status_code, bytes(response.body)
         try:
-            self._exchange.answer(status, [*response.raw_headers, self._here.named()], body)
+            self._exchange.answer(status, [*response.raw_headers, self._here.request_id_header()], body)
         finally:
             self._epoch.leave()
             self._middleware.record(

@@ -65,7 +65,7 @@ class WorkItem(Protocol):
     ticket: Ticket
     queued_s: float
 
-    def left(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether nobody waits any more, and the work may be skipped."""
         ...
 
@@ -73,7 +73,7 @@ class WorkItem(Protocol):
         """There will be no row. Raises nothing."""
         ...
 
-    def give(self, row: Row) -> None:
+    def resolve(self, row: Row) -> None:
         """Its row is there. Raises nothing."""
         ...
 
@@ -89,7 +89,7 @@ class Awaited:
         self.queued_s = 0.0
         self._future = future
 
-    def left(self) -> bool:
+    def cancelled(self) -> bool:
         """See `WorkItem`."""
         return self._future.cancelled()
 
@@ -98,7 +98,7 @@ class Awaited:
         if not self._future.done():
             self._future.set_exception(error)
 
-    def give(self, row: Row) -> None:
+    def resolve(self, row: Row) -> None:
         """See `WorkItem`."""
         if not self._future.done():
             self._future.set_result(row)

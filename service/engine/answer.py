@@ -18,7 +18,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, RunResult, last
+from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import predictions
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
@@ -33,15 +33,15 @@ worse than not to be proved."""
 class AnswerPlan(NamedTuple):
     """How a question at `position` is answered.
 
-    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` and `known` are about the
-    recurrent part: where its state comes from, and how many of the latest tokens it knows.
+    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` is where the recurrent part's
+    state comes from, and `context_length` how many of the latest tokens that state knows.
     """
 
     mode: Mode
     position: int
     window: int | None
     origin: StateSource
-    known: int
+    context_length: int
 
     @classmethod
     def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> AnswerPlan:
@@ -65,16 +65,16 @@ class AnswerPlan(NamedTuple):
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
         """The bound of the recurrent part, or of the window's; `radius` as its run gave it."""
-        known = self.known if recurrent else self.window
-        assert known is not None, "a window's part without a k: this is a bug"
-        return bounds.bound(certificate, known, self.position, radius)
+        context_length = self.context_length if recurrent else self.window
+        assert context_length is not None, "a window's part without a k: this is a bug"
+        return bounds.bound(certificate, context_length, self.position, radius)
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
     """One mode's run, what is claimed of its answer, and the time it took."""
 
-    outcome: RunResult
+    result: RunResult
     bound: Bound | None
     latency: Latency
 
@@ -86,13 +86,13 @@ class Sampler(Protocol):
         """Whether the next answer is one of them; to be asked once of each."""
         ...
 
-    def offer(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
-        """One that was chosen: given by one mode, from `input_ids`, which ends at the course's position."""
+    def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
+        """One that was chosen: given by one mode, from `input_ids`, which ends at the plan's position."""
         ...
 
 
 class AnswerBuilder:
-    """Runs the window's part of a course, and makes answers of parts."""
+    """Runs the window's part of a plan, and makes answers of parts."""
 
     def __init__(
         self,
@@ -114,28 +114,28 @@ class AnswerBuilder:
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
-    def part(self, course: AnswerPlan, outcome: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
-        """A part that was run: the recurrent one of a course, or the window's."""
-        return ModeResult(outcome, course.bound_of(self._certificate, recurrent, outcome.radius), latency)
+    def part(self, plan: AnswerPlan, result: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
+        """A part that was run: the recurrent one of a plan, or the window's."""
+        return ModeResult(result, plan.bound_of(self._certificate, recurrent, result.radius), latency)
 
     async def window(
-        self, course: AnswerPlan, input_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
+        self, plan: AnswerPlan, input_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
     ) -> ModeResult | None:
-        """The window's part of a course, if it has one. `input_ids` ends at the course's position and holds k tokens.
+        """The window's part of a plan, if it has one. `input_ids` ends at the plan's position and holds k tokens.
 
         To be run after the recurrent part, not beside it: then neither waits for the other, and each latency is
         what its mode alone would have taken.
         """
-        if course.window is None:
+        if plan.window is None:
             return None
         mark = ticket.mark()
-        context_ids = last(input_ids, course.position, course.window)
-        outcome = await self._forward.window(context_ids, ticket, binding=binding)
-        return self.part(course, outcome, ticket.latency(since=mark), recurrent=False)
+        context_ids = tail(input_ids, plan.position, plan.window)
+        result = await self._forward.window(context_ids, ticket, binding=binding)
+        return self.part(plan, result, ticket.latency(since=mark), recurrent=False)
 
     async def answer(
         self,
-        course: AnswerPlan,
+        plan: AnswerPlan,
         input_ids: NDArray[np.int64],
         recurrent: ModeResult | None,
         window: ModeResult | None,
@@ -145,18 +145,18 @@ class AnswerBuilder:
         session: str | None = None,
         replayed: bool | None = None,
     ) -> Answer:
-        """The answer of the parts that a course has, counted in the report. Of two, the recurrent one answers.
+        """The answer of the parts that a plan has, counted in the report. Of two, the recurrent one answers.
 
-        `input_ids` ends at the course's position: all that is there of its tokens. `session`: whose position that is.
+        `input_ids` ends at the plan's position: all that is there of its tokens. `session`: whose position that is.
         """
         answered = recurrent or window
-        assert answered is not None, "a course without a run: this is a bug"
-        found = self._predictions(answered.outcome, top_k)
+        assert answered is not None, "a plan without a run: this is a bug"
+        found = self._predictions(answered.result, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = await self.agreement(course, recurrent, window)
-            of_window = self._predictions(window.outcome, top_k)
+            pair = await self.agreement(plan, recurrent, window)
+            of_window = self._predictions(window.result, top_k)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(of_window, window.latency),
@@ -164,104 +164,104 @@ class AnswerBuilder:
             for mode, part in modes.items():
                 self._report.took(mode, part.latency)
         elif self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, input_ids, answered)
+            self.sampler.offer(plan, input_ids, answered)
         proved = await self._proved(answered, answered.bound)
         bound, latency = answered.bound, ticket.latency()
-        self._report.took(course.mode, latency)
-        self._report.claimed(course.mode, bound, proved)
+        self._report.took(plan.mode, latency)
+        self._report.claimed(plan.mode, bound, proved)
         return Answer(
-            mode=course.mode,
+            mode=plan.mode,
             predictions=found,
             latency=latency,
-            state=course.state,
+            state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
             top1_proved=proved,
-            window=course.window,
+            window=plan.window,
             modes=modes,
             agreement=pair,
             session=session,
-            position=None if session is None else course.position,
+            position=None if session is None else plan.position,
             replayed=replayed,
         )
 
     def of_window(
-        self, course: AnswerPlan, input_ids: Callable[[], NDArray[np.int64]], window: ModeResult, row: Row, top_k: int
+        self, plan: AnswerPlan, input_ids: Callable[[], NDArray[np.int64]], window: ModeResult, row: Row, top_k: int
     ) -> Answer:
         """As `answer`, of nothing but a window, for whose first token no proof is sought that takes long. `input_ids`
         returns what `answer` is given; the window ended in `row` just now."""
         if self.sampler is not None and self.sampler.chosen():
-            self.sampler.offer(course, input_ids(), window)
+            self.sampler.offer(plan, input_ids(), window)
         bound, latency = window.bound, window.latency
         proved = bound is not None and bound.runs is not None and self._margin.proves_of_row(row, bound.runs)
         self._report.took(Mode.WINDOW, latency)
         self._report.claimed(Mode.WINDOW, bound, proved)
         return Answer(
             mode=Mode.WINDOW,
-            predictions=self._predictions(window.outcome, top_k),
+            predictions=self._predictions(window.result, top_k),
             latency=latency,
             state=StateSource.WINDOW,
             error_bound=None if bound is None else bound.variation,
-            window=course.window,
+            window=plan.window,
             state_error_bound=None if bound is None else bound.state,
             top1_proved=proved,
         )
 
     def seeks(self, part: ModeResult, bound: Bound | None) -> bool:
         """Whether a proof by direction is sought where the margin alone does not prove the part's first token."""
-        if bound is None or bound.runs is None or self.direction is None or part.outcome.ending is None:
+        if bound is None or bound.runs is None or self.direction is None or part.result.trace is None:
             return False
         return bound is part.bound and bound.state > 0 and self._proofs < MOST_PROOFS and self._forward.idle
 
-    def _predictions(self, outcome: RunResult, top_k: int) -> tuple[Prediction, ...]:
-        return predictions(outcome.logits, top_k, self._vocabulary, outcome.top)
+    def _predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
+        return predictions(result.logits, top_k, self._vocabulary, result.top)
 
-    async def agreement(self, course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
+    async def agreement(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
         """How far the parts are apart, counted in the report."""
-        bound = _bound(course, recurrent, window)
+        bound = _bound(plan, recurrent, window)
         pair = _apart(recurrent, window, bound, await self._proved(window, bound))
         self._report.compared(pair, Source.BOTH)
         return pair
 
-    def apart(self, course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
+    def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
         """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
-        bound = _bound(course, recurrent, window)
-        return _apart(recurrent, window, bound, self._leads(window.outcome, bound))
+        bound = _bound(plan, recurrent, window)
+        return _apart(recurrent, window, bound, self._leads(window.result, bound))
 
     async def _proved(self, part: ModeResult, bound: Bound | None) -> bool:
         """Whether the part's first token is proved to be that of every run within the bound, its own or a wider one."""
-        outcome, ending, direction = part.outcome, part.outcome.ending, self.direction
+        result, trace, direction = part.result, part.result.trace, self.direction
         if not self.seeks(part, bound):
-            return self._leads(outcome, bound)
-        assert bound is not None and bound.runs is not None and ending is not None and direction is not None
-        rivals = self._margin.rivals(outcome.logits, outcome.hidden, bound.runs, MOST_RIVALS)
+            return self._leads(result, bound)
+        assert bound is not None and bound.runs is not None and trace is not None and direction is not None
+        rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
         if rivals is None or not len(rivals):
             return rivals is not None
-        first = int(outcome.logits.argmax())
+        first = int(result.logits.argmax())
         self._proofs += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._prover, direction.proves, ending, first, rivals
+                self._prover, direction.proves, trace, first, rivals
             )
         finally:
             self._proofs -= 1
 
-    def _leads(self, outcome: RunResult, bound: Bound | None) -> bool:
+    def _leads(self, result: RunResult, bound: Bound | None) -> bool:
         """Whether the margin alone proves it."""
         if bound is None or bound.runs is None:
             return False
-        return self._margin.proves(outcome.logits, outcome.hidden, bound.runs, outcome.top)
+        return self._margin.proves(result.logits, result.hidden, bound.runs, result.top)
 
 
-def _bound(course: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
+def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
     """Of the distance of the two. Both have read the same last tokens, so the bound of the one that knows fewer holds
     for it too, as it does for its distance from the never-interrupted model."""
-    assert course.window is not None, "two parts without a k: this is a bug"
-    return window.bound if course.window <= course.known else recurrent.bound
+    assert plan.window is not None, "two parts without a k: this is a bug"
+    return window.bound if plan.window <= plan.context_length else recurrent.bound
 
 
 def _apart(recurrent: ModeResult, window: ModeResult, bound: Bound | None, proved: bool) -> Agreement:
-    of_recurrent, of_window = recurrent.outcome, window.outcome
+    of_recurrent, of_window = recurrent.result, window.result
     return agreement.compare(
         of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
     )

@@ -133,7 +133,7 @@ class Engine:
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
-            metrics.evicted.labels(name).inc,
+            metrics.states_evicted.labels(name).inc,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self._batcher = Batcher(
@@ -182,7 +182,7 @@ class Engine:
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
             self._answer_builder.sampler = self._shadow
-        beside = RADIUS in runner.outputs("window")
+        has_radius_output = RADIUS in runner.outputs("window")
         self._predictor = Predictor(
             manifest,
             vocabulary,
@@ -191,7 +191,7 @@ class Engine:
             self._forward,
             self._answer_builder,
             self._cost_model,
-            beside=beside,
+            has_radius_output=has_radius_output,
         )
         self._steps = SessionSteps(
             manifest,
@@ -202,14 +202,14 @@ class Engine:
             self._answer_builder,
             self._cost_model,
             metrics,
-            beside=beside,
+            has_radius_output=has_radius_output,
         )
         self._quick = InlineRun(
             pool,
             self._batcher,
             self._sessions,
             StepAnswers(manifest, vocabulary, margin, self._answer_builder, self._report),
-            on_state_hit=partial(self._steps.used, True),
+            on_state_hit=partial(self._steps.record_hit, True),
             on_begin=self._admission.enter,
             on_end=self._admission.leave,
         )
@@ -221,7 +221,7 @@ class Engine:
             on_begin=self._admission.enter,
             on_end=self._admission.leave,
         )
-        self._backlog = Backlog(metrics.refused.labels(name).inc)
+        self._backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._running: set[asyncio.Task[Answer]] = set()  # steps, which outlive callers who leave
         self._housekeeper = Housekeeper(

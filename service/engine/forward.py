@@ -22,12 +22,12 @@ PIECE_TOKENS = IN_ORDER["advance"]
 @dataclass(slots=True, eq=False)
 class RunResult:
     """What a run over a sequence ends in: logits float32 (V), hidden, the output layer's input, float32 (H), and the
-    radius, the ending and the largest logits that were computed beside the run, if they were."""
+    radius, the trace and the largest logits that were computed beside the run, if they were."""
 
     logits: NDArray[np.float32]
     hidden: NDArray[np.float32]
     radius: float | None = None
-    ending: WindowTrace | None = None
+    trace: WindowTrace | None = None
     top: Top | None = None
 
 
@@ -49,7 +49,7 @@ class Forward:
     ) -> RunResult:
         """Runs `tokens` from the zero state, in one run however long they are."""
         row = await self._batcher.submit(Work("window", tokens, write=write, binding=binding), ticket)
-        return outcome(row)
+        return run_result(row)
 
     async def full(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
@@ -69,7 +69,7 @@ class Forward:
         where they are many, and where that is quicker in chunks side by side, to the same states bit for bit."""
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
-            return outcome(row)
+            return run_result(row)
         await self._parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
 
@@ -85,14 +85,14 @@ def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> 
     return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
 
 
-def last(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
+def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
     """The last `k` of the tokens in `input_ids`, which ends at `position`; where these are all, its `<eos>` too."""
     return input_ids if k >= position else input_ids[-k:]
 
 
-def outcome(row: Row) -> RunResult:
+def run_result(row: Row) -> RunResult:
     """What a run of a step or of a window ends in."""
-    return RunResult(_there(row.logits), _there(row.hidden), row.radius, row.ending, row.top)
+    return RunResult(_there(row.logits), _there(row.hidden), row.radius, row.trace, row.top)
 
 
 def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.step_answers import StepAnswers
-from wane.service.sessions.sessions import Sessions, StepKind, place
+from wane.service.sessions.sessions import Sessions, StepKind, classify_step
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.pool import StatePool
 from wane.service.types import Answer, Mode, StepRequest
@@ -71,9 +71,9 @@ class InlineRun:
         record = sessions.read_at_once(request.session)
         if routing.of_session(request.mode, record.mode) is not Mode.RECURRENT or record.mode is Mode.WINDOW:
             return None
-        if place(record, request) is StepKind.REPLAY:
+        if classify_step(record, request) is StepKind.REPLAY:
             return None
-        resident = sessions.resident(record)
+        resident = sessions.cached(record)
         if resident is None:
             return None
         slot = self._pool.acquire()
@@ -88,7 +88,7 @@ class InlineRun:
             self._on_found()
         return step
 
-    def give(self, step: InlineStep, row: Row) -> None:
+    def resolve(self, step: InlineStep, row: Row) -> None:
         """A step was run; what follows waits for the others of its batch."""
         self._given.append((step, row))
 
@@ -175,14 +175,14 @@ class InlineStep:
         if not self.ticket.entered:
             self.cancel()
 
-    def left(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether the batcher may skip it."""
         return self._over
 
-    def give(self, row: Row) -> None:
+    def resolve(self, row: Row) -> None:
         """Its run is over."""
         self._over = True
-        self._quick.give(self, row)
+        self._quick.resolve(self, row)
 
     def fail(self, error: Exception) -> None:
         """It was not run, or in vain: nothing was changed."""

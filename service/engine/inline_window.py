@@ -18,7 +18,7 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
-from wane.service.engine.forward import outcome, sequence
+from wane.service.engine.forward import run_result, sequence
 from wane.service.engine.limits import Limits
 from wane.service.errors import Unavailable
 from wane.service.types import Answer, Mode, PredictRequest
@@ -89,17 +89,17 @@ class InlineWindow:
 
     leave = cancel
 
-    def left(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether the batcher may skip it."""
         return self._over
 
-    def give(self, row: Row) -> None:
+    def resolve(self, row: Row) -> None:
         """Its run is over: it is answered, at once or when a proof was sought."""
         if self._over:
             return
         answer_builder, course = self._windows.answer_builder, self._course
         try:
-            part = answer_builder.part(course, outcome(row), self.ticket.latency(), recurrent=False)
+            part = answer_builder.part(course, run_result(row), self.ticket.latency(), recurrent=False)
             if answer_builder.seeks(part, part.bound):
                 self._proof = asyncio.create_task(self._prove(part))
                 self._proof.add_done_callback(self._proved)

@@ -52,9 +52,9 @@ class Predictor:
         answer_builder: AnswerBuilder,
         cost_model: CostModel,
         *,
-        beside: bool,
+        has_radius_output: bool,
     ) -> None:
-        """`beside`: runs of windows compute a bound for their own tokens."""
+        """`has_radius_output`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
@@ -62,7 +62,7 @@ class Predictor:
         self._forward = forward
         self._answer_builder = answer_builder
         self._cost_model = cost_model
-        self._beside = beside
+        self._has_radius_output = has_radius_output
 
     def seconds(self, request: PredictRequest) -> float:
         """What the runs of a prediction are expected to take."""
@@ -102,7 +102,7 @@ class Predictor:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=request.tolerance,
-            beside=self._beside,
+            has_radius_output=self._has_radius_output,
             cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
         )
 

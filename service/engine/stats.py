@@ -75,8 +75,8 @@ class ModeStats:
             (durations, metrics.answer_seconds.labels(model, mode.value, phase))
             for phase, durations in self.durations.items()
         ]
-        self._error_bound = metrics.error_bound.labels(model, mode.value)
-        self._proved = metrics.top1_proved.labels(model, mode.value)
+        self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
+        self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
     def took(self, latency: Latency) -> None:
         """One prediction took this long."""
@@ -119,7 +119,7 @@ class Stats:
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
-        metrics.bound_violations.labels(model)  # there from the start, at 0
+        metrics.agreement_bound_violations.labels(model)  # there from the start, at 0
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
         """A request was answered, or several; `mode` is the one that was used."""
@@ -165,12 +165,12 @@ class Stats:
         """One pair of answers was compared."""
         self._agreement.add(agreement)
         self._by_source[source].add(agreement)
-        self._metrics.compared.labels(self._model).inc()
-        self._metrics.top1_matches.labels(self._model).inc(agreement.top1_match)
+        self._metrics.agreement_compared.labels(self._model).inc()
+        self._metrics.agreement_top1_matches.labels(self._model).inc(agreement.top1_match)
         self._metrics.agreement_top1_proved.labels(self._model).inc(agreement.top1_proved)
-        self._metrics.total_variation.labels(self._model).observe(agreement.total_variation)
+        self._metrics.agreement_total_variation.labels(self._model).observe(agreement.total_variation)
         if violates(agreement):
-            self._metrics.bound_violations.labels(self._model).inc()
+            self._metrics.agreement_bound_violations.labels(self._model).inc()
             logger.error(
                 "a window and the recurrent model are further apart than is claimed",
                 extra={"fields": {"model": self._model, **asdict(agreement)}},

@@ -15,7 +15,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
-from wane.service.engine.forward import PIECE_TOKENS, Forward, last
+from wane.service.engine.forward import PIECE_TOKENS, Forward, tail
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
@@ -45,9 +45,9 @@ class SessionSteps:
         cost_model: CostModel,
         metrics: Metrics,
         *,
-        beside: bool,
+        has_radius_output: bool,
     ) -> None:
-        """`beside`: runs of windows compute a bound for their own tokens."""
+        """`has_radius_output`: runs of windows compute a bound for their own tokens."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -55,9 +55,9 @@ class SessionSteps:
         self._sessions = sessions
         self._answer_builder = answer_builder
         self._cost_model = cost_model
-        self._beside = beside
+        self._has_radius_output = has_radius_output
         self._found = 1.0
-        self._replayed = metrics.replayed.labels(manifest.name)
+        self._replayed = metrics.steps_replayed.labels(manifest.name)
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
         """What the session says comes next; nothing is appended. Raises UnknownSession, InvalidRequest."""
@@ -96,7 +96,7 @@ class SessionSteps:
 
     def view(self, record: SessionRecord) -> SessionView:
         """A session as its owner may see it."""
-        resident = self._sessions.resident(record, behind=True, use=False)
+        resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
         dropped_tokens = record.dropped_tokens if kept is None else kept.dropped_tokens
@@ -139,7 +139,7 @@ class SessionSteps:
         try:
             if mode is not Mode.WINDOW or keeps:
                 write = self._pool.acquire()
-                self._used(record, found=not rebuilt)
+                self._record_hit(record, found=not rebuilt)
                 if base is not None:
                     missed = self._missed(record, base)
                     new = np.concatenate([missed, tokens]) if len(missed) else tokens
@@ -191,11 +191,12 @@ class SessionSteps:
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
         course = self._course(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens)
-        if not self._beside or course.state is StateSource.RESIDENT:  # else the run itself may bring a better one
+        # A run that puts out a radius may bring a better bound.
+        if not self._has_radius_output or course.state is StateSource.RESIDENT:
             _check(course.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
-            self._used(record, found=not rebuilt)
+            self._record_hit(record, found=not rebuilt)
             if base is not None and base.position == record.position:
                 with self._pool.hold(base.slot):
                     outcome = await self._forward.again(base.slot, ticket)
@@ -234,12 +235,12 @@ class SessionSteps:
             used=min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES),
             cost=lambda k: self._cost_model.full(len(input_ids)) if k is None else self._cost_model.window(k),
         )
-        return (input_ids, dropped_tokens) if k is None else (last(input_ids, position, k), position - k)
+        return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
         is `needed`, that which the store keeps; and whether what comes of it, or of the tail alone, is rebuilt."""
-        resident = self._sessions.resident(record, behind=True)
+        resident = self._sessions.cached(record, behind=True)
         if resident is not None or not needed:
             return resident, resident is None
         return self._sessions.restore(record), True
@@ -249,15 +250,15 @@ class SessionSteps:
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
-        self._sessions.count_caught_up()
+        self._sessions.count_state_replay()
         return record.tail.ids()[-missed:]
 
-    def _used(self, record: SessionRecord, *, found: bool) -> None:
+    def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
         """A state was needed, and found or not. That of no tokens always is."""
         if record.position:
-            self.used(found)
+            self.record_hit(found)
 
-    def used(self, found: bool) -> None:
+    def record_hit(self, found: bool) -> None:
         """A state was needed; whether it was found resident."""
         self._found += REBUILD_EMA_ALPHA * (found - self._found)
 
@@ -278,7 +279,7 @@ class SessionSteps:
                     )
                 k = held
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
-        return AnswerPlan(mode, position, k, origin, known=position - dropped_tokens)
+        return AnswerPlan(mode, position, k, origin, context_length=position - dropped_tokens)
 
 
 def _vouched(answer: Answer, record: SessionRecord) -> Answer:

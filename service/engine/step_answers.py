@@ -10,7 +10,7 @@ from wane.service.batching.batch import Row
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound
-from wane.service.engine.forward import outcome
+from wane.service.engine.forward import run_result
 from wane.service.engine.logits import listed, predictions
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MarginProof
@@ -63,7 +63,7 @@ class StepBatch:
         sampler = of.answer_builder.sampler
         if sampler is not None and sampler.chosen():
             course = AnswerPlan(Mode.RECURRENT, position, None, StateSource.RESIDENT, position - dropped_tokens)
-            sampler.offer(course, record.tail.ids(), ModeResult(outcome(row), claimed, latency))
+            sampler.offer(course, record.tail.ids(), ModeResult(run_result(row), claimed, latency))
         answer = Answer(
             Mode.RECURRENT,
             self._predictions(row, request.top_k),

@@ -229,7 +229,7 @@ class Stream:
         """One message was answered."""
         self.answered += 1
         if error is not None:
-            self.metrics.failures.labels(error, self.here.owner.name or "").inc()
+            self.metrics.request_errors.labels(error, self.here.owner.name or "").inc()
         ended_s = time.perf_counter()
         traced = self.traced
         self.metrics.count_message(status, ended_s - started_s, None if traced is None else traced.trace_id)
