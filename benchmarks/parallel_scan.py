@@ -228,12 +228,12 @@ class Subject:
         return run
 
     def _parallel(self, kind: str, name: str, tolerance: float | None) -> Way:
-        def tell(course: ChunkPlan) -> None:
+        def tell(plan: ChunkPlan) -> None:
             self.told[kind, name] = {
-                "chunks": course.chunks,
-                "warm_up": course.warm_up,
-                "rounds": course.rounds,
-                "max_residual": course.residual,
+                "chunks": plan.chunks,
+                "warm_up": plan.warm_up,
+                "rounds": plan.rounds,
+                "max_residual": plan.residual,
             }
 
         async def state() -> None:
@@ -242,7 +242,7 @@ class Subject:
                 pieces = self.parallel.run("advance", self.tokens[:-1], None, Ticket(), demand, read=ZERO, write=slot)
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        tell(piece.course)
+                        tell(piece.plan)
                 self._keep(kind, name, {**self.pool.gather([slot])})
 
         async def score() -> None:

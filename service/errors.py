@@ -30,13 +30,13 @@ No framework is imported here: each protocol maps this tree to its own envelope,
 
 from __future__ import annotations
 
-SHOWN_CHARACTERS = 64
+REPR_MAX_CHARACTERS = 64
 
 
 def truncate_repr(value: object) -> str:
     """What a client sent, as a message may repeat it: cut, for it may be as long as a body."""
-    text = repr(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
-    return text if len(text) <= SHOWN_CHARACTERS + 2 else f"{text[:SHOWN_CHARACTERS]}..."
+    text = repr(value[: REPR_MAX_CHARACTERS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= REPR_MAX_CHARACTERS + 2 else f"{text[:REPR_MAX_CHARACTERS]}..."
 
 
 class WaneError(Exception):

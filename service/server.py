@@ -142,14 +142,14 @@ def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None =
     """Of uvicorn's configuration what says by whom connections are served, and who is believed to be at their ends: the
     peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine. `fast_path`: the
     application's."""
-    believe = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
+    proxy_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
         "connection_limits": ConnectionLimits.of(settings),
         "rejected": RejectedConnections(metrics),
         "receive_budget": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
     }
     return {
-        "http": partial(InlineHttpProtocol, fast_path=fast_path, believe=believe, **named),
+        "http": partial(InlineHttpProtocol, fast_path=fast_path, proxy_headers=proxy_headers, **named),
         "ws": partial(WebSocketProtocol, **named),
         "proxy_headers": settings.trusted_proxies is not None,
         "forwarded_allow_ips": settings.trusted_proxies or "",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, V
 
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
-SNAPSHOT_TOKENS = 32
+STATE_CHECKPOINT_INTERVAL_TOKENS = 32
 SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # of an address, who may use it and by which password
 UNTOLD = frozenset({"api_keys"})  # by the command line, which others on the machine can read
 POLICIES = ("auto", "tail", "state")
@@ -307,7 +307,9 @@ class Settings(BaseModel):
             policy = "tail" if certified else "state"
         if policy != "state" or self.store == IN_MEMORY:
             return None
-        return self.state_checkpoint_interval_tokens or min(SNAPSHOT_TOKENS, self.session_history_tokens)
+        return self.state_checkpoint_interval_tokens or min(
+            STATE_CHECKPOINT_INTERVAL_TOKENS, self.session_history_tokens
+        )
 
     @property
     def default_model_is_chosen(self) -> bool:

@@ -18,7 +18,7 @@ from deploy.stack.local import Command, probe
 READY_WITHIN_S = 120.0
 ASK_EVERY_S = 0.05
 KILLED_WITHIN_S = 10.0
-SHOWN_CHARACTERS = 2000
+LOG_TAIL_CHARACTERS = 2000
 
 
 class ProcessFailed(Exception):
@@ -126,4 +126,4 @@ class Process:
             self._process.wait(KILLED_WITHIN_S)
 
     def _tail(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")[-SHOWN_CHARACTERS:]
+        return self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]

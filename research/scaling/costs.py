@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wane.service.settings import SNAPSHOT_TOKENS
+from wane.service.settings import STATE_CHECKPOINT_INTERVAL_TOKENS
 
 FIGURES = Path("research/figures")
 BENCHMARKS = Path("docs/figures")
@@ -101,7 +101,7 @@ def of(document: dict[str, Any], policy: str) -> Costs:
         run_step_s=MICRO * run_step,
         windows=windows,
         restored_s=MICRO * max(statistics.mean(one["runner_more_us"] for one in found["moved"]), 0)
-        + window_s(windows, SNAPSHOT_TOKENS // 2),
+        + window_s(windows, STATE_CHECKPOINT_INTERVAL_TOKENS // 2),
         front_s=MICRO * some["front_us"],
         store_trip_s=MICRO * trip,
         store_command_s=MICRO * command,

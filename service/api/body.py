@@ -23,12 +23,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from wane.service.aio.deadline import until
 from wane.service.api.middleware import context
 from wane.service.api.schemas.common import AtMost, Body
-from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
-    SHOWN_CHARACTERS,
+    REPR_MAX_CHARACTERS,
     Abandoned,
     BodyTimeout,
     DeadlineExceeded,
@@ -192,7 +192,7 @@ def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
 
 def _spelt(name: str) -> str:
     """A name that a client chose: in quotes where it would not be seen for what it is, and cut."""
-    plain = 0 < len(name) <= SHOWN_CHARACTERS and name.isprintable() and name == name.strip()
+    plain = 0 < len(name) <= REPR_MAX_CHARACTERS and name.isprintable() and name == name.strip()
     return name if plain else truncate_repr(name)
 
 

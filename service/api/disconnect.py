@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.types import Message
 from starlette.websockets import WebSocket
 
-from wane.service.errors import Abandoned
 from wane.service.aio.timers import timers
+from wane.service.errors import Abandoned
 from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
 
 

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Scope
+from wane.service.engine.inline_step import InlineStep
+from wane.service.engine.inline_window import InlineWindow
 
+from wane.service.aio.timers import Timer, timers
 from wane.service.api import encode
 from wane.service.api.deps import note_answer
 from wane.service.api.middleware import RequestContext, RequestMiddleware
 from wane.service.engine.engine import Engine, Operation, deadline_error
-from wane.service.engine.inline_step import InlineStep
-from wane.service.engine.inline_window import InlineWindow
 from wane.service.errors import Abandoned, Unavailable
-from wane.service.aio.timers import Timer, timers
 from wane.service.types import Answer
 
 
@@ -101,7 +101,7 @@ class InFlight:
         self.over = True
         status, body = response.status_code, bytes(response.body)
         try:
-            self._exchange.answer(status, [*response.raw_headers, self._here.named()], body)
+            self._exchange.answer(status, [*response.raw_headers, self._here.request_id_header()], body)
         finally:
             self._epoch.leave()
             self._middleware.record(

@@ -45,12 +45,12 @@ class InlineHttpProtocol(HttpProtocol):
     """HTTP with a fast path, if one is given."""
 
     def __init__(
-        self, *given: Any, fast_path: FastPath | None = None, believe: ProxyHeaders | None = None, **named: Any
+        self, *given: Any, fast_path: FastPath | None = None, proxy_headers: ProxyHeaders | None = None, **named: Any
     ) -> None:
-        """`believe`: what proxies say, where there are any."""
+        """`proxy_headers`: what proxies say, where there are any."""
         super().__init__(*given, **named)
         self.fast_path = fast_path
-        self.believe = believe
+        self.proxy_headers = proxy_headers
         self.reads = False  # something that came is being looked at
         self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until it is seen what has come of it
         self.underway: InFlight | None = None
@@ -76,8 +76,8 @@ class InlineHttpProtocol(HttpProtocol):
         self.held = None
         if self.fast_path is not None and self.may_be_fast(cycle):
             scope = cast(dict[str, Any], cycle.scope)
-            if self.believe is not None:
-                self.believe(scope)
+            if self.proxy_headers is not None:
+                self.proxy_headers(scope)
             underway = self.fast_path.begin(scope, bytes(cycle.body), HttpResponder(self, cycle))
             if underway is not None:
                 if not underway.over:

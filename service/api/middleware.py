@@ -87,7 +87,7 @@ class RequestContext:
             request_id = trace_id or f"{getrandbits(128):032x}"
         return cls(request_id, trace_id, parent, headers)
 
-    def named(self) -> tuple[bytes, bytes]:
+    def request_id_header(self) -> tuple[bytes, bytes]:
         """The header of the answer that tells the id."""
         return b"x-request-id", self.request_id.encode()
 
@@ -159,7 +159,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 careful = () if scope["method"] == "POST" else SECURITY_HEADERS
-                message["headers"] = [*message["headers"], here.named(), *careful]
+                message["headers"] = [*message["headers"], here.request_id_header(), *careful]
             else:
                 sent_bytes += len(message.get("body", b""))
             await send(message)
@@ -276,7 +276,7 @@ class RequestMiddleware:
             route(scope), known, status, seconds, traced.trace_id if traced is not None else None
         )
         if "error" in here.fields:
-            self.metrics.failures.labels(here.fields["error"], here.owner.name or "").inc()
+            self.metrics.request_errors.labels(here.fields["error"], here.owner.name or "").inc()
         if not logs_access():
             return
         line = self.line(scope, here, seconds)

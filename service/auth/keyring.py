@@ -94,25 +94,25 @@ class Keyring:
     def __init__(self, keys: Sequence[Key], clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._holders: dict[bytes, Principal] = {}
+        self._principals: dict[bytes, Principal] = {}
         self.replace(keys)
 
     def __len__(self) -> int:
         """How many keys there are."""
-        return len(self._holders)
+        return len(self._principals)
 
     def find(self, key: bytes) -> Principal | None:
         """Who has this key; None for one that is not good."""
         told = digest(key)
-        principal = self._holders.get(told[:SELECTOR_BYTES])
+        principal = self._principals.get(told[:SELECTOR_BYTES])
         if principal is None or not compare_digest(principal.key.digest, told):
             return None
         return principal
 
     def replace(self, keys: Sequence[Key]) -> None:
         """These are the keys from now on, between one request and the next."""
-        before = self._holders
-        self._holders = {}
+        before = self._principals
+        self._principals = {}
         for key in keys:
             principal = before.pop(key.digest[:SELECTOR_BYTES], None)
             if principal is None:
@@ -122,6 +122,6 @@ class Keyring:
                 principal = Principal(key, self._clock, principal)
             elif principal.key != key:
                 principal.give(key)
-            self._holders[key.digest[:SELECTOR_BYTES]] = principal
+            self._principals[key.digest[:SELECTOR_BYTES]] = principal
         for gone in before.values():
             gone.gone = True

@@ -138,17 +138,17 @@ class Row:
     the largest of the logits; None where the graph puts out none. Views, made when they are asked for.
 
     radius: of a window, where its graph computes it: every run that ends in these tokens ends, in exact arithmetic,
-    within this 2-norm distance of `hidden`. None where it has no bound. ending: where its graph puts that out.
+    within this 2-norm distance of `hidden`. None where it has no bound. trace: where its graph puts that out.
     """
 
-    __slots__ = ("_outputs", "_row", "ending", "radius")
+    __slots__ = ("_outputs", "_row", "radius", "trace")
 
-    def __init__(self, outputs: Outputs, row: int, radius: float | None, ending: WindowTrace | None) -> None:
+    def __init__(self, outputs: Outputs, row: int, radius: float | None, trace: WindowTrace | None) -> None:
         """`row` of the `outputs` of a batch."""
         self._outputs = outputs
         self._row = row
         self.radius = radius
-        self.ending = ending
+        self.trace = trace
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
@@ -221,9 +221,9 @@ def _run(
     answers = {name: outputs[name] for name in ANSWERS if name in outputs}
     shared = Outputs(answers)
     radii = _radii(outputs, len(works))
-    endings = _endings(works, outputs)
+    traces = _traces(works, outputs)
     return [
-        Row(shared, row, radii[row], endings[row]) if finite else FloatingPointError("the model's output is not finite")
+        Row(shared, row, radii[row], traces[row]) if finite else FloatingPointError("the model's output is not finite")
         for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
     ]
 
@@ -244,7 +244,7 @@ def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
     return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
 
 
-def _endings(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowTrace | None]:
+def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowTrace | None]:
     """Of each row; None where the graph puts out none, or what is not finite."""
     if STREAM not in outputs:
         return [None] * len(works)

@@ -33,7 +33,7 @@ logger = logging.getLogger("wane.engine")
 MOST_TAKEN = 2
 """Batches that the runner has at a time: one that runs, and one to go on with."""
 
-NEWEST = 1 / 8
+EMA_ALPHA = 1 / 8
 """Weight of the latest batch in an average."""
 
 PATIENCE_S, LOOK_S = 0.02, 0.002
@@ -54,12 +54,12 @@ class _Observers:
 
 
 class _Ran(NamedTuple):
-    """A batch that was run; `left`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
+    """A batch that was run; `cancelled`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
 
     role: Role
     items: Sequence[WorkItem]
     rows: Sequence[Row | Exception]
-    left: Sequence[WorkItem]
+    cancelled: Sequence[WorkItem]
     started_s: float
     seconds: float
 
@@ -105,16 +105,16 @@ class Batcher:
         self._observers = {
             role: _Observers(
                 metrics.batch_items.labels(model, role).observe,
-                metrics.batch_padding.labels(model, role).observe,
+                metrics.batch_padding_share.labels(model, role).observe,
                 metrics.batch_seconds.labels(model, role).observe,
                 metrics.queue_wait_seconds.labels(model, role).inc,
             )
             for role in ROLES
         }
-        self._abandoned = metrics.skipped.labels(model, "abandoned")
-        self._late = metrics.skipped.labels(model, "deadline")
-        self._refused = metrics.refused.labels(model)
-        self._failed = metrics.failed.labels(model)
+        self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
+        self._late = metrics.queue_dropped.labels(model, "deadline")
+        self._refused = metrics.queue_rejected.labels(model)
+        self._failed = metrics.queue_failed.labels(model)
         self._model = model
 
     @property
@@ -255,8 +255,8 @@ class Batcher:
         wanted = [item for item in items if not item.done]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
-        left = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
-        return _Ran(items[0].work.role, wanted, rows, left, started_s, time.perf_counter() - started_s)
+        cancelled = [] if len(wanted) == len(items) else [item for item in items if item not in wanted]
+        return _Ran(items[0].work.role, wanted, rows, cancelled, started_s, time.perf_counter() - started_s)
 
     def _take(self) -> list[WorkItem]:
         """The next batch."""
@@ -296,15 +296,15 @@ class Batcher:
 
     def _hand_out(self, ran: _Ran) -> None:
         """Tells whoever waits for a batch that was run."""
-        role, items, rows, left, started_s, compute_s = ran
-        for item in left:
+        role, items, rows, cancelled, started_s, compute_s = ran
+        for item in cancelled:
             deadline = item.ticket.deadline
             self._skip(item, late=deadline is not None and deadline <= self._now)
         if not items:
             return
         self._observe(role, items, started_s, compute_s)
         if role not in ONE_TOKEN:
-            self._sequence_s += NEWEST * (compute_s / len(items) - self._sequence_s)
+            self._sequence_s += EMA_ALPHA * (compute_s / len(items) - self._sequence_s)
         if self._cost_model is not None:
             tokens = len(items) if role in ONE_TOKEN else sum(item.work.length for item in items)
             self._cost_model.observe(role, len(items), tokens, compute_s)
@@ -343,5 +343,5 @@ class Batcher:
         self._pool.release(item.work.read)
         if item.work.write is not None:
             self._pool.release(item.work.write)
-        if error is not None:
-            item.fail(error)
+        if error is not None:  # later: who waits may queue more work at once, and the queue is being looked through
+            asyncio.get_running_loop().call_soon(item.fail, error)

@@ -182,13 +182,13 @@ class Piece:
     """
 
     done: int
-    course: ChunkPlan
+    plan: ChunkPlan
     logprobs: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The joints that a run may have: of at most `limit`, and such that `judge` accepts the course with them.
+    """The joints that a run may have: of at most `limit`, and such that `judge` accepts the plan with them.
 
     enough: tokens of warm-up after which a joint may be as large as it is; None where nothing says so.
     """
@@ -259,7 +259,7 @@ class ChunkedRunner:
         """Runs tokens (n) from the state in `read` by `advance`, or by `scan` with targets (n), and leaves the last
         state in `write`. demand: None runs them in order. To be closed however it ends.
         """
-        course, start, least = ChunkPlan(), 0, 0
+        plan, start, least = ChunkPlan(), 0, 0
         while start < len(tokens):
             here = write if start else read
             layout = None if demand is None else self.layout(role, len(tokens) - start, demand, least)
@@ -269,7 +269,7 @@ class ChunkedRunner:
             if layout is None or demand is None:
                 work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
-                yield Piece(stop, course, _logprobs(row, stop - start))
+                yield Piece(stop, plan, _logprobs(row, stop - start))
             else:
                 segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.gather([ZERO]))
                 with ExitStack() as held:
@@ -279,22 +279,22 @@ class ChunkedRunner:
                     done = start
                     for column in range(layout.cells):
                         done += await self._column(segment, column, here, slots, ticket, binding=binding)
-                        yield Piece(done, course)
+                        yield Piece(done, plan)
                     limit = demand.limit
                     if demand.enough is not None and layout.warm_up >= demand.enough:
                         limit = math.inf
                     repeated = await self._repair(segment, limit, again, slots[-1], ticket)
-                    after = course.then(segment, start, repeated)
+                    after = plan.then(segment, start, repeated)
                     if demand.judge is not None and after.residual and not await demand.judge(after):
                         repeated += await self._repair(segment, 0.0, again, slots[-1], ticket)
-                        after = course.then(segment, start, repeated)
-                    course = after
+                        after = plan.then(segment, start, repeated)
+                    plan = after
                     self._copy(slots[-1], write)
                 if repeated > REPEATED_CELLS * segment.cells:
                     demand = None
                 elif repeated > REPEATED_CHUNKS * layout.chunks:
                     least = 2 * layout.warm_up
-                yield Piece(stop, course, segment.logprobs if role == "scan" else None)
+                yield Piece(stop, plan, segment.logprobs if role == "scan" else None)
             start = stop
 
     async def _warm_up(

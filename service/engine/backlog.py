@@ -31,7 +31,7 @@ LONG_S = 0.05
 MEASURED_S = 0.5
 """Seconds of work for one measurement of the pace."""
 
-NEWEST = 1 / 4
+EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
 
 MARGIN = 1.25
@@ -148,7 +148,7 @@ class Backlog:
         if self._worked_s < MEASURED_S:
             return
         measured = self._spent_s / self._worked_s
-        self._pace += NEWEST * (min(max(measured, FASTEST), SLOWEST) - self._pace)
+        self._pace += EMA_ALPHA * (min(max(measured, FASTEST), SLOWEST) - self._pace)
         self._worked_s = self._spent_s = 0.0
 
     def _check(self, new: Share) -> None:

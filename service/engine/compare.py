@@ -11,7 +11,7 @@ from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
-from wane.service.engine.forward import Forward, RunResult, last, sequence
+from wane.service.engine.forward import Forward, RunResult, sequence, tail
 from wane.service.engine.logits import predictions
 from wane.service.state.pool import StatePool
 from wane.service.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Percentiles, StateSource
@@ -42,40 +42,40 @@ async def compare(
         await forward.full(input_ids[:-1], ticket, write=before)
 
         def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
-            return lambda: forward.window(last(input_ids, position, k), ticket)
+            return lambda: forward.window(tail(input_ids, position, k), ticket)
 
         runs = [
             lambda: forward.append(input_ids[-1:], ticket, read=before, write=after),
             *map(of_window, request.windows),
         ]
         latencies: list[list[Latency]] = [[] for _ in runs]
-        outcomes: list[RunResult] = []
+        results: list[RunResult] = []
         for repeat in range(request.repeat):
             for run, measured in zip(runs, latencies, strict=True):
                 mark = ticket.mark()
-                outcome = await run()
+                result = await run()
                 measured.append(ticket.latency(since=mark))
                 if repeat == 0:
-                    outcomes.append(outcome)
+                    results.append(result)
             share.progress((repeat + 1) / request.repeat)
 
-    def part(index: int, course: AnswerPlan) -> ModeResult:
-        return answer_builder.part(course, outcomes[index], latencies[index][0], recurrent=index == 0)
+    def part(index: int, plan: AnswerPlan) -> ModeResult:
+        return answer_builder.part(plan, results[index], latencies[index][0], recurrent=index == 0)
 
     async def line(index: int, window: int | None) -> ComparedMode:
-        outcome = outcomes[index]
-        course = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, known=position)
-        own = part(index, course)
+        result = results[index]
+        plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, context_length=position)
+        own = part(index, plan)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
             state=StateSource.RESIDENT if window is None else StateSource.WINDOW,
-            predictions=predictions(outcome.logits, PREDICTIONS, vocabulary, outcome.top),
+            predictions=predictions(result.logits, PREDICTIONS, vocabulary, result.top),
             queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
             total=_percentiles([latency.total_ms for latency in latencies[index]]),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if window is None else await answer_builder.agreement(course, part(0, course), own),
+            agreement=None if window is None else await answer_builder.agreement(plan, part(0, plan), own),
         )
 
     return Comparison(

@@ -128,7 +128,7 @@ class Engine:
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
-            metrics.evicted.labels(name).inc,
+            metrics.states_evicted.labels(name).inc,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
         self._batcher = Batcher(
@@ -199,7 +199,7 @@ class Engine:
             metrics,
             has_radius_output=has_radius_output,
         )
-        self._backlog = Backlog(metrics.refused.labels(name).inc)
+        self._backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
         self._housekeeper = Housekeeper(
             pool, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle

@@ -18,7 +18,7 @@ from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
-from wane.service.engine.forward import Forward, RunResult, last
+from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Sampler
 from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource
 
@@ -129,7 +129,7 @@ class WindowSource:
         self.window = k
         self._forward = forward
         self._position = position
-        self._seen = last(input_ids, position, k)
+        self._seen = tail(input_ids, position, k)
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
@@ -137,7 +137,7 @@ class WindowSource:
 
     async def feed(self, token: int) -> RunResult:
         self._position += 1
-        self._seen = last(np.append(self._seen, token), self._position, self.window)
+        self._seen = tail(np.append(self._seen, token), self._position, self.window)
         return await self._forward.window(self._seen, self._ticket)
 
 
@@ -201,11 +201,11 @@ class Generation:
         request, vocabulary = self._request, self._vocabulary
         sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
         stream = TextStream(vocabulary, request.stop)
-        outcome = self._prompted
+        result = self._prompted
         bounds: list[float | None] = []
         while True:
-            bounds.append(self._bound(outcome, len(request.tokens) + len(stream.tokens)))
-            token, logprob = sampler.draw(outcome.logits)
+            bounds.append(self._bound(result, len(request.tokens) + len(stream.tokens)))
+            token, logprob = sampler.draw(result.logits)
             is_last = len(stream.tokens) + 1 == request.max_tokens
             yield GeneratedToken(
                 token_id=token,
@@ -218,7 +218,7 @@ class Generation:
             if is_last or stream.stopped:
                 break
             with until(request.deadline):
-                outcome = await self._source.feed(token)
+                result = await self._source.feed(token)
         window = self._source.window
         yield Finish(
             reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
@@ -231,9 +231,9 @@ class Generation:
             latency=self._ticket.latency(),
         )
 
-    def _bound(self, outcome: RunResult, tokens: int) -> float | None:
+    def _bound(self, result: RunResult, tokens: int) -> float | None:
         """The bound of one distribution, which follows so many tokens."""
         k = tokens if self._source.window is None else min(self._source.window, tokens)
         position = tokens + self._request.truncated
-        found = bound(self._manifest.certificate, k, position, outcome.radius)
+        found = bound(self._manifest.certificate, k, position, result.radius)
         return None if found is None else found.variation

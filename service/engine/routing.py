@@ -28,7 +28,7 @@ def ways(
     own: int,
     largest: int,
     tolerance: float | None,
-    beside: bool,
+    has_radius_output: bool,
     cost: Cost,
 ) -> tuple[int | None, ...]:
     """What `auto` does with `position` tokens and no state: the k to answer with, or None for all of them.
@@ -37,8 +37,8 @@ def ways(
     it is the k asked for, or the model's own if the curve is at most UNASKED there, or else all of the tokens; with
     one, the k asked for if the curve meets it there, or else the smallest at which it does. All of the tokens are run
     instead where that costs no more: no answer from them has a smaller bound.
-    `beside`: runs of windows compute a bound for their own tokens, which may be far under the curve. Then a k comes
-    first that is to be tried: it answers if its own bound meets the tolerance, or else what comes last does. A model
+    `has_radius_output`: runs of windows compute a bound for their own tokens, which may be far under the curve. Then
+    the first k is a try: it answers if its own bound meets the tolerance; otherwise the last entry answers. A model
     that is not certified runs everything, and a k that covers everything is no window.
     """
     if not certificate.certified or certificate.rounding is None:
@@ -48,7 +48,13 @@ def ways(
     if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
     # A try that fails is for nothing: it should cost at most half of what it can save.
-    if beside and tolerance is not None and tried != sure and tried < position and 2 * cost(tried) <= cost(sure):
+    if (
+        has_radius_output
+        and tolerance is not None
+        and tried != sure
+        and tried < position
+        and 2 * cost(tried) <= cost(sure)
+    ):
         return (tried, sure)
     return (sure,)
 

@@ -101,13 +101,13 @@ class Scorer:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
         unpredicted = (None,) if request.truncated else ()  # without a start token nothing predicts the first token
-        settled, total, course = 0, 0.0, ChunkPlan()
+        settled, total, plan = 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
         with self._pool.lease() as slot:
             pieces = self._parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
             try:
                 while (piece := await self._next(pieces, request.deadline)) is not None:
-                    course = piece.course
+                    plan = piece.plan
                     share.progress(piece.done / len(request.tokens))
                     if piece.logprobs is not None:
                         before = () if settled else unpredicted
@@ -116,7 +116,7 @@ class Scorer:
                         if request.truncated:
                             known = range(settled + len(before), settled + len(logprobs))
                             with until(request.deadline):
-                                found = self._cut_off_at(known, await self._bound(course))
+                                found = self._cut_off_at(known, await self._bound(plan))
                             worst.append(bounds.largest(found))
                             error_bounds = (*before, *found)
                         yield ScoredTokens(settled, logprobs, error_bounds)
@@ -131,15 +131,15 @@ class Scorer:
             yield ScoreProgress(1, 1)
             settled, worst = 1, [None]
         with until(request.deadline):
-            bound = bounds.largest(worst) if request.truncated else await self._bound(course)
+            bound = bounds.largest(worst) if request.truncated else await self._bound(plan)
         predicted = settled - len(unpredicted)
         yield ScoreSummary(
             tokens=settled,
             perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
-            chunks=course.chunks,
-            warm_up=course.warm_up,
-            rounds=course.rounds,
-            max_residual=course.residual,
+            chunks=plan.chunks,
+            warm_up=plan.warm_up,
+            rounds=plan.rounds,
+            max_residual=plan.residual,
             error_bound=bound,
             latency=ticket.latency(),
         )
@@ -175,20 +175,20 @@ class Scorer:
         if self._least > tolerance:  # whatever the joints are: as good as none will do, or what the curve knows of
             return Demand(0.0, None, enough)
 
-        async def judge(course: ChunkPlan) -> bool:
-            bound = await self._bound(course)
+        async def judge(plan: ChunkPlan) -> bool:
+            bound = await self._bound(plan)
             return bound is not None and bound <= tolerance
 
         return Demand(RESIDUAL, judge, enough)
 
-    async def _bound(self, course: ChunkPlan) -> float | None:
+    async def _bound(self, plan: ChunkPlan) -> float | None:
         """How far any answer of the run can be from the run in order, in total variation."""
-        if not course.residual:
+        if not plan.residual:
             found = bounds.bound(self._certificate, 0, 0)  # no token is left out
             return None if found is None else found.variation
-        if not self._bounded or course.warm_up is None:
+        if not self._bounded or plan.warm_up is None:
             return None
-        curve, moved = self._certificate.error_bound_at(course.warm_up + 1), await self._moved(course)
+        curve, moved = self._certificate.error_bound_at(plan.warm_up + 1), await self._moved(plan)
         return moved if curve is None else min(moved, curve)
 
     @property
@@ -197,14 +197,14 @@ class Scorer:
         certificate = self._certificate
         return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
 
-    async def _moved(self, course: ChunkPlan) -> float:
+    async def _moved(self, plan: ChunkPlan) -> float:
         """What the joints that were measured can come to; 1 where nothing is known of that."""
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0
-        tokens = PATIENCE if course.apart is None else course.apart
+        tokens = PATIENCE if plan.apart is None else plan.apart
         loop = asyncio.get_running_loop()
-        apart = await loop.run_in_executor(self._executor, self.propagation.apart, course.joints, tokens)
+        apart = await loop.run_in_executor(self._executor, self.propagation.apart, plan.joints, tokens)
         if apart is None:
             return 1.0
         return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.between_runs)))

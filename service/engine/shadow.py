@@ -26,7 +26,7 @@ from wane.models.manifest import Role, StateTensor
 from wane.service.batching.batcher import Batcher
 from wane.service.engine.agreement import Source
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
-from wane.service.engine.forward import RunResult, last
+from wane.service.engine.forward import RunResult, tail
 from wane.service.engine.stats import Stats
 from wane.service.runners.runner import NEXT, RADIUS, Array
 from wane.service.runners.subprocess import RunnerLost
@@ -71,10 +71,10 @@ class ShadowProcess(Protocol):
 class Case:
     """A live answer, and what the other mode is to run: `tokens`, int64 (n), from the zero state.
 
-    `course` is that of both; `live` the part that answered, the recurrent one or the window's.
+    `plan` is that of both; `live` the part that answered, the recurrent one or the window's.
     """
 
-    course: AnswerPlan
+    plan: AnswerPlan
     tokens: NDArray[np.int64]
     live: ModeResult
     recurrent: bool
@@ -117,9 +117,9 @@ class Shadow:
         """Whether the next answer is sampled."""
         return not self._closed and self._random.random() < self._rate
 
-    def offer(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
+    def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
         """One of the sampled answers: copied, and dropped where too many wait."""
-        case = self._case(course, input_ids, live)
+        case = self._case(plan, input_ids, live)
         if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
             self._report.shadowed("dropped")
             return
@@ -145,18 +145,18 @@ class Shadow:
         self._thread.submit(self._runner.wait)
         self._thread.shutdown(wait=False)
 
-    def _case(self, course: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
+    def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
         """What is kept of an answer: copies, for a row is a view of its whole batch."""
-        outcome = RunResult(live.outcome.logits.copy(), live.outcome.hidden.copy(), live.outcome.radius)
-        recurrent = course.mode is Mode.RECURRENT
+        result = RunResult.of(live.result.logits.copy(), live.result.hidden.copy(), live.result.radius)
+        recurrent = plan.mode is Mode.RECURRENT
         if recurrent:
-            k = self._window if len(input_ids) > course.position else min(self._window, len(input_ids))
-            tokens, course = last(input_ids, course.position, k).copy(), course._replace(mode=Mode.BOTH, window=k)
+            k = self._window if len(input_ids) > plan.position else min(self._window, len(input_ids))
+            tokens, plan = tail(input_ids, plan.position, k).copy(), plan._replace(mode=Mode.BOTH, window=k)
         else:
             tokens = input_ids
-            known = course.position if len(input_ids) > course.position else len(input_ids)
-            course = course._replace(mode=Mode.BOTH, known=known)
-        return Case(course, tokens, ModeResult(outcome, live.bound, live.latency), recurrent)
+            context_length = plan.position if len(input_ids) > plan.position else len(input_ids)
+            plan = plan._replace(mode=Mode.BOTH, context_length=context_length)
+        return Case(plan, tokens, ModeResult(result, live.bound, live.latency), recurrent)
 
     def _wake(self) -> None:
         """Looks for something to do once the runner has been idle for a moment."""
@@ -214,10 +214,10 @@ class Shadow:
         if not (np.isfinite(logits).all() and np.isfinite(outputs[HIDDEN]).all()):
             raise FloatingPointError("the model's output is not finite")
         found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
-        outcome = RunResult(logits[0], outputs[HIDDEN][0], found)
-        other = self._answer_builder.part(case.course, outcome, NO_TIME, recurrent=not case.recurrent)
+        result = RunResult.of(logits[0], outputs[HIDDEN][0], found)
+        other = self._answer_builder.part(case.plan, result, NO_TIME, recurrent=not case.recurrent)
         pair = (case.live, other) if case.recurrent else (other, case.live)
-        yield self._answer_builder.apart(case.course, *pair)
+        yield self._answer_builder.apart(case.plan, *pair)
 
     def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
         """The next piece, and the processor time in seconds that it took; on the shadow's thread."""

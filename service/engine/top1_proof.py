@@ -229,9 +229,9 @@ class DirectionProof:
             return None
         return cls(manifest, weights, request(), margin, runner)
 
-    def proves(self, ending: WindowTrace, first: int, rivals: NDArray[np.intp]) -> bool:
+    def proves(self, trace: WindowTrace, first: int, rivals: NDArray[np.intp]) -> bool:
         """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
-        bound = self._bound(ending)
+        bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False
         hidden = bound.hidden[0]
@@ -262,13 +262,13 @@ class DirectionProof:
         gap = self._rows[0] - self._rows[1 : 1 + AT_ONCE]
         self._top1.moved(self._request(SHORTEST), gap, np.zeros(len(gap), np.intp))
 
-    def _bound(self, ending: WindowTrace) -> WindowBound:
+    def _bound(self, trace: WindowTrace) -> WindowBound:
         """Where the exact run is that ends so."""
         return self._request.resume(
-            ending.stream[None].astype(np.float64),
-            np.array([ending.length]),
-            [ending.states[name][None].astype(np.float64) for name in self._names],
-            [ending.errors[name][None].astype(np.float64) for name in self._names],
+            trace.stream[None].astype(np.float64),
+            np.array([trace.length]),
+            [trace.states[name][None].astype(np.float64) for name in self._names],
+            [trace.errors[name][None].astype(np.float64) for name in self._names],
             self.rounding,
         )
 

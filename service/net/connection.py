@@ -79,7 +79,7 @@ class RejectedConnections:
     """Counts them by their reason, which is there from the beginning, and logs each."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._counted = {reason: metrics.refused_connections.labels(reason.value) for reason in RejectReason}
+        self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
     def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
         """Of a connection of `client`, by address and port, which is answered with this status; None: with none."""

@@ -18,9 +18,9 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
+from wane.service.aio.timers import Timer, timers
 from wane.service.errors import Abandoned
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
-from wane.service.aio.timers import Timer, timers
 
 LINE = "wane.line"
 """Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""

@@ -144,7 +144,7 @@ class Metrics:
         self.http_request_seconds = histogram(
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
         )
-        self.failures = counter(
+        self.request_errors = counter(
             "wane_request_errors",
             "Requests and messages that failed, by the failure's code and the name of the key, which may be none.",
             "code",
@@ -155,7 +155,7 @@ class Metrics:
         self.websocket_message_seconds = histogram(
             "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
         )
-        self.refused_connections = counter(
+        self.connections_rejected = counter(
             "wane_connections_rejected",
             "Connections that the server ended, by reason: too_many, long_head, long_trailers, slow_head, slow_body, "
             "full (of bodies and messages), malformed, handshake (of a WebSocket), unread (cut off), frames (of a "
@@ -165,7 +165,7 @@ class Metrics:
         self._message_children: dict[int, Counter] = {}
         self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
         self.ready = gauge("wane_ready", "1 while the server takes requests.")
-        self.loads = counter(
+        self.model_loads = counter(
             "wane_model_loads",
             "Models asked to be loaded, at start or later: outcome loaded, same or failed.",
             "outcome",
@@ -183,14 +183,14 @@ class Metrics:
             "phase",
         )
 
-        self.error_bound = histogram(
+        self.answer_error_bound = histogram(
             "wane_answer_error_bound",
             "Error bounds of predictions and steps, total variation; answers without a bound are not counted.",
             ERROR_BOUND,
             "model",
             "mode",
         )
-        self.top1_proved = counter(
+        self.answers_top1_proved = counter(
             "wane_answers_top1_proved",
             "Predictions and steps whose first token is proved to be the never-interrupted model's.",
             "model",
@@ -208,17 +208,17 @@ class Metrics:
         )
         self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
         self.batch_seconds = histogram("wane_batch_seconds", "Runs of a graph.", RUN_SECONDS, "model", "role")
-        self.batch_padding = histogram(
+        self.batch_padding_share = histogram(
             "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
         )
-        self.skipped = counter(
+        self.queue_dropped = counter(
             "wane_queue_dropped",
             "Work dropped before its batch: reason abandoned (the client left) or deadline.",
             "model",
             "reason",
         )
-        self.refused = counter("wane_queue_rejected", "Work refused because the queue was full.", "model")
-        self.failed = counter("wane_queue_failed", "Work whose run failed.", "model")
+        self.queue_rejected = counter("wane_queue_rejected", "Work refused because the queue was full.", "model")
+        self.queue_failed = counter("wane_queue_failed", "Work whose run failed.", "model")
 
         # Sessions.
         self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
@@ -226,17 +226,17 @@ class Metrics:
             "wane_sessions_parked", "Sessions that were used here and have no state in memory; once a second.", "model"
         )
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
-        self.rebuilt = counter("wane_state_rebuilds", "States rebuilt from a tail.", "model")
+        self.state_rebuilds = counter("wane_state_rebuilds", "States rebuilt from a tail.", "model")
         self.state_replays = counter(
             "wane_state_replays", "States brought up to tokens that other replicas had appended.", "model"
         )
-        self.evicted = counter("wane_states_evicted", "States dropped to make room for others.", "model")
-        self.evicted_memory = counter(
+        self.states_evicted = counter("wane_states_evicted", "States dropped to make room for others.", "model")
+        self.sessions_evicted_memory = counter(
             "wane_sessions_evicted_memory", "Sessions ended early for lack of memory.", "model"
         )
         self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")
-        self.replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
-        self.conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
+        self.steps_replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
+        self.step_conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
 
         # The store that replicas share.
         self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
@@ -246,21 +246,25 @@ class Metrics:
         self.store_roundtrip_commands = histogram(
             "wane_store_roundtrip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
         )
-        self.not_durable = gauge("wane_sessions_not_durable", "Sessions with tokens that only this process has.")
-        self.conflict_discarded = counter(
+        self.sessions_not_durable = gauge(
+            "wane_sessions_not_durable", "Sessions with tokens that only this process has."
+        )
+        self.sessions_conflict_discarded = counter(
             "wane_sessions_conflict_discarded", "Sessions whose tokens that were not durable were lost."
         )
 
         # Agreement of window and recurrent answers.
-        self.compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
-        self.top1_matches = counter("wane_agreement_top1_matches", "Pairs with the same first token.", "model")
+        self.agreement_compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
+        self.agreement_top1_matches = counter(
+            "wane_agreement_top1_matches", "Pairs with the same first token.", "model"
+        )
         self.agreement_top1_proved = counter(
             "wane_agreement_top1_proved", "Pairs whose first tokens the window alone proves to be the same.", "model"
         )
-        self.total_variation = histogram(
+        self.agreement_total_variation = histogram(
             "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
         )
-        self.bound_violations = counter(
+        self.agreement_bound_violations = counter(
             "wane_agreement_bound_violations", "Pairs further apart than is claimed: must stay 0.", "model"
         )
 

@@ -103,7 +103,7 @@ class ModelRegistry:
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
         self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
-        self._changes = ModelLifecycle(
+        self._lifecycle = ModelLifecycle(
             self._engines,
             self._digests,
             self.get,
@@ -138,7 +138,7 @@ class ModelRegistry:
     @property
     def failures(self) -> Mapping[str, LoadFailed]:
         """By model, why the last load of it failed."""
-        return self._changes.failures
+        return self._lifecycle.failures
 
     @property
     def device(self) -> str:
@@ -177,8 +177,8 @@ class ModelRegistry:
         if self._status != "loading":
             return
         self._ready = store if isinstance(store, Ready) else None
-        self._changes.store = store
-        self._loads = {name: asyncio.create_task(self._changes.load(name)) for name in self._found}
+        self._lifecycle.store = store
+        self._loads = {name: asyncio.create_task(self._lifecycle.load(name)) for name in self._found}
         self._open.set()
         for name, task in [*self._loads.items()]:
             await asyncio.wait([task])
@@ -306,7 +306,7 @@ class ModelRegistry:
         Raises UnknownModel where there is no such bundle; LoadFailed, with the reason, and then what was served before
         still is; DeadlineExceeded, Unavailable.
         """
-        return await self._changes.load(name, deadline)
+        return await self._lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
         """The model is served no more; its sessions are there again if it is loaded again before they expire.
@@ -316,14 +316,14 @@ class ModelRegistry:
         if self._open.is_set():
             await self.wait_for(name, deadline)
         self.check_ready()
-        await self._changes.unload(name)
+        await self._lifecycle.unload(name)
 
     async def index(self) -> Sequence[IndexEntry]:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
         loading = [self._found[name] for name in self.loading if name not in self._engines]
-        loading += [] if self._changes.loading is None else [self._changes.loading]
+        loading += [] if self._lifecycle.loading is None else [self._lifecycle.loading]
         return index(self.list(), self._retired_engines, loading, bundles, self.failures)
 
     async def settled(self) -> None:
@@ -342,7 +342,7 @@ class ModelRegistry:
         self._status = "draining"
         self._metrics.ready.set(0)
         self._open.set()
-        self._changes.stop_measuring()
+        self._lifecycle.stop_measuring()
         if self._watching is not None:
             self._watching.cancel()
         engines = [*self._engines.values(), *self._retired_engines.stop()]
@@ -354,7 +354,7 @@ class ModelRegistry:
         await asyncio.gather(*(engine.close() for engine in engines))
         if self._store is not None:  # before loads are waited for, which may take longer than the process has
             await self._store.close()
-        await asyncio.gather(*self._loads.values(), *self._changes.tasks, return_exceptions=True)
+        await asyncio.gather(*self._loads.values(), *self._lifecycle.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
         """Raises Unavailable while no model is served: before the store is open, and once the server is stopping."""

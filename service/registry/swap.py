@@ -269,7 +269,7 @@ class ModelLifecycle:
                 found = await asyncio.to_thread(self._repository.find, name)
                 if current is not None and found.digest == self._digests[name]:
                     self.failures.pop(name, None)
-                    self._metrics.loads.labels("same").inc()
+                    self._metrics.model_loads.labels("same").inc()
                     return current
                 if current is not None and found.version == current.version:
                     raise LoadFailed(
@@ -278,7 +278,7 @@ class ModelLifecycle:
                 engine = await self._open(found)
             except LoadFailed as error:
                 self.failures[name] = error
-                self._metrics.loads.labels("failed").inc()
+                self._metrics.model_loads.labels("failed").inc()
                 logger.warning("%s", error.message)
                 raise
             try:
@@ -287,7 +287,7 @@ class ModelLifecycle:
                 await engine.close()
                 raise
             self.failures.pop(name, None)
-            self._metrics.loads.labels("loaded").inc()
+            self._metrics.model_loads.labels("loaded").inc()
             self.replace(engine, found.digest)
             return engine
 

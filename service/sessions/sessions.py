@@ -57,7 +57,7 @@ def of_key(key: str | None) -> bytes | None:
     return None if key is None else digest(key.encode())
 
 
-def place(record: SessionRecord, request: StepRequest) -> StepKind:
+def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     """Whether a step comes next, or repeats the last one.
 
     It repeats the last one if it has the same tokens and starts where that one started, and has the same key if it
@@ -128,13 +128,13 @@ class Sessions:
         self._state_ttl_s = state_ttl_s
         self._empty = empty
         self._model_fingerprint = model_fingerprint
-        self._snapshot_tokens = state_checkpoint_interval_tokens
+        self._checkpoint_interval_tokens = state_checkpoint_interval_tokens
         self._clock = clock
         self._locks = SessionLocks()
         self.rebuilt = 0
-        self._rebuilt_metric = metrics.rebuilt.labels(model)
+        self._rebuilt_metric = metrics.state_rebuilds.labels(model)
         self._state_replays = metrics.state_replays.labels(model)
-        self._conflicts = metrics.conflicts.labels(model)
+        self._conflicts = metrics.step_conflicts.labels(model)
 
     async def create(
         self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
@@ -192,18 +192,18 @@ class Sessions:
         record = self._store.get_cached(request.session, to_step=True)
         if record is None or record.model != self._model or not self._comes_next(record, request):
             record = await self.read(request.session)
-        return record, place(record, request)
+        return record, classify_step(record, request)
 
     def _comes_next(self, record: SessionRecord, request: StepRequest) -> bool:
         if record.vocabulary != self._vocabulary or request.expected_position not in (None, record.position):
             return False
         if request.idempotency_key is not None and (request.expected_position is None or has_last_key(record, request)):
             return False
-        if self._snapshot_tokens is None or record.snapshot is not None:
+        if self._checkpoint_interval_tokens is None or record.snapshot is not None:
             return True
-        return self.resident(record, behind=True, use=False) is not None  # else the store has one to start from
+        return self.cached(record, behind=True, use=False) is not None  # else the store has one to start from
 
-    def resident(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
+    def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """The state of the session as it is in `record`, or, with `behind`, one of an earlier position, which lacks
         tokens that the tail holds. A state that the session does not go on from is dropped.
 
@@ -213,13 +213,13 @@ class Sessions:
         if record.position == 0:
             return CachedState(START, record.revision, 0, 0)
         session = record.session
-        resident = self._state_cache.find(session, self._clock()) if use else self._state_cache.peek(session)
-        if resident is None or (resident.revision == record.revision and resident.position == record.position):
-            return resident
-        if not (follows(record.revision, resident.revision) and _reaches(record, resident.position)):
+        cached = self._state_cache.find(session, self._clock()) if use else self._state_cache.peek(session)
+        if cached is None or (cached.revision == record.revision and cached.position == record.position):
+            return cached
+        if not (follows(record.revision, cached.revision) and _reaches(record, cached.position)):
             self._state_cache.drop(session)
             return None
-        return resident if behind else None
+        return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
         """The state that the store keeps beside the tail, if it is this model's and the tail goes on from it."""
@@ -242,9 +242,9 @@ class Sessions:
             return None
         with self._state_cache.lease() as slot:
             self._state_cache.unpack(slot, snapshot.state)
-            resident = CachedState(slot, record.revision, snapshot.dropped_tokens, snapshot.position)
-            self._state_cache.put(record.session, resident, self._clock())
-        return resident
+            cached = CachedState(slot, record.revision, snapshot.dropped_tokens, snapshot.position)
+            self._state_cache.put(record.session, cached, self._clock())
+        return cached
 
     def keep(self, record: SessionRecord, slot: int, dropped_tokens: int) -> None:
         """Makes a state resident that knows nothing of the first `dropped_tokens` tokens of the session in `record`."""
@@ -252,7 +252,7 @@ class Sessions:
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
 
-    def count_caught_up(self) -> None:
+    def count_state_replay(self) -> None:
         """A state was brought up to tokens that were appended elsewhere."""
         self._state_replays.inc()
 
@@ -283,7 +283,7 @@ class Sessions:
     def _snapshot(self, before: int, appended: int, slot: int, dropped_tokens: int) -> Snapshot | None:
         """The state in `slot`, if it is one that the store is to keep."""
         position = before + appended
-        if self._snapshot_tokens is None or not due(before, position, self._snapshot_tokens):
+        if self._checkpoint_interval_tokens is None or not due(before, position, self._checkpoint_interval_tokens):
             return None
         return Snapshot(position, dropped_tokens, self._model_fingerprint, self._state_cache.pack(slot))
 
@@ -321,8 +321,8 @@ class Sessions:
     async def counts(self) -> dict[str, int]:
         """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
         count = await self.expire()
-        resident = len(self._state_cache)
-        return {"resident": resident, "parked": max(count - resident, 0), "rebuilt": self.rebuilt}
+        cached = len(self._state_cache)
+        return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
 def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:

@@ -55,7 +55,7 @@ class StateCache(StatePool):
         # By slot, what is known of the resident in it: of those that were ever used, so it grows with them.
         self._sessions: list[str | None] = []
         self._revisions = array("Q")
-        self._cuts = array("Q")
+        self._dropped_tokens = array("Q")
         self._positions = array("Q")
         self._touched_s = array("d")
         self._written = array("Q")  # `written` of the slot when it became resident
@@ -77,7 +77,7 @@ class StateCache(StatePool):
     def _add_known(self) -> None:
         self._sessions.append(None)
         self._revisions.append(0)
-        self._cuts.append(0)
+        self._dropped_tokens.append(0)
         self._positions.append(0)
         self._touched_s.append(0.0)
         self._written.append(0)
@@ -91,15 +91,15 @@ class StateCache(StatePool):
                 self._on_evict()
                 return
 
-    def put(self, session: str, resident: CachedState, now_s: float) -> None:
+    def put(self, session: str, cached: CachedState, now_s: float) -> None:
         """Makes a state the session's resident one, in place of any before it; retains its slot."""
-        slot, revision, dropped_tokens, position = resident
+        slot, revision, dropped_tokens, position = cached
         self.retain(slot)
         self.drop(session)
         self._order[session] = slot
         self._sessions[slot] = session
         self._revisions[slot] = revision
-        self._cuts[slot] = dropped_tokens
+        self._dropped_tokens[slot] = dropped_tokens
         self._positions[slot] = position
         self._touched_s[slot] = now_s
         self._written[slot] = self._writes.item(slot)
@@ -111,15 +111,15 @@ class StateCache(StatePool):
             return None
         self._touched_s[slot] = now_s
         self._order.move_to_end(session)
-        return self._resident(slot)
+        return self._cached(slot)
 
     def peek(self, session: str) -> CachedState | None:
         """The session's resident state; its place in the order stays as it is."""
         slot = self._order.get(session)
-        return None if slot is None else self._resident(slot)
+        return None if slot is None else self._cached(slot)
 
-    def _resident(self, slot: int) -> CachedState:
-        return CachedState(slot, self._revisions[slot], self._cuts[slot], self._positions[slot])
+    def _cached(self, slot: int) -> CachedState:
+        return CachedState(slot, self._revisions[slot], self._dropped_tokens[slot], self._positions[slot])
 
     def drop(self, session: str) -> None:
         """Forgets a session's state, if there is one."""

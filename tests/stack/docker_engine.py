@@ -43,13 +43,13 @@ FOR_OLDER_PYTHON = "async-timeout"
 MOST_FILES = 16384
 WAIT_S = 60.0
 ASK_EVERY_S = 0.1
-SHOWN_CHARACTERS = 4000
+LOG_TAIL_CHARACTERS = 4000
 
 
 def run(*command: str | Path, given: str | None = None, folder: Path = ROOT) -> str:
     """What a command prints. A command that fails, fails the test with what it said."""
     done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
-    said = (done.stdout + done.stderr)[-SHOWN_CHARACTERS:]
+    said = (done.stdout + done.stderr)[-LOG_TAIL_CHARACTERS:]
     assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}: {said}"
     return done.stdout.strip()
 
@@ -85,8 +85,8 @@ def engine(folder: Path) -> Iterator[None]:
         deadline = time.monotonic() + WAIT_S
         while not runs():
             if process.poll() is not None:
-                pytest.skip(f"dockerd cannot run here: {log.read_text()[-SHOWN_CHARACTERS:]}")
-            assert time.monotonic() < deadline, f"dockerd does not answer: {log.read_text()[-SHOWN_CHARACTERS:]}"
+                pytest.skip(f"dockerd cannot run here: {log.read_text()[-LOG_TAIL_CHARACTERS:]}")
+            assert time.monotonic() < deadline, f"dockerd does not answer: {log.read_text()[-LOG_TAIL_CHARACTERS:]}"
             time.sleep(ASK_EVERY_S)
         yield
     finally:

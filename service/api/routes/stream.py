@@ -30,7 +30,10 @@ from typing import NamedTuple
 from fastapi import APIRouter
 from pydantic_core import from_json
 from starlette.websockets import WebSocket
+from wane.service.engine.inline_step import InlineStep
 
+from wane.service.aio.deadline import until
+from wane.service.aio.timers import Timer, timers
 from wane.service.api import encode
 from wane.service.api.body import LARGE_BYTES, Decoder, parse, tokens_of
 from wane.service.api.channel import AsgiChannel, Channel, NativeChannel, wire_of
@@ -41,9 +44,7 @@ from wane.service.api.problem import described
 from wane.service.api.schemas.predict import AnswerDocument
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.guard import chosen
-from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine, deadline_error
-from wane.service.engine.inline_step import InlineStep
 from wane.service.errors import (
     Abandoned,
     Conflict,
@@ -53,7 +54,6 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.aio.timers import Timer, timers
 from wane.service.net.websocket_protocol import ClientDisconnected, Message
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Traced, Tracing
@@ -229,7 +229,7 @@ class Stream:
         """One message was answered."""
         self.answered += 1
         if error is not None:
-            self.metrics.failures.labels(error, self.here.owner.name or "").inc()
+            self.metrics.request_errors.labels(error, self.here.owner.name or "").inc()
         ended_s = time.perf_counter()
         traced = self.traced
         self.metrics.count_message(status, ended_s - started_s, None if traced is None else traced.trace_id)

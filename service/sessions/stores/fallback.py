@@ -50,11 +50,11 @@ class FallbackStore:
         self._shared = shared
         self._ttl_s = ttl_s
         self._clock = clock
-        self._loose: dict[str, UnsyncedSession] = {}
+        self._unsynced: dict[str, UnsyncedSession] = {}
         self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
         self._settling: asyncio.Task[None] | None = None
-        self._conflict_discarded_metric = metrics.conflict_discarded
-        metrics.not_durable.set_function(lambda: len(self._loose))
+        self._conflict_discarded_metric = metrics.sessions_conflict_discarded
+        metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
         shared.trips.on_back = self._settle_soon
 
     @property
@@ -70,20 +70,20 @@ class FallbackStore:
     def standing(self) -> StoreHealth:
         """See `Store`."""
         trips = self._shared.trips
-        return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._loose))
+        return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._unsynced))
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have.
         When it is back, those that were made meanwhile count there, even if they are too many."""
         session = record.session
-        if self._loose.get(session) is not None:
+        if self._unsynced.get(session) is not None:
             return False
         if most is not None:
             try:
                 await self._shared.claim(session, most)
             except Unavailable:
                 owner = owner_of(session)
-                if sum(owner_of(loose) == owner for loose in self._loose) >= most:
+                if sum(owner_of(unsynced) == owner for unsynced in self._unsynced) >= most:
                     raise QuotaExceeded(owner, most) from None
         fresh = record._replace(revision=branch())
         try:
@@ -91,11 +91,12 @@ class FallbackStore:
         except Unavailable:
             if not self._shared.trips.was_reached or self._shared.get_cached(session) is not None:
                 raise
-            if session in self._loose:
+            if session in self._unsynced:
                 return False
-            loose = self._loosen(fresh, [NOBODY, codec.mark(fresh.revision)])  # it may be there, and nobody said so
-            loose.counts = most is not None
-            loose.since = 0  # no state of an earlier one is its own
+            # The store may have created the session although it did not answer.
+            unsynced = self._mark_unsynced(fresh, [NOBODY, codec.mark(fresh.revision)])
+            unsynced.counts = most is not None
+            unsynced.since = 0  # no state of an earlier one is its own
             created = True
         if created:
             self._discarded_unsynced.pop(session, None)
@@ -103,11 +104,11 @@ class FallbackStore:
 
     async def get(self, session: str) -> SessionRecord | None:
         """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
-        loose = self._loose.get(session)
-        if loose is not None:
-            async with loose.lock:
-                if self._loose.get(session) is loose:
-                    record = await self._settle(loose)
+        unsynced = self._unsynced.get(session)
+        if unsynced is not None:
+            async with unsynced.lock:
+                if self._unsynced.get(session) is unsynced:
+                    record = await self._settle(unsynced)
                     return record or self._shared.get_cached(session)
         try:
             return await self._shared.get(session)
@@ -121,23 +122,23 @@ class FallbackStore:
         """See `Store`."""
         if to_step and session in self._discarded_unsynced:
             raise self._told(session)
-        loose = self._loose.get(session)
-        if loose is not None:
-            return loose.record
+        unsynced = self._unsynced.get(session)
+        if unsynced is not None:
+            return unsynced.record
         return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
 
     async def kind(self, session: str) -> tuple[str, str] | None:
         """See `Store`."""
-        loose = self._loose.get(session)
-        if loose is not None:
-            return loose.record.model, loose.record.vocabulary
+        unsynced = self._unsynced.get(session)
+        if unsynced is not None:
+            return unsynced.record.model, unsynced.record.vocabulary
         return await self._shared.kind(session)
 
     async def touch(self, session: str) -> None:
         """See `Store`."""
-        loose = self._loose.get(session)
-        if loose is not None:
-            loose.used_s = self._clock()
+        unsynced = self._unsynced.get(session)
+        if unsynced is not None:
+            unsynced.used_s = self._clock()
         await self._shared.touch(session)
 
     async def append(
@@ -145,30 +146,30 @@ class FallbackStore:
     ) -> SessionRecord | None:
         """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
         session, revision = record.session, record.revision
-        loose = self._loose.get(session)
-        if loose is None:
+        unsynced = self._unsynced.get(session)
+        if unsynced is None:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._loose:  # another one was here first
+                if session in self._unsynced:  # another one was here first
                     return None
                 marks, before = lost.marks, lost.before
-            return self._loosen(self._extended(before, branch(), tokens, step), marks).record
-        async with loose.lock:
-            before = loose.record
-            if self._loose.get(session) is not loose or before.revision != revision:
+            return self._mark_unsynced(self._extended(before, branch(), tokens, step), marks).record
+        async with unsynced.lock:
+            before = unsynced.record
+            if self._unsynced.get(session) is not unsynced or before.revision != revision:
                 return None
-            loose.record = self._extended(before, appended(revision), tokens, step)
-            loose.used_s = self._clock()
-            settled = await self._settle(loose)
+            unsynced.record = self._extended(before, appended(revision), tokens, step)
+            unsynced.used_s = self._clock()
+            settled = await self._settle(unsynced)
         if settled is None:
             raise self._told(session)
         return settled
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""
-        loose = self._loose.get(session)
-        if loose is None:
+        unsynced = self._unsynced.get(session)
+        if unsynced is None:
             try:
                 return await self._shared.rewind(session, revision, position)
             except Unanswered as lost:
@@ -178,36 +179,36 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._loose:  # another one was here first
+            if session in self._unsynced:  # another one was here first
                 return None
-            loose = self._loosen(before, marks)
-        async with loose.lock:
-            before = loose.record
-            if self._loose.get(session) is not loose or before.revision != revision:
+            unsynced = self._mark_unsynced(before, marks)
+        async with unsynced.lock:
+            before = unsynced.record
+            if self._unsynced.get(session) is not unsynced or before.revision != revision:
                 return None
             tail = before.tail.without_last(before.position - position)
-            loose.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
-            loose.since = min(loose.since, position)
-            return await self._settle(loose)
+            unsynced.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
+            unsynced.since = min(unsynced.since, position)
+            return await self._settle(unsynced)
 
     async def delete(self, session: str) -> bool:
         """See `Store`. Raises Unavailable while the store is away."""
-        loose = self._loose.get(session)
-        if loose is None:
+        unsynced = self._unsynced.get(session)
+        if unsynced is None:
             deleted = await self._shared.delete(session)
         else:
-            async with loose.lock:  # what is being given to the store is not to be there afterwards
-                deleted = await self._shared.delete(session) or self._loose.get(session) is loose
-                self._loose.pop(session, None)
+            async with unsynced.lock:  # what is being given to the store is not to be there afterwards
+                deleted = await self._shared.delete(session) or self._unsynced.get(session) is unsynced
+                self._unsynced.pop(session, None)
         self._discarded_unsynced.pop(session, None)
         return deleted
 
     async def count(self, model: str) -> int:
         """See `Store`."""
         since_s = self._clock() - self._ttl_s
-        for session, loose in list(self._loose.items()):
-            if loose.used_s < since_s:
-                del self._loose[session]
+        for session, unsynced in list(self._unsynced.items()):
+            if unsynced.used_s < since_s:
+                del self._unsynced[session]
         for session, (_, seen_s) in list(self._discarded_unsynced.items()):
             if seen_s < since_s:
                 del self._discarded_unsynced[session]
@@ -223,8 +224,8 @@ class FallbackStore:
             await self._settling
         if self._shared.trips.reachable:
             await self._settle_all()
-        if self._loose:
-            logger.error("%d sessions end with tokens that were not durable", len(self._loose))
+        if self._unsynced:
+            logger.error("%d sessions end with tokens that were not durable", len(self._unsynced))
         await self._shared.close()
 
     def _extended(self, before: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep) -> SessionRecord:
@@ -240,30 +241,32 @@ class FallbackStore:
             position,
         )
 
-    def _loosen(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
+    def _mark_unsynced(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
         """From now on the session is not durable."""
-        loose = UnsyncedSession(record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position)
-        self._loose[record.session] = loose
-        return loose
+        unsynced = UnsyncedSession(
+            record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position
+        )
+        self._unsynced[record.session] = unsynced
+        return unsynced
 
-    async def _settle(self, loose: UnsyncedSession) -> SessionRecord | None:
+    async def _settle(self, unsynced: UnsyncedSession) -> SessionRecord | None:
         """Gives the store a session, whose lock is held: the session as the store has it now, or as it is still here;
         None where the store has another, which has won."""
-        record = loose.record
+        record = unsynced.record
         session = record.session
         if not self._shared.trips.reachable:
             return record
         try:
-            if loose.counts:
+            if unsynced.counts:
                 await self._shared.trips.do(*self._shared.counting(session))
-            kept = await self._shared.replace(record, loose.marks, loose.since)
+            kept = await self._shared.replace(record, unsynced.marks, unsynced.since)
         except Unavailable:
-            loose.marks.append(codec.mark(record.revision))  # for nobody knows
+            unsynced.marks.append(codec.mark(record.revision))  # for nobody knows
             return record
         except Overloaded:  # the store is full: it goes on here, as while the store was away
             return record
-        self._loose.pop(session, None)
-        if loose.counts:
+        self._unsynced.pop(session, None)
+        if unsynced.counts:
             self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
         if kept is None:
             self._conflict_discarded_metric.inc()
@@ -278,11 +281,11 @@ class FallbackStore:
     async def _settle_all(self) -> None:
         """Gives the store all that is not durable. What it has no room for stays here until its next use."""
 
-        async def settle(loose: UnsyncedSession) -> None:
-            async with loose.lock:
-                if self._loose.get(loose.record.session) is loose:
-                    await self._settle(loose)
+        async def settle(unsynced: UnsyncedSession) -> None:
+            async with unsynced.lock:
+                if self._unsynced.get(unsynced.record.session) is unsynced:
+                    await self._settle(unsynced)
 
-        every = [*self._loose.values()]
+        every = [*self._unsynced.values()]
         for start in range(0, len(every), AT_ONCE):
             await asyncio.gather(*map(settle, every[start : start + AT_ONCE]))

@@ -13,7 +13,7 @@ SNAPSHOTS = 256  # of records that were read and not used yet
 # A session that had moved on is looked at twice by its step, and the second time it has not: where half of all steps
 # find theirs moved on, so do a quarter to a third of the looks.
 MOVED_OFTEN = 0.25
-NEWEST = 1 / 16  # weight of the latest look in the share of those at which a session had moved on
+EMA_ALPHA = 1 / 16  # weight of the latest look in the share of those at which a session had moved on
 
 
 class RecordCache:
@@ -38,7 +38,7 @@ class RecordCache:
 
     def saw(self, *, moved: bool) -> None:
         """A session that was remembered was looked at; whether it had moved on."""
-        self._moved += NEWEST * (moved - self._moved)
+        self._moved += EMA_ALPHA * (moved - self._moved)
 
     def put(self, record: SessionRecord) -> None:
         """Remembers a session, used now."""

@@ -12,7 +12,7 @@ from tests.service.fake_engine import FakeRegistry
 from tests.service.problems import assert_problem
 from wane.service.api.problem import Failure, describe
 from wane.service.errors import (
-    SHOWN_CHARACTERS,
+    REPR_MAX_CHARACTERS,
     Abandoned,
     DeadlineExceeded,
     EarlierStepFailed,
@@ -186,9 +186,9 @@ async def test_a_position_header_that_is_no_position_has_the_shape(client: httpx
 
 def test_what_is_shown_of_what_a_client_sent_is_cut() -> None:
     assert truncate_repr("a b") == "'a b'"
-    assert truncate_repr("x" * SHOWN_CHARACTERS) == repr("x" * SHOWN_CHARACTERS)
-    assert truncate_repr("x" * (SHOWN_CHARACTERS + 1)) == "'" + "x" * (SHOWN_CHARACTERS - 1) + "..."
-    assert truncate_repr(10**4000) == "1" + "0" * (SHOWN_CHARACTERS - 1) + "..."
+    assert truncate_repr("x" * REPR_MAX_CHARACTERS) == repr("x" * REPR_MAX_CHARACTERS)
+    assert truncate_repr("x" * (REPR_MAX_CHARACTERS + 1)) == "'" + "x" * (REPR_MAX_CHARACTERS - 1) + "..."
+    assert truncate_repr(10**4000) == "1" + "0" * (REPR_MAX_CHARACTERS - 1) + "..."
 
 
 async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, registry: FakeRegistry) -> None:

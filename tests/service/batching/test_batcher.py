@@ -14,7 +14,7 @@ from tests.service.engine_harness import HIDDEN, PATIENCE_S, Clock, FakeRunner, 
 from wane.models.manifest import Role
 from wane.service.batching import batcher
 from wane.service.batching.batch import Row, Work, fits
-from wane.service.batching.batcher import NEWEST, Batcher
+from wane.service.batching.batcher import EMA_ALPHA, Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
@@ -151,7 +151,7 @@ async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_
     ticks = itertools.count()
     monkeypatch.setattr(batcher, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))  # a run takes 1 s
     await rig.ask(1)
-    each_s = NEWEST * 1.0
+    each_s = EMA_ALPHA * 1.0
     now = asyncio.get_running_loop().time()
     first = await rig.hold()
     in_time, too_late = now + 9 * each_s + 3600, now + 3600

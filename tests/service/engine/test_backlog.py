@@ -13,7 +13,7 @@ import pytest
 
 from tests.service.engine_harness import Clock, EngineHarness, LinearCosts
 from wane.models.manifest import Role
-from wane.service.engine.backlog import LONG_S, MARGIN, MEASURED_S, NEWEST, Backlog, Share
+from wane.service.engine.backlog import EMA_ALPHA, LONG_S, MARGIN, MEASURED_S, Backlog, Share
 from wane.service.engine.engine import BEGUN_AT_ONCE, Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, Overloaded
@@ -107,7 +107,7 @@ def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: Req
     first = stage.enter(10, None)
     stage.clock.now_s += 3 * MEASURED_S
     first.progress(MEASURED_S / 10)
-    assert stage.backlog.seconds == pytest.approx((1 + NEWEST * 2) * (10 - MEASURED_S))
+    assert stage.backlog.seconds == pytest.approx((1 + EMA_ALPHA * 2) * (10 - MEASURED_S))
     with pytest.raises(Overloaded):
         stage.enter(5, MARGIN * 14)
 

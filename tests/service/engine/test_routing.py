@@ -38,7 +38,14 @@ def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
     position: int, window: int | None, tolerance: float | None, way: int | None
 ) -> None:
     found = ways(
-        CERTIFIED, position, window=window, own=4, largest=12, tolerance=tolerance, beside=False, cost=linear(position)
+        CERTIFIED,
+        position,
+        window=window,
+        own=4,
+        largest=12,
+        tolerance=tolerance,
+        has_radius_output=False,
+        cost=linear(position),
     )
     assert found == (way,)
 
@@ -64,7 +71,14 @@ def test_where_windows_bound_themselves_a_small_one_is_tried_before_the_way_that
     position: int, window: int | None, tolerance: float | None, expected: tuple[int | None, ...]
 ) -> None:
     found = ways(
-        CERTIFIED, position, window=window, own=4, largest=12, tolerance=tolerance, beside=True, cost=linear(position)
+        CERTIFIED,
+        position,
+        window=window,
+        own=4,
+        largest=12,
+        tolerance=tolerance,
+        has_radius_output=True,
+        cost=linear(position),
     )
     assert found == expected
 
@@ -74,14 +88,22 @@ def test_everything_is_run_where_it_costs_no_more_than_the_window(of_all: float,
     def cost(k: int | None) -> float:
         return of_all if k is None else float(k)
 
-    assert ways(CERTIFIED, 100, window=4, own=4, largest=12, tolerance=None, beside=False, cost=cost) == (way,)
+    found = ways(CERTIFIED, 100, window=4, own=4, largest=12, tolerance=None, has_radius_output=False, cost=cost)
+    assert found == (way,)
 
 
 @pytest.mark.parametrize(("of_try", "expected"), [(4.0, (4, 8)), (4.1, (8,))])
 def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: tuple[int | None, ...]) -> None:
     cost_model = {4: of_try, 8: 8.0, None: 100.0}
     found = ways(
-        CERTIFIED, 100, window=None, own=4, largest=12, tolerance=0.5**8, beside=True, cost=cost_model.__getitem__
+        CERTIFIED,
+        100,
+        window=None,
+        own=4,
+        largest=12,
+        tolerance=0.5**8,
+        has_radius_output=True,
+        cost=cost_model.__getitem__,
     )
     assert found == expected
 
@@ -112,7 +134,9 @@ def test_without_a_tolerance_the_models_own_k_is_taken_only_where_the_curve_is_a
     own: int, k: int | None
 ) -> None:
     assert (BOUNDS[own - 1] <= UNASKED) is (k is not None)
-    found = ways(CERTIFIED, 100, window=None, own=own, largest=12, tolerance=None, beside=True, cost=linear(100))
+    found = ways(
+        CERTIFIED, 100, window=None, own=own, largest=12, tolerance=None, has_radius_output=True, cost=linear(100)
+    )
     assert found == (k,)
     rebuilt = rebuilt_from(CERTIFIED, 100, 50, own=own, largest=12, tolerance=None, used=0.0, cost=linear(50))
     assert rebuilt == k
@@ -134,12 +158,19 @@ def test_the_state_of_a_model_that_is_not_certified_is_made_of_all_tokens() -> N
 )
 @pytest.mark.parametrize("tolerance", [None, 1.0, 0.0])
 @pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("has_radius_output", [False, True])
 def test_auto_runs_everything_where_a_model_is_not_certified(
-    certificate: Certificate, window: int | None, tolerance: float | None, beside: bool
+    certificate: Certificate, window: int | None, tolerance: float | None, has_radius_output: bool
 ) -> None:
     found = ways(
-        certificate, 100, window=window, own=4, largest=16, tolerance=tolerance, beside=beside, cost=linear(100)
+        certificate,
+        100,
+        window=window,
+        own=4,
+        largest=16,
+        tolerance=tolerance,
+        has_radius_output=has_radius_output,
+        cost=linear(100),
     )
     assert found == (None,)
 

@@ -194,7 +194,7 @@ async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: Ma
     await turn()
     cases = list(shadow_of(harness)._cases)
     assert cases
-    assert all(case.live.outcome.logits.base is None and case.live.outcome.hidden.base is None for case in cases)
+    assert all(case.live.result.logits.base is None and case.live.result.hidden.base is None for case in cases)
     harness.shadow_runner.gate.set()
     await settled(shadow_of(harness))
 

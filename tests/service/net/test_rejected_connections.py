@@ -51,7 +51,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[Fields]]:
 
 def counted(server: SlowClient) -> dict[str, float]:
     """The reasons for which connections were refused, and how many were."""
-    (metric,) = server.metrics.refused_connections.collect()
+    (metric,) = server.metrics.connections_rejected.collect()
     samples = [one for one in metric.samples if one.name == "wane_connections_rejected_total"]
     assert {one.labels["reason"] for one in samples} == {reason.value for reason in RejectReason}
     return {one.labels["reason"]: one.value for one in samples if one.value}

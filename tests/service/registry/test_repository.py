@@ -98,13 +98,13 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
         Settings(bundles=folder, device="cpu", max_batch_size=4, model_poll_interval_s=0.01), Metrics()
     )
     replaced = asyncio.Event()
-    replace = registry._changes.replace
+    replace = registry._lifecycle.replace
 
     def noted(*arguments: object) -> None:
         replace(*arguments)  # type: ignore[arg-type]
         replaced.set()
 
-    monkeypatch.setattr(registry._changes, "replace", noted)
+    monkeypatch.setattr(registry._lifecycle, "replace", noted)
     await registry.load()
     put(folder, "2")
     await asyncio.wait_for(replaced.wait(), 60)

@@ -296,7 +296,7 @@ async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(registry:
     put(folder, "2", "lstm-stable")
     with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
-    await asyncio.wait(registry._changes.tasks)
+    await asyncio.wait(registry._lifecycle.tasks)
     assert registry.get().version == "2"
 
 
@@ -311,7 +311,7 @@ async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done
 async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     loading = asyncio.create_task(registry.load_model(MODEL))
-    while registry._changes.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
+    while registry._lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
     await registry.close()
     with pytest.raises(Unavailable, match="stopping"):
