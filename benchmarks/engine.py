@@ -123,8 +123,8 @@ class Subject:
         def by_engine(client: int) -> Awaitable[object]:
             deadline = asyncio.get_running_loop().time() + PATIENCE_S  # as every request over HTTP has one
             if role == "window":
-                return engine.predict(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
-            return engine.step(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
+                return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
+            return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
 
         return by_batcher if way == "batcher" else by_engine
 

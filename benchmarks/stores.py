@@ -93,11 +93,11 @@ class Replica:
     async def step(self, client: int, tokens: tuple[int, ...]) -> None:
         """One step of a client's session."""
         deadline = asyncio.get_running_loop().time() + 60
-        await self.engine.step(StepRequest(f"s{client}", tokens, deadline=deadline))
+        await self.engine.submit(StepRequest(f"s{client}", tokens, deadline=deadline))
 
     async def first(self, client: int) -> tuple[int, float | None]:
         """What comes first after a client's tokens, and the bound that is told of it."""
-        answer = await self.engine.predict(PredictRequest(session=f"s{client}", top_k=1))
+        answer = await self.engine.submit(PredictRequest(session=f"s{client}", top_k=1))
         return answer.predictions[0].token_id, answer.error_bound
 
 

@@ -162,14 +162,14 @@ class Subject:
         batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._cost_model)
         resident, parked = await self.sessions(RESIDENT), await self.sessions(PARKED)
         for session in resident:
-            await self.engine.step(StepRequest(session, (5,)))
+            await self.engine.submit(StepRequest(session, (5,)))
         due_s: list[float] = []
         taken_ms: list[float] = []
         stop = asyncio.Event()
         begun_s = time.perf_counter() + LEAD_S
 
         async def step(session: str, due: float) -> None:
-            answer = await self.engine.step(StepRequest(session, (5,)))
+            answer = await self.engine.submit(StepRequest(session, (5,)))
             assert answer.state is StateSource.RESIDENT
             due_s.append(due - begun_s)
             taken_ms.append(1e3 * (time.perf_counter() - due))
@@ -185,7 +185,7 @@ class Subject:
 
         async def come_back(index: int, session: str) -> Answer:
             await asyncio.sleep(max(begun_s + within_s * index / PARKED - time.perf_counter(), 0))
-            return await self.engine.step(StepRequest(session, (5,)))
+            return await self.engine.submit(StepRequest(session, (5,)))
 
         load = asyncio.create_task(steady())
         await asyncio.sleep(begun_s - time.perf_counter())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
+from wane.service.aio.eager import current_task
 from wane.service.aio.timers import Timer, timers
 from wane.service.errors import DeadlineExceeded
 
@@ -18,7 +19,7 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
     What `asyncio.timeout_at` does, on a coarser clock that costs a request less.
     """
 
-    __slots__ = ("_cancelled_before", "_deadline", "_rang", "_task", "_timer", "_why")
+    __slots__ = ("_cancelled_before", "_deadline", "_eager", "_rang", "_task", "_timer", "_why")
 
     def __init__(self, deadline: float | None, why: str = TOO_LATE) -> None:
         self._deadline = deadline
@@ -26,20 +27,31 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
         self._rang = False
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "this is a bug: a deadline is always some task's"
-        self._task = task
-        self._cancelled_before = task.cancelling()
-        self._timer: Timer | None = None if self._deadline is None else timers().at(self._deadline, self._ring)
+        if self._deadline is None:
+            self._timer: Timer | None = None
+            return
+        self._eager = current_task()
+        if self._eager is None:
+            task = asyncio.current_task()
+            assert task is not None, "this is a bug: a deadline is always some task's"
+            self._task = task
+            self._cancelled_before = task.cancelling()
+        self._timer = timers().at(self._deadline, self._ring)
 
     def _ring(self) -> None:
         self._rang = True
-        self._task.cancel()
+        if self._eager is None:
+            self._task.cancel()
+        else:
+            self._eager.interrupt()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._rang and self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
+        if not self._rang:
+            return
+        was_it = self._eager is not None or self._task.uncancel() <= self._cancelled_before
+        if was_it and kind is asyncio.CancelledError:
             raise DeadlineExceeded(self._why) from error

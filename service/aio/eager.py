@@ -4,8 +4,8 @@ A task begins one turn of the event loop after it was made, and goes on one turn
 requests wait for one batch and for nothing else. An `EagerTask` begins at once, and goes on as soon as the `Waiter`
 that it waits for is resolved: in the same call. A coroutine that never waits is over when `EagerTask` returns.
 
-Coroutines are run by either, unchanged. What needs to know its task (`asyncio.timeout`, `asyncio.TaskGroup`, `until`)
-cannot be used in a coroutine that an `EagerTask` runs.
+Coroutines are run by either, unchanged, but for what asks for the current `asyncio.Task`: `asyncio.timeout` and
+`asyncio.TaskGroup` do. `until` (`service/aio/deadline.py`) works in both.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ T = TypeVar("T")
 
 
 class _Running(threading.local):
-    """Whether an `EagerTask` runs its coroutine now, on this thread."""
+    """The `EagerTask` whose coroutine runs now, on this thread."""
 
-    eager = False
+    task: EagerTask[Any] | None = None
 
 
 _running = _Running()
+
+
+def current_task() -> EagerTask[Any] | None:
+    """The `EagerTask` whose coroutine runs now; None where another task's does."""
+    return _running.task
 
 
 class Waiter(Generic[T]):
@@ -79,7 +84,7 @@ class Waiter(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done:
             try:
-                if _running.eager:
+                if _running.task is not None:
                     yield self
                 else:
                     future = asyncio.get_running_loop().create_future()
@@ -112,9 +117,9 @@ class EagerTask(Waiter[T]):
     def cancel(self) -> None:
         """The caller has left: raises CancelledError in the coroutine, where it waits."""
         super().cancel()
-        self._stop()
+        self.interrupt()
 
-    def _stop(self) -> None:
+    def interrupt(self) -> None:
         """Raises CancelledError in the coroutine, where it waits."""
         waits_for, self._waits_for = self._waits_for, None
         if waits_for is None or self._coroutine is None:  # it is over, or is running right now
@@ -135,7 +140,7 @@ class EagerTask(Waiter[T]):
 
     def _run(self, call: Callable[[Any], Any], value: object) -> None:
         """Runs the coroutine until it waits, or is over."""
-        was_eager, _running.eager = _running.eager, True
+        before, _running.task = _running.task, self
         error: BaseException | None = None
         try:
             found = self._context.run(call, value)
@@ -147,7 +152,7 @@ class EagerTask(Waiter[T]):
             self._wait(found)
             return
         finally:
-            _running.eager = was_eager
+            _running.task = before
         self._coroutine = None
         if error is None:
             self.resolve(result)

@@ -26,7 +26,6 @@ from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest, Role
 from wane.models.vocabulary import TooManyTokens, Vocabulary
 from wane.service.aio.deadline import until
-from wane.service.aio.eager import EagerTask
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.cost_model import Cost, CostModel
 from wane.service.batching.ticket import Ticket
@@ -47,8 +46,9 @@ from wane.service.engine.score import Scorer, Scoring
 from wane.service.engine.shadow import Shadow, ShadowProcess
 from wane.service.engine.stats import Stats
 from wane.service.engine.step import SessionSteps
+from wane.service.engine.step_many import step_many
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.errors import EarlierStepFailed, InvalidRequest
+from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import RADIUS, Runner
 from wane.service.sessions.record import TokenHistory
@@ -73,7 +73,6 @@ from wane.service.types import (
     ScoreSummary,
     SessionView,
     StepRequest,
-    id_of,
 )
 
 ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
@@ -479,44 +478,8 @@ class Engine:
                 return self._steps.view(await self._sessions.rewind(session, position))
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        """Many steps side by side, those of one session in order; each has its own answer or its own error.
-
-        Behind a step that failed, its session's others are not run, and fail with EarlierStepFailed: they were meant to
-        follow it.
-        """
-        results: list[Answer | Exception | None] = [None] * len(requests)
-        by_session: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            by_session.setdefault(request.session, []).append(index)
-
-        async def follow(indexes: Sequence[int]) -> None:
-            for index in indexes:
-                try:
-                    results[index] = await self.submit(requests[index])
-                except Exception as error:
-                    results[index] = error
-                    for later in indexes[indexes.index(index) + 1 :]:
-                        results[later] = EarlierStepFailed(id_of(requests[later].session))
-                    return
-
-        with ExitStack() as submitted:
-            pending: list[tuple[int, Pending[Answer]]] = []
-            chains: list[EagerTask[None]] = []
-            for indexes in by_session.values():
-                if len(indexes) == 1:
-                    pending.append((indexes[0], self.submit(requests[indexes[0]])))
-                    submitted.callback(pending[-1][1].cancel)
-                else:
-                    chains.append(EagerTask(follow(indexes)))
-                    submitted.callback(chains[-1].cancel)
-            for index, one in pending:
-                try:
-                    results[index] = await one
-                except Exception as error:
-                    results[index] = error
-            for chain in chains:
-                await chain
-        return [result for result in results if result is not None]
+        """Many steps side by side, those of one session in order; each has its own answer or its own error."""
+        return await step_many(self.submit, requests)
 
     # Life
 

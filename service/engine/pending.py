@@ -58,7 +58,7 @@ class Pending(EagerTask[T]):
         self.done = self.ticket.abandoned = True
         self._stop_timer()
         if not self.ticket.entered:
-            self._stop()
+            self.interrupt()
 
     def _finish(self) -> None:
         self._stop_timer()

@@ -30,7 +30,7 @@ from wane.service.registry.repository import FoundBundle, Repository, Repository
 from wane.service.registry.swap import Epochs, ModelLifecycle, RetiredEngines
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
-from wane.service.sessions.stores.store import Ready, Store, StoreHealth
+from wane.service.sessions.stores.store import Store, StoreHealth
 from wane.service.settings import Settings
 from wane.service.types import id_of
 
@@ -99,7 +99,6 @@ class ModelRegistry:
         self._status = "loading"
         self._leaving = False
         self._store: Store | None = None
-        self._ready: Ready | None = None  # the store, if it answers at once
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
         self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
@@ -176,7 +175,6 @@ class ModelRegistry:
         await store.open()
         if self._status != "loading":
             return
-        self._ready = store if isinstance(store, Ready) else None
         self._lifecycle.store = store
         self._loads = {name: asyncio.create_task(self._lifecycle.load(name)) for name in self._found}
         self._open.set()
@@ -253,19 +251,10 @@ class ModelRegistry:
             await self.wait_for(deadline=deadline)
         self.check_ready()
         assert self._store is not None, "open without a store: this is a bug"
-        record = self._store.get_cached(session) or await self._store.get(session)
-        kind = None if record is None else (record.model, record.vocabulary)
-        if record is not None and self.is_coming(record.model):
-            await self.wait_for(record.model, deadline)
+        kind = await self._store.kind(session)
+        if kind is not None and self.is_coming(kind[0]):
+            await self.wait_for(kind[0], deadline)
         return self._engine_of(session, kind, model)
-
-    def engine_at_once(self, session: str) -> Engine | None:
-        """As `engine_for`; None where the store or the model has to be waited for. Raises as `engine_for`."""
-        self.check_ready()
-        if self._ready is None:
-            return None
-        kind = self._ready.kind(session)
-        return None if kind is not None and self.is_coming(kind[0]) else self._engine_of(session, kind)
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
         """That of a session of this model, whose token ids are these; None: of one that there is not."""

@@ -306,7 +306,7 @@ async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_
     engine = harness.engine
     assert queued_s(harness) == 0
     harness.runner.gate.clear()
-    busy = asyncio.create_task(engine.predict(PredictRequest((1,))))
+    busy = asyncio.ensure_future(engine.submit(PredictRequest((1,))))
     await harness.runner.until_busy()
 
     async def ask(number: int) -> None:
@@ -317,9 +317,9 @@ async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_
                 assert [one async for one in tokens]
         elif asked == "step":
             await engine.create_session(f"s{number}")
-            await engine.step(StepRequest(f"s{number}", (2,)))
+            await engine.submit(StepRequest(f"s{number}", (2,)))
         else:
-            await engine.predict(PredictRequest((2, 3)))
+            await engine.submit(PredictRequest((2, 3)))
 
     asking = [asyncio.create_task(ask(number)) for number in range(3)]
     for _ in range(10):

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
-from wane.service.engine.inline_step import InlineStep
-from wane.service.engine.step_many import abreast
+from wane.service.batching.ticket import Ticket
+from wane.service.engine.pending import Pending
+from wane.service.engine.step_many import step_many
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.registry.registry import IndexEntry
 from wane.service.registry.swap import Epochs
@@ -131,7 +132,11 @@ class FakeEngine:
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         return tuple(text.strip().encode())
 
-    async def predict(self, request: PredictRequest) -> Answer:
+    def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
+        answer = self._step(request) if isinstance(request, StepRequest) else self._predict(request)
+        return Pending(answer, Ticket(request.deadline))
+
+    async def _predict(self, request: PredictRequest) -> Answer:
         await self._ask(request)
         if request.mode is not Mode.BOTH:
             return Answer(
@@ -145,15 +150,12 @@ class FakeEngine:
         outcomes: list[Answer | Exception] = []
         for request in requests:
             try:
-                outcomes.append(await self.predict(request))
+                outcomes.append(await self.submit(request))
             except Exception as error:
                 outcomes.append(error)
         return outcomes
 
-    def begin(self, request: StepRequest) -> InlineStep | None:
-        return None
-
-    async def step(self, request: StepRequest) -> Answer:
+    async def _step(self, request: StepRequest) -> Answer:
         await self._ask(request)
         return Answer(
             Mode.RECURRENT,
@@ -167,10 +169,7 @@ class FakeEngine:
         )
 
     async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        return await abreast(self.begin, self._end, lambda _: None, self.step, requests)
-
-    async def _end(self, quick: InlineStep) -> Answer:
-        raise AssertionError(f"{quick} was never begun")
+        return await step_many(self.submit, requests)
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)
@@ -312,10 +311,6 @@ class FakeRegistry:
         if name not in (None, self.engine.name):
             raise UnknownModel(f"there is no model {name!r}")
         return self.engine
-
-    def engine_at_once(self, session: str) -> FakeEngine | None:
-        """Its store has to be waited for."""
-        return None
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
         if id_of(session) == "unknown":

@@ -97,7 +97,7 @@ def serve(make_harness: MakeBench) -> Serve:
         harness = harness or make_harness()
         for name in "abc":
             await harness.engine.create_session(name)
-            await harness.engine.step(StepRequest(name, (5,)))
+            await harness.engine.submit(StepRequest(name, (5,)))
         stage = ServerHarness(harness, **changes)
         task = asyncio.create_task(stage.serve())
         await stage.listening.wait()

@@ -56,11 +56,11 @@ class Rig:
         """A window over `tokens`, on its way."""
         self.tickets.append(Ticket(deadline))
         work = Work("window", np.array(tokens, np.int64), binding=binding)
-        return asyncio.create_task(self.batcher.submit(work, self.tickets[-1]))
+        return asyncio.ensure_future(self.batcher.submit(work, self.tickets[-1]))
 
     def step(self, token: int) -> asyncio.Task[Row]:
         """A step from the zero state, on its way."""
-        return asyncio.create_task(self.batcher.submit(Work("step", np.array([token])), Ticket()))
+        return asyncio.ensure_future(self.batcher.submit(Work("step", np.array([token])), Ticket()))
 
     async def hold(self) -> asyncio.Task[Row]:
         """Keeps the runner busy with a first request until the gate is opened."""
@@ -267,7 +267,7 @@ async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) 
     await turn()
     ticket = rig.tickets[0]
     assert ticket.admitted
-    more = asyncio.create_task(rig.batcher.submit(Work("window", np.array([50])), ticket))
+    more = asyncio.ensure_future(rig.batcher.submit(Work("window", np.array([50])), ticket))
     await turn()
     assert not more.done()
     rig.runner.gate.set()
@@ -363,7 +363,7 @@ async def test_slots_are_kept_while_work_is_queued_though_its_owner_let_go(rig: 
     first = await rig.hold()
     slot = rig.pool.acquire()
     work = Work("window", np.array([2]), write=slot)
-    waiting = asyncio.create_task(rig.batcher.submit(work, Ticket()))
+    waiting = asyncio.ensure_future(rig.batcher.submit(work, Ticket()))
     await turn()
     rig.pool.release(slot)
     waiting.cancel()

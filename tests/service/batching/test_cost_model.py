@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_measured_says_why() -> None:
 
 async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
     harness = EngineHarness(cost_model=CostModel(PIECE))
-    await harness.engine.predict(PredictRequest(tuple(range(2, 12))))
+    await harness.engine.submit(PredictRequest(tuple(range(2, 12))))
     report = await harness.engine.report()
     costs = report["costs"]
     assert isinstance(costs, dict)
@@ -111,7 +111,7 @@ async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_wind
     harness = make_harness(
         certified=True, window=400, max_window=400, session_history_tokens=400, throughput=throughput
     )
-    answer = await harness.engine.predict(PredictRequest((5,) * 2700))
+    answer = await harness.engine.submit(PredictRequest((5,) * 2700))
     assert (answer.mode, answer.error_bound == 0.0) == (mode, mode is Mode.RECURRENT)
 
 

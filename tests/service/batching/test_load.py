@@ -86,7 +86,7 @@ class Load:
         """Appends a token where the session is, and notes it once it was answered."""
         token = self.token()
         request = StepRequest(session, (token,), expected_position=len(self.appended[session]))
-        answer = await self.engine.step(request)
+        answer = await self.engine.submit(request)
         self.appended[session].append(token)
         assert answer.position == len(self.appended[session])
         return answer
@@ -94,12 +94,12 @@ class Load:
     async def check(self) -> None:
         """Every session is where its clients left it, and answers as the model does on all of its tokens."""
         for session, tokens in self.appended.items():
-            answer = await self.engine.predict(PredictRequest(session=session, top_k=20))
+            answer = await self.engine.submit(PredictRequest(session=session, top_k=20))
             assert answer.position == len(tokens)
             assert answer.error_bound == 0.0
             if not tokens:
                 continue
-            whole = await self.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT, top_k=20))
+            whole = await self.engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT, top_k=20))
             assert logprobs(answer) == pytest.approx(logprobs(whole), abs=LOGPROB)
         self.engine._pool.check_integrity(idle=True)
 
@@ -149,7 +149,7 @@ async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_di
 async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: Callable[..., Load]) -> None:
     load = make_load()
     sessions = await load.start(16)
-    await asyncio.gather(*(load.engine.step(StepRequest(session, (5, 6, 7))) for session in sessions))
+    await asyncio.gather(*(load.engine.submit(StepRequest(session, (5, 6, 7))) for session in sessions))
     for session in sessions:
         load.appended[session] = [5, 6, 7]
         load.engine._pool.drop(session)
@@ -168,12 +168,12 @@ async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(
     load = make_load(session_history_tokens=20)
     (session,) = await load.start(1)
     tokens = tuple(load.token() for _ in range(200))
-    await load.engine.step(StepRequest(session, tokens))
+    await load.engine.submit(StepRequest(session, tokens))
     load.engine._pool.drop(session)
     for state in (StateSource.REBUILT, StateSource.RESIDENT):
         tokens = (*tokens, load.token())
-        answer = await load.engine.step(StepRequest(session, tokens[-1:], top_k=100))
-        whole = await load.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
+        answer = await load.engine.submit(StepRequest(session, tokens[-1:], top_k=100))
+        whole = await load.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
         assert answer.state is state
         first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
         # No more than the total variation: of the tokens that both list.
@@ -218,15 +218,15 @@ async def test_of_steps_whose_clients_leave_each_is_appended_once_or_not_at_all(
             gone = turn % 2 == 0
             if gone and leave == "late":
                 with pytest.raises(DeadlineExceeded):
-                    await load.engine.step(StepRequest(session, request.tokens, deadline=loop.time()))
+                    await load.engine.submit(StepRequest(session, request.tokens, deadline=loop.time()))
                 outcomes["gone"] += 1
             elif gone:
-                step = asyncio.create_task(load.engine.step(request))
+                step = asyncio.create_task(load.engine.submit(request))
                 for _ in range(random.randrange(12)):
                     await asyncio.sleep(0)
                 outcomes["gone"] += step.cancel()
                 await asyncio.wait([step])
-            answer = await load.engine.step(request)  # once more: it is appended now, or a replay
+            answer = await load.engine.submit(request)  # once more: it is appended now, or a replay
             tokens.extend(request.tokens)
             outcomes["replayed"] += bool(answer.replayed)
             assert answer.position == len(tokens)
@@ -252,7 +252,7 @@ async def test_two_clients_on_one_session_append_each_position_once_and_both_kno
             while True:
                 request = StepRequest(session, (token,), expected_position=position, idempotency_key=f"{name}{token}")
                 try:
-                    answer = await load.engine.step(request)
+                    answer = await load.engine.submit(request)
                 except PositionConflict as conflict:
                     conflicts[name] += 1
                     position = conflict.position
@@ -276,7 +276,7 @@ async def test_two_clients_on_one_session_without_positions_are_both_appended_in
     (session,) = await load.start(1)
 
     async def client(token: int) -> list[int]:
-        answers = [await load.engine.step(StepRequest(session, (token,))) for _ in range(20)]
+        answers = [await load.engine.submit(StepRequest(session, (token,))) for _ in range(20)]
         return [answer.position for answer in answers if answer.position is not None]
 
     one, other = await asyncio.gather(client(100), client(200))

@@ -303,7 +303,7 @@ async def test_other_requests_are_answered_while_a_document_is_scored(
     harness = make_harness(throughput=Told({0.0: 300}))
     scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await harness.runner.until_busy()
-    await harness.engine.predict(PredictRequest((10, 11)))
+    await harness.engine.submit(PredictRequest((10, 11)))
     assert not scoring.done()
     await scoring
     roles = harness.runner.roles()
@@ -367,7 +367,7 @@ async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
     for throughput in (None, Told({0.0: 300})):
         harness = make_harness(throughput=throughput)
         harness.runner.decay = np.float32(decay)
-        answers.append(await harness.engine.predict(PredictRequest(tokens, Mode.RECURRENT)))
+        answers.append(await harness.engine.submit(PredictRequest(tokens, Mode.RECURRENT)))
         advanced = [len(rows) for role, rows in harness.runner.calls if role == "advance"]
         assert max(advanced) == (1 if throughput is None else WIDTH)
     in_order, parallel_cost = answers
@@ -385,6 +385,6 @@ async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_harness:
         ) as generated:
             texts.append([item.token_id async for item in generated if hasattr(item, "token_id")])
         await harness.engine.create_session("s")
-        steps += [await harness.engine.step(StepRequest("s", tokens)) for tokens in (prompt, (10, 11))]
+        steps += [await harness.engine.submit(StepRequest("s", tokens)) for tokens in (prompt, (10, 11))]
     assert texts[0] == texts[1]
     assert [answer.predictions for answer in steps[:2]] == [answer.predictions for answer in steps[2:]]

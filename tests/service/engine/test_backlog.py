@@ -225,12 +225,12 @@ async def streamed(engine: Engine, deadline: float | None) -> None:
 
 ASKED: dict[str, Ask] = {
     "score": lambda engine, deadline: engine.score(ScoreRequest(LONG, deadline=deadline)),
-    "predict": lambda engine, deadline: engine.predict(PredictRequest(LONG, Mode.RECURRENT, deadline=deadline)),
-    "auto": lambda engine, deadline: engine.predict(PredictRequest(LONG, deadline=deadline)),
-    "both": lambda engine, deadline: engine.predict(PredictRequest(LONG, Mode.BOTH, deadline=deadline)),
+    "predict": lambda engine, deadline: engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=deadline)),
+    "auto": lambda engine, deadline: engine.submit(PredictRequest(LONG, deadline=deadline)),
+    "both": lambda engine, deadline: engine.submit(PredictRequest(LONG, Mode.BOTH, deadline=deadline)),
     "generate": streamed,
     "compare": lambda engine, deadline: engine.compare(CompareRequest((7,), (8, 16), 20, deadline)),
-    "step": lambda engine, deadline: engine.step(StepRequest("s", LONG, deadline=deadline)),
+    "step": lambda engine, deadline: engine.submit(StepRequest("s", LONG, deadline=deadline)),
 }
 
 
@@ -309,16 +309,16 @@ async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeB
     await engine.create_session("s")
     with engine._backlog.share(1000, loop.time() + 1001):
         deadline = loop.time() + 20
-        await engine.step(StepRequest("s", (7,), deadline=deadline))
-        await engine.predict(PredictRequest((7,), deadline=deadline))
-        await engine.predict(PredictRequest(LONG, Mode.WINDOW, deadline=deadline))
+        await engine.submit(StepRequest("s", (7,), deadline=deadline))
+        await engine.submit(PredictRequest((7,), deadline=deadline))
+        await engine.submit(PredictRequest(LONG, Mode.WINDOW, deadline=deadline))
         await engine.score(ScoreRequest((7,) * 40, deadline=deadline))
 
 
 async def test_a_request_whose_deadline_has_passed_is_told_so(make_harness: MakeBench) -> None:
     engine = make_harness(cost_model=Slow()).engine
     with engine._backlog.share(1000, None), pytest.raises(DeadlineExceeded):
-        await engine.predict(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
+        await engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
 
 
 async def test_a_score_tells_how_far_it_is(make_harness: MakeBench) -> None:
@@ -383,10 +383,10 @@ async def test_a_request_that_was_run_counts_as_worked_off(
 async def test_a_replayed_step_counts_for_nothing(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
-    await engine.step(StepRequest("s", LONG, expected_position=0))
+    await engine.submit(StepRequest("s", LONG, expected_position=0))
     worked: list[float] = []
     monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
-    answer = await engine.step(StepRequest("s", LONG, expected_position=0))
+    answer = await engine.submit(StepRequest("s", LONG, expected_position=0))
     assert answer.replayed
     assert not worked
 

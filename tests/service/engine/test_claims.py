@@ -62,7 +62,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
     async def step(count: int, mode: Mode) -> None:
         some = tuple(random.integers(EVERYTHING, size=count).tolist())
         tokens.extend(some)
-        tally.check(small, tokens, await engine.step(StepRequest(session, some, mode=mode, top_k=EVERYTHING)))
+        tally.check(small, tokens, await engine.submit(StepRequest(session, some, mode=mode, top_k=EVERYTHING)))
 
     await step(int(random.integers(20, 60)), Mode.RECURRENT)
     for action in actions:
@@ -74,7 +74,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
             case "recall":
                 k = int(random.integers(1, 25))
                 asked = PredictRequest(session=session, mode=Mode.BOTH, window=min(k, 16), top_k=EVERYTHING)
-                tally.check(small, tokens, await engine.predict(asked))
+                tally.check(small, tokens, await engine.submit(asked))
             case "evict":
                 engine._pool.drop(session)
             case "rewind":
@@ -86,20 +86,20 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 k = int(random.integers(1, 25))
                 for mode, window in ((Mode.WINDOW, k), (Mode.AUTO, None)):
                     request = PredictRequest(tuple(tokens), mode=mode, window=window, top_k=EVERYTHING)
-                    tally.check(small, tokens, await engine.predict(request))
+                    tally.check(small, tokens, await engine.submit(request))
                 tolerance = float(10.0 ** -random.integers(0, 6))
                 request = PredictRequest(tuple(tokens), tolerance=tolerance, top_k=EVERYTHING)
-                answer = await engine.predict(request)
+                answer = await engine.submit(request)
                 assert answer.error_bound is not None and answer.error_bound <= tolerance
                 tally.check(small, tokens, answer)
                 known = tuple(tokens[-int(random.integers(1, len(tokens))) :])
                 for mode, window in ((Mode.RECURRENT, None), (Mode.WINDOW, k), (Mode.BOTH, k), (Mode.AUTO, None)):
                     request = PredictRequest(known, mode=mode, window=window, top_k=EVERYTHING, truncated=True)
-                    tally.check(small, tokens, await engine.predict(request))
+                    tally.check(small, tokens, await engine.submit(request))
                 request = PredictRequest(known, tolerance=tolerance, top_k=EVERYTHING, truncated=True)
-                tally.check(small, tokens, await engine.predict(request))
+                tally.check(small, tokens, await engine.submit(request))
     view = await engine.get_session(session)
-    answer = await engine.predict(PredictRequest(session=session, top_k=EVERYTHING))
+    answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING))
     if view.error_bound is not None:  # what is said before the run holds after it; the run may know better
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     report: Any = await engine.report()

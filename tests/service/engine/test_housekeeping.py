@@ -57,7 +57,7 @@ async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
     await harness.engine._housekeeper.look()
     assert "a resident state has changed by itself" in caplog.text
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
-        answer = await harness.engine.step(StepRequest(session, (8,)))
+        answer = await harness.engine.submit(StepRequest(session, (8,)))
         assert answer.state is origin
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, token, 8])
     await harness.engine._housekeeper.look()
@@ -70,7 +70,7 @@ async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(harness:
     await harness.engine._housekeeper.look()
     assert await integrity(harness) == (1, 1)
     assert harness.engine._pool.used_bytes == 0
-    answer = await harness.engine.step(StepRequest(session, (6,)))
+    answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 
 
@@ -78,7 +78,7 @@ async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHa
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
     await harness.engine._housekeeper.look()
     assert await integrity(harness) == (1, 0)
@@ -90,12 +90,12 @@ async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_session
     harness = make_harness(state_ttl_s=60)
     idle, used = await start(harness, 5), await start(harness, 5)
     harness.clock.now_s += 40
-    await harness.engine.step(StepRequest(used, (6,)))
+    await harness.engine.submit(StepRequest(used, (6,)))
     harness.clock.now_s += 40
     await harness.engine._housekeeper.look()
     assert harness.engine._pool.peek(idle) is None
     assert harness.engine._pool.peek(used) is not None
-    answer = await harness.engine.step(StepRequest(idle, (6,)))
+    answer = await harness.engine.submit(StepRequest(idle, (6,)))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 2)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 

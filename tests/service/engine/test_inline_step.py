@@ -20,7 +20,7 @@ async def started(harness: EngineHarness, *names: str) -> None:
     """Sessions whose state is resident."""
     for name in names:
         await harness.engine.create_session(name)
-        await harness.engine.step(StepRequest(name, (5,)))
+        await harness.engine.submit(StepRequest(name, (5,)))
 
 
 def tasks_of_steps(harness: EngineHarness) -> int:
@@ -31,7 +31,7 @@ async def held(harness: EngineHarness, request: StepRequest) -> asyncio.Task[Ans
     """A step whose run has begun, and does not end before the gate opens."""
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    task = asyncio.create_task(harness.engine.step(request))
+    task = asyncio.create_task(harness.engine.submit(request))
     await harness.runner.until_busy()
     return task
 
@@ -64,15 +64,15 @@ async def test_which_steps_need_no_task(harness: EngineHarness, request_: StepRe
 async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(harness: EngineHarness) -> None:
     await started(harness, "a")
     harness.engine._pool.drop("a")
-    answer = await harness.engine.step(StepRequest("a", (6,)))
+    answer = await harness.engine.submit(StepRequest("a", (6,)))
     assert answer.state is StateSource.REBUILT
-    assert (await harness.engine.step(StepRequest("a", (7,)))).state is StateSource.RESIDENT
+    assert (await harness.engine.submit(StepRequest("a", (7,)))).state is StateSource.RESIDENT
 
 
 async def test_a_second_step_of_the_session_waits_for_the_first(harness: EngineHarness) -> None:
     await started(harness, "a")
     first = await held(harness, StepRequest("a", (6,)))
-    second = asyncio.create_task(harness.engine.step(StepRequest("a", (7,))))
+    second = asyncio.create_task(harness.engine.submit(StepRequest("a", (7,))))
     await asyncio.sleep(0)
     harness.runner.gate.set()
     assert [(await first).position, (await second).position] == [2, 3]
@@ -83,7 +83,7 @@ async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(harness: EngineH
     await started(harness, "a", "b")
     first = await held(harness, StepRequest("a", (6,)))
     deadline = asyncio.get_running_loop().time() + (0.0 if leave == "late" else 60.0)
-    waiting = asyncio.create_task(harness.engine.step(StepRequest("b", (6,), deadline=deadline)))
+    waiting = asyncio.create_task(harness.engine.submit(StepRequest("b", (6,), deadline=deadline)))
     await asyncio.sleep(0)
     if leave == "cancelled":
         waiting.cancel()
@@ -92,7 +92,7 @@ async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(harness: EngineH
     harness.runner.gate.set()
     await first
     assert await position(harness, "b") == 1
-    assert (await harness.engine.step(StepRequest("b", (6,)))).position == 2
+    assert (await harness.engine.submit(StepRequest("b", (6,)))).position == 2
     harness.engine._pool.check_integrity(idle=True)
 
 
@@ -103,7 +103,7 @@ async def test_a_step_that_is_left_while_it_runs_is_appended_and_can_be_replayed
     with pytest.raises(asyncio.CancelledError):
         await step
     harness.runner.gate.set()
-    again = await harness.engine.step(StepRequest("a", (6,), expected_position=1))
+    again = await harness.engine.submit(StepRequest("a", (6,), expected_position=1))
     assert (again.position, again.replayed) == (2, True)
 
 
@@ -111,8 +111,8 @@ async def test_a_run_that_fails_changes_nothing(harness: EngineHarness) -> None:
     await started(harness, "a")
     harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
-        await harness.engine.step(StepRequest("a", (6,)))
-    answer = await harness.engine.step(StepRequest("a", (7,)))
+        await harness.engine.submit(StepRequest("a", (6,)))
+    answer = await harness.engine.submit(StepRequest("a", (7,)))
     assert (answer.position, answer.state) == (2, StateSource.RESIDENT)
     harness.engine._pool.check_integrity(idle=True)
 
@@ -121,13 +121,13 @@ async def test_a_full_queue_refuses_and_the_session_is_free_again(make_harness: 
     harness = make_harness(max_queue=1)
     await started(harness, "a", "b", "c")
     first = await held(harness, StepRequest("a", (6,)))
-    second = asyncio.create_task(harness.engine.step(StepRequest("b", (6,))))
+    second = asyncio.create_task(harness.engine.submit(StepRequest("b", (6,))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await harness.engine.step(StepRequest("c", (6,)))
+        await harness.engine.submit(StepRequest("c", (6,)))
     harness.runner.gate.set()
     await asyncio.gather(first, second)
-    assert (await harness.engine.step(StepRequest("c", (6,)))).position == 2
+    assert (await harness.engine.submit(StepRequest("c", (6,)))).position == 2
     harness.engine._pool.check_integrity(idle=True)
 
 
@@ -137,7 +137,7 @@ async def test_an_engine_that_drains_waits_for_steps_and_takes_no_more(harness: 
     draining = asyncio.create_task(harness.engine.drain())
     await asyncio.sleep(0)
     with pytest.raises(Unavailable):
-        await harness.engine.step(StepRequest("b", (6,)))
+        await harness.engine.submit(StepRequest("b", (6,)))
     assert not draining.done()
     harness.runner.gate.set()
     await draining
@@ -161,7 +161,7 @@ async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(
 async def test_steps_of_one_call_are_counted_once_each(harness: EngineHarness) -> None:
     await started(harness, "a", "b", "c")
     await harness.engine.step_many([StepRequest(name, (6,)) for name in "abc"])
-    document: Any = harness.engine._report.document()
+    document: Any = harness.engine._stats.document()
     assert document["operations"] == {"step": 6}
     assert document["modes"]["recurrent"]["requests"] == 6
     assert document["modes"]["recurrent"]["latency"]["total"]["count"] == 6
@@ -182,7 +182,7 @@ async def test_a_step_whose_commit_fails_fails_alone(harness: EngineHarness, mon
     outcomes = await harness.engine.step_many([StepRequest(name, (6,)) for name in "ab"])
     assert [type(outcome) for outcome in outcomes] == [OSError, Answer]
     monkeypatch.undo()
-    assert (await harness.engine.step(StepRequest("a", (6,)))).position == 2
+    assert (await harness.engine.submit(StepRequest("a", (6,)))).position == 2
     harness.engine._pool.check_integrity(idle=True)
 
 

@@ -47,7 +47,7 @@ async def test_what_is_more_than_a_window_is_left_to_the_others_and_nothing_is_d
 async def test_one_that_is_begun_answers_what_a_prediction_answers(harness: EngineHarness) -> None:
     window = begun(harness)
     assert (await window.answer)._replace(latency=None) == (  # type: ignore[arg-type]
-        (await harness.engine.predict(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
+        (await harness.engine.submit(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
     )
     assert harness.engine.asked == 2
 

@@ -24,7 +24,7 @@ def top(harness: EngineHarness, input_ids: list[int]) -> int:
 
 
 async def test_recurrent_runs_everything_that_was_sent(harness: EngineHarness) -> None:
-    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert harness.runner.calls == [("window", [[EOS, *TOKENS]])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
         Mode.RECURRENT,
@@ -38,7 +38,7 @@ async def test_recurrent_runs_everything_that_was_sent(harness: EngineHarness) -
 
 @pytest.mark.parametrize(("window", "k"), [(None, 4), (1, 1), (9, 9)])
 async def test_a_window_runs_the_last_k_tokens_from_zero(harness: EngineHarness, window: int | None, k: int) -> None:
-    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=window))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=window))
     assert harness.runner.calls == [("window", [list(TOKENS[-k:])])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
         Mode.WINDOW,
@@ -52,8 +52,8 @@ async def test_a_window_runs_the_last_k_tokens_from_zero(harness: EngineHarness,
 async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for_bit(
     harness: EngineHarness, k: int
 ) -> None:
-    window = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
-    recurrent = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT))
+    window = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
+    recurrent = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert window.predictions == recurrent.predictions
     assert window.error_bound == 0.0
 
@@ -86,7 +86,7 @@ async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_
     assert certificate.smallest_window(0.1) == 66
     tokens = TOKENS * 15
     request = PredictRequest(tokens, mode=mode, window=window, tolerance=tolerance, truncated=True)
-    answer = await harness.engine.predict(request)
+    answer = await harness.engine.submit(request)
     assert (answer.mode, answer.window) == (used, k)
     assert answer.state is (StateSource.WINDOW if used is Mode.WINDOW else StateSource.FULL)
     known = k if used is Mode.WINDOW and k is not None else 150
@@ -102,7 +102,7 @@ async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_
 
 async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(harness: EngineHarness) -> None:
     for mode in Mode:
-        answer = await harness.engine.predict(PredictRequest(TOKENS, mode=mode, truncated=True))
+        answer = await harness.engine.submit(PredictRequest(TOKENS, mode=mode, truncated=True))
         assert (answer.error_bound, answer.state_error_bound, answer.top1_proved) == (None, None, False)
         if answer.agreement is not None:
             assert answer.agreement.error_bound is None
@@ -112,10 +112,10 @@ async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_
     make_harness: MakeBench,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=200)
-    window = await harness.engine.predict(PredictRequest(TOKENS * 15, mode=Mode.WINDOW, window=9))
-    truncated = await harness.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT, truncated=True))
+    window = await harness.engine.submit(PredictRequest(TOKENS * 15, mode=Mode.WINDOW, window=9))
+    truncated = await harness.engine.submit(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT, truncated=True))
     assert (truncated.predictions, truncated.error_bound) == (window.predictions, window.error_bound)
-    begun = await harness.engine.predict(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT))
+    begun = await harness.engine.submit(PredictRequest((TOKENS * 15)[-9:], mode=Mode.RECURRENT))
     assert (begun.predictions == window.predictions, begun.error_bound) == (False, 0.0)
 
 
@@ -123,10 +123,10 @@ async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeBen
     harness = make_harness(certified=True, window=130, max_window=200, session_history_tokens=200)
     assert harness.manifest.certificate.certified
     tokens = TOKENS * 20
-    answer = await harness.engine.predict(PredictRequest(tokens))
+    answer = await harness.engine.submit(PredictRequest(tokens))
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 130, StateSource.WINDOW)
     assert answer.error_bound == harness.manifest.certificate.error_bound_at(130)
-    short = await harness.engine.predict(PredictRequest(tokens[:130]))
+    short = await harness.engine.submit(PredictRequest(tokens[:130]))
     assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, StateSource.FULL, 0.0)
 
 
@@ -136,7 +136,7 @@ async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises
     harness = make_harness(certified=True, window=64, max_window=200)
     curve = harness.manifest.certificate.error_bound_at
     tokens = TOKENS * 30
-    answer = await harness.engine.predict(PredictRequest(tokens))
+    answer = await harness.engine.submit(PredictRequest(tokens))
     assert (curve(64) or 0) > 1e-3
     assert (answer.mode, answer.window, answer.state, answer.error_bound) == (
         Mode.RECURRENT,
@@ -144,7 +144,7 @@ async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises
         StateSource.FULL,
         0.0,
     )
-    asked = await harness.engine.predict(PredictRequest(tokens, window=64))
+    asked = await harness.engine.submit(PredictRequest(tokens, window=64))
     assert (asked.mode, asked.window, asked.error_bound) == (Mode.WINDOW, 64, curve(64))
 
 
@@ -153,20 +153,20 @@ async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
     make_harness: MakeBench, tolerance: float
 ) -> None:
     harness = make_harness(certified=True, window=4, max_window=200)
-    answer = await harness.engine.predict(PredictRequest(TOKENS * 30, tolerance=tolerance))
+    answer = await harness.engine.submit(PredictRequest(TOKENS * 30, tolerance=tolerance))
     k = harness.manifest.certificate.smallest_window(tolerance)
     assert k is not None
     assert (answer.mode, answer.window) == (Mode.WINDOW, k)
     assert harness.runner.calls == [("window", [list((TOKENS * 30)[-k:])])]
     assert answer.error_bound is not None and answer.error_bound <= tolerance
-    whole = await harness.engine.predict(PredictRequest(TOKENS * 30, tolerance=1e-12))
+    whole = await harness.engine.submit(PredictRequest(TOKENS * 30, tolerance=1e-12))
     assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
 async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_harness: MakeBench) -> None:
     harness = make_harness(certified=True, window=4, max_window=200, radius=1e-5)
     tokens = TOKENS * 30
-    answer = await harness.engine.predict(PredictRequest(tokens, tolerance=1e-3))
+    answer = await harness.engine.submit(PredictRequest(tokens, tolerance=1e-3))
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert harness.runner.roles() == ["window"]
     assert answer.error_bound is not None and answer.error_bound <= 1e-3
@@ -176,11 +176,11 @@ async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(m
 async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_harness: MakeBench) -> None:
     harness = make_harness(certified=True, window=4, max_window=200, radius=1.0)
     tokens = TOKENS * 30
-    answer = await harness.engine.predict(PredictRequest(tokens, tolerance=1e-3))
+    answer = await harness.engine.submit(PredictRequest(tokens, tolerance=1e-3))
     k = harness.manifest.certificate.smallest_window(1e-3)
     assert (answer.mode, answer.window) == (Mode.WINDOW, k)
     assert [len(rows[0]) for _, rows in harness.runner.calls] == [4, k]
-    exact = await harness.engine.predict(PredictRequest(tokens, tolerance=0.0, window=9))
+    exact = await harness.engine.submit(PredictRequest(tokens, tolerance=0.0, window=9))
     assert (exact.mode, exact.error_bound) == (Mode.RECURRENT, 0.0)
     assert [len(rows[0]) for _, rows in harness.runner.calls[2:]] == [9, 301]
     report: Any = await harness.engine.report()
@@ -190,10 +190,10 @@ async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(m
 async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_harness: MakeBench) -> None:
     tokens = TOKENS * 30
     plain = make_harness(certified=True, window=130, max_window=200)
-    curve = await plain.engine.predict(PredictRequest(tokens))
+    curve = await plain.engine.submit(PredictRequest(tokens))
     for radius in (1e-9, 1.0, 1e9, float("inf"), float("nan")):
         harness = make_harness(certified=True, window=130, max_window=200, radius=radius)
-        answer = await harness.engine.predict(PredictRequest(tokens))
+        answer = await harness.engine.submit(PredictRequest(tokens))
         assert answer.error_bound is not None and curve.error_bound is not None
         assert (answer.error_bound < curve.error_bound) is (radius == 1e-9)
         assert answer.error_bound <= curve.error_bound
@@ -216,13 +216,13 @@ async def test_auto_runs_everything_where_the_model_is_not_certified(
     make_harness: MakeBench, certificate: Certificate, request_: PredictRequest
 ) -> None:
     harness = make_harness(certificate=certificate, radius=1e-9)
-    answer = await harness.engine.predict(request_)
+    answer = await harness.engine.submit(request_)
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
 async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_harness: MakeBench) -> None:
     harness = make_harness(certificate=Certificate(contractive=False, layers=()), radius=1e-9)
-    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
     assert answer.agreement is not None
     assert (answer.error_bound, answer.top1_proved) == (0.0, False)
     assert answer.agreement.error_bound is answer.agreement.state_error_bound is None
@@ -230,7 +230,7 @@ async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_it
 
 
 async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(harness: EngineHarness) -> None:
-    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
     assert answer.modes is not None
     assert answer.agreement is not None
     recurrent, window = harness.runner.logits([EOS, *TOKENS]), harness.runner.logits(TOKENS[-2:])
@@ -248,7 +248,7 @@ async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(harnes
 
 
 async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(harness: EngineHarness) -> None:
-    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
     assert answer.agreement is not None
     assert answer.agreement.total_variation == 0.0
     assert answer.agreement.error_bound == answer.agreement.state_error_bound == 0.0
@@ -257,7 +257,7 @@ async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(har
 
 async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(harness: EngineHarness) -> None:
     tokens = tuple(10 + index % 97 for index in range(1200))
-    answer = await harness.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    answer = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
     assert harness.runner.roles() == ["advance", "advance", "advance", "head"]
     assert answer.predictions[0].token_id == top(harness, [EOS, *tokens])
     assert answer.error_bound == 0.0
@@ -306,34 +306,34 @@ async def test_an_id_out_of_range_is_named_with_its_place_and_the_limit(
     harness: EngineHarness, tokens: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        await harness.engine.predict(PredictRequest(tokens))
+        await harness.engine.submit(PredictRequest(tokens))
     assert caught.value.field == "tokens"
 
 
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.WINDOW, Mode.BOTH])
 async def test_a_window_over_the_models_limit_is_refused_with_the_limit(harness: EngineHarness, mode: Mode) -> None:
     with pytest.raises(InvalidRequest, match="window is 17, but model fake takes windows of 1 to 16"):
-        await harness.engine.predict(PredictRequest(TOKENS, mode=mode, window=17))
+        await harness.engine.submit(PredictRequest(TOKENS, mode=mode, window=17))
 
 
 async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_harness: MakeBench) -> None:
     harness = make_harness(window=8, settings_max_window=6)
-    assert (await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))).window == 6
+    assert (await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW))).window == 6
     with pytest.raises(InvalidRequest, match="1 to 6 tokens"):
-        await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
+        await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
 
 
 async def test_an_input_over_the_limit_is_too_large(make_harness: MakeBench) -> None:
     harness = make_harness(max_input_tokens=9)
     with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are taken"):
-        await harness.engine.predict(PredictRequest(TOKENS))
+        await harness.engine.submit(PredictRequest(TOKENS))
     with pytest.raises(TooLarge, match="10 tokens"):
         await harness.engine.encode("ten tokens")
 
 
 async def test_more_predictions_than_the_server_lists_are_refused(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="top_k is 101, but must be at most 100"):
-        await harness.engine.predict(PredictRequest(TOKENS, top_k=101))
+        await harness.engine.submit(PredictRequest(TOKENS, top_k=101))
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
@@ -344,7 +344,7 @@ def test_of_equally_probable_tokens_the_smaller_ids_are_listed(count: int) -> No
 
 
 async def test_predictions_are_sorted_and_their_probabilities_are_the_models(harness: EngineHarness) -> None:
-    answer = await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.RECURRENT, top_k=100))
     logprobs = [one.logprob for one in answer.predictions]
     assert logprobs == sorted(logprobs, reverse=True)
     assert len({one.token_id for one in answer.predictions}) == 100
@@ -352,7 +352,7 @@ async def test_predictions_are_sorted_and_their_probabilities_are_the_models(har
 
 
 async def test_bytes_stand_beside_a_token_that_is_no_whole_character(harness: EngineHarness) -> None:
-    answer = await harness.engine.predict(PredictRequest(TOKENS, top_k=100))
+    answer = await harness.engine.submit(PredictRequest(TOKENS, top_k=100))
     for one in answer.predictions:
         raw = harness.vocabulary.token_bytes(one.token_id)
         assert one.token_bytes == (None if raw.isascii() else raw)
@@ -362,12 +362,12 @@ async def test_bytes_stand_beside_a_token_that_is_no_whole_character(harness: En
 async def test_a_full_queue_refuses_a_prediction(make_harness: MakeBench) -> None:
     harness = make_harness(max_queue=1)
     harness.runner.gate.clear()
-    first = asyncio.create_task(harness.engine.predict(PredictRequest((5,))))
+    first = asyncio.create_task(harness.engine.submit(PredictRequest((5,))))
     await harness.runner.until_busy()
-    second = asyncio.create_task(harness.engine.predict(PredictRequest((6,))))
+    second = asyncio.create_task(harness.engine.submit(PredictRequest((6,))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await harness.engine.predict(PredictRequest((7,)))
+        await harness.engine.submit(PredictRequest((7,)))
     assert harness.sample("wane_queue_rejected_total") == 1
     harness.runner.gate.set()
     await asyncio.gather(first, second)
@@ -377,10 +377,10 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
     harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     harness.runner.gate.clear()
-    first = asyncio.create_task(harness.engine.predict(PredictRequest((5,))))
+    first = asyncio.create_task(harness.engine.submit(PredictRequest((5,))))
     await harness.runner.until_busy()
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(harness.engine.predict(PredictRequest((6,), deadline=deadline)))
+    late = asyncio.create_task(harness.engine.submit(PredictRequest((6,), deadline=deadline)))
     await asyncio.sleep(0)
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded):
@@ -395,6 +395,6 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
 async def test_a_failed_run_is_told_in_fixed_words(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
     harness.runner.poison = 66
     with pytest.raises(WaneError) as caught:
-        await harness.engine.predict(PredictRequest((66,)))
+        await harness.engine.submit(PredictRequest((66,)))
     assert (caught.value.message, caught.value.http_status) == ("the model failed to run", 500)
     assert "poisoned" in caplog.text

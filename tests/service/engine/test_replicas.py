@@ -57,7 +57,7 @@ async def make_replica(make_harness: MakeBench, redis: RedisServer) -> AsyncIter
 
 
 async def step(harness: EngineHarness, token: int, position: int | None = None, key: str | None = None) -> Answer:
-    return await harness.engine.step(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
+    return await harness.engine.submit(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
 
 
 def context_ids(answer: Answer) -> list[tuple[int, float]]:
@@ -206,7 +206,7 @@ async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeRe
     await one.engine.create_session("s")
     await step(one, 5)
     await step(other, 6)
-    answer = await one.engine.predict(PredictRequest(session="s"))
+    answer = await one.engine.submit(PredictRequest(session="s"))
     assert (answer.position, context_ids(answer)) == (2, expected(one, [5, 6]))
 
 
@@ -226,7 +226,7 @@ async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_howev
     other.engine._pool.drop("s")
     view = await other.engine.get_session("s")
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
-    assert context_ids(await other.engine.predict(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
+    assert context_ids(await other.engine.submit(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
 
 
 async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost(make_replica: MakeReplica) -> None:
@@ -279,7 +279,7 @@ class Client:
             while True:
                 harness = self.random.choice(self.harnesses)
                 try:
-                    answer = await harness.engine.step(StepRequest(self.session, (token,), expected_position=position))
+                    answer = await harness.engine.submit(StepRequest(self.session, (token,), expected_position=position))
                 except Unavailable:
                     await asyncio.sleep(0.01)
                     continue

@@ -57,7 +57,7 @@ async def report(harness: EngineHarness) -> tuple[dict[str, Any], dict[str, Any]
 async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
     """A session after one step of these tokens, and that step's answer."""
     session = (await harness.engine.create_session(mode=mode)).session
-    return session, await harness.engine.step(StepRequest(session, tokens))
+    return session, await harness.engine.submit(StepRequest(session, tokens))
 
 
 async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hears_of_it(
@@ -96,7 +96,7 @@ async def test_a_step_of_one_token_needs_no_task_with_shadows_either_and_is_comp
     tokens = tuple(range(2, 9))
     session = (await harness.engine.create_session()).session
     for token in tokens:
-        step = asyncio.create_task(harness.engine.step(StepRequest(session, (token,))))
+        step = asyncio.create_task(harness.engine.submit(StepRequest(session, (token,))))
         await turn()
         assert not harness.engine._running
         await step
@@ -121,9 +121,9 @@ async def test_a_step_of_one_token_needs_no_task_with_shadows_either_and_is_comp
 
 async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: MakeBench) -> None:
     harness = make_harness(shadow_rate=1.0)
-    await harness.engine.predict(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
-    await harness.engine.predict(PredictRequest((2, 3, 4, 5, 6)))
-    await harness.engine.predict(PredictRequest((2, 3, 4, 5, 7)))
+    await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
+    await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6)))
+    await harness.engine.submit(PredictRequest((2, 3, 4, 5, 7)))
     await settled(shadow_of(harness))
     agreement, shadows = await report(harness)
     sources = agreement["sources"]
@@ -140,7 +140,7 @@ async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
     harness = make_harness(shadow_rate=1.0, certified=True, window=100, max_window=140)
     tokens = tuple(5 + index % 90 for index in range(110))
-    answer = await harness.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    answer = await harness.engine.submit(PredictRequest(tokens, mode=Mode.WINDOW))
     await settled(shadow_of(harness))
     assert harness.shadow_runner.roles() == 28 * ["advance"] + ["head"]
     assert [token for _, rows in harness.shadow_runner.calls[:-1] for token in rows[0]] == [EOS, *tokens]
@@ -163,7 +163,7 @@ async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harne
     tokens = tuple(range(2, 32))
     session, _ = await session_of(harness, *tokens[:20], mode=Mode.WINDOW)
     await settled(shadow_of(harness))
-    await harness.engine.step(StepRequest(session, tokens[20:]))
+    await harness.engine.submit(StepRequest(session, tokens[20:]))
     await settled(shadow_of(harness))
     (input_ids,) = [rows[0] for role, rows in harness.shadow_runner.calls if role == "advance"][1:]
     assert input_ids == list(tokens[4:])  # the tail of 16, and what was appended
@@ -178,7 +178,7 @@ async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness
     shadow_of(harness)._random = Random(0)
     shadow_of(harness)._rate = 0.0
     for token in (20, 21, 22):
-        await harness.engine.step(StepRequest(session, (token,)))
+        await harness.engine.submit(StepRequest(session, (token,)))
     harness.shadow_runner.gate.set()
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
@@ -190,7 +190,7 @@ async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness
 async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: MakeBench) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
-    await asyncio.gather(*(harness.engine.predict(PredictRequest((token,))) for token in range(2, 8)))
+    await asyncio.gather(*(harness.engine.submit(PredictRequest((token,))) for token in range(2, 8)))
     await turn()
     cases = list(shadow_of(harness)._cases)
     assert cases
@@ -206,7 +206,7 @@ async def test_the_share_that_is_sampled_is_the_rate(make_harness: MakeBench, mo
     drawn = Random(5)
     expected = sum(drawn.random() < 0.25 for _ in range(400))
     for token in range(400):
-        await harness.engine.predict(PredictRequest((2 + token % 90,)))
+        await harness.engine.submit(PredictRequest((2 + token % 90,)))
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
     assert shadows["compared"] == expected
@@ -222,7 +222,7 @@ async def test_more_than_there_is_time_for_are_dropped_and_counted(
     session, _ = await session_of(harness, 2)
     await harness.shadow_runner.until_busy()
     for token in range(3, 8):
-        await harness.engine.step(StepRequest(session, (token,)))
+        await harness.engine.submit(StepRequest(session, (token,)))
     assert (await report(harness))[1]["dropped"] == 3
     assert harness.sample("wane_shadow_total", outcome="dropped") == 3
     harness.shadow_runner.gate.set()
@@ -235,8 +235,8 @@ async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_TOKENS", 8)
     harness = make_harness(shadow_rate=1.0)
-    await harness.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.WINDOW))
-    await harness.engine.predict(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
+    await harness.engine.submit(PredictRequest(tuple(range(2, 10)), mode=Mode.WINDOW))
+    await harness.engine.submit(PredictRequest(tuple(range(2, 10)), mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
     assert (shadows["compared"], shadows["dropped"]) == (1, 1)
@@ -250,7 +250,7 @@ async def test_nothing_is_begun_while_the_runner_is_busy(
     session, _ = await session_of(harness, 2)
     harness.runner.gate.clear()
     harness.runner.busy.clear()
-    live = asyncio.create_task(harness.engine.step(StepRequest(session, (3,))))
+    live = asyncio.create_task(harness.engine.submit(StepRequest(session, (3,))))
     await harness.runner.until_busy()
     travel(3600.0)
     await turn()
@@ -269,11 +269,11 @@ async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
-    await harness.engine.predict(PredictRequest(tuple(range(2, 13)), mode=Mode.WINDOW))
+    await harness.engine.submit(PredictRequest(tuple(range(2, 13)), mode=Mode.WINDOW))
     await harness.shadow_runner.until_busy()
     harness.runner.gate.clear()
     harness.runner.busy.clear()
-    live = asyncio.create_task(harness.engine.predict(PredictRequest((2,), mode=Mode.BOTH)))
+    live = asyncio.create_task(harness.engine.submit(PredictRequest((2,), mode=Mode.BOTH)))
     await harness.runner.until_busy()
     harness.shadow_runner.gate.set()
     running = shadow_of(harness)._running
@@ -292,7 +292,7 @@ async def test_live_work_does_not_wait_for_a_shadow(make_harness: MakeBench) -> 
     harness.shadow_runner.gate.clear()
     session, _ = await session_of(harness, 2)
     await harness.shadow_runner.until_busy()
-    answer = await harness.engine.step(StepRequest(session, (3,)))
+    answer = await harness.engine.submit(StepRequest(session, (3,)))
     assert answer.position == 2
     assert len(harness.shadow_runner.calls) == 1
 
@@ -304,7 +304,7 @@ async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_a
     harness.shadow_runner.gate.clear()
     session, _ = await session_of(harness, 2)
     await harness.shadow_runner.until_busy()
-    await harness.engine.step(StepRequest(session, (3,)))
+    await harness.engine.submit(StepRequest(session, (3,)))
     await harness.engine.drain()
     await harness.engine.close()
     assert harness.shadow_runner.killed
@@ -320,7 +320,7 @@ async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_n
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.runner.gate.clear()
-    live = asyncio.create_task(harness.engine.predict(PredictRequest((2, 3))))
+    live = asyncio.create_task(harness.engine.submit(PredictRequest((2, 3))))
     await harness.runner.until_busy()
     drained = asyncio.create_task(harness.engine.drain())
     await turn()
@@ -349,8 +349,8 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     setattr(harness.shadow_runner, trouble, 3)
-    await harness.engine.predict(PredictRequest((2, 3)))
-    await harness.engine.predict(PredictRequest((2, 4)))
+    await harness.engine.submit(PredictRequest((2, 3)))
+    await harness.engine.submit(PredictRequest((2, 4)))
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
     assert (shadows["compared"], shadows["failed"]) == (1, 1)
@@ -359,7 +359,7 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
 
 async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: MakeBench) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True, window=130, max_window=140)
-    await harness.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
+    await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
     assert agreement["top1_proved_rate"] == 1.0
@@ -368,7 +368,7 @@ async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: Make
 
 async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeBench) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
-    await harness.engine.predict(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
+    await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
     epsilon = harness.manifest.certificate.error_bound_at(20)
     found = (await report(harness))[0]["error_bound"]["max"]
@@ -390,9 +390,9 @@ async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_
     found = engine._shadow
     assert found is not None
     tokens = tuple(range(2, 102))
-    await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
-    await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
-    both = await engine.predict(PredictRequest(tokens, mode=Mode.BOTH))
+    await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
+    await engine.submit(PredictRequest(tokens, mode=Mode.WINDOW))
+    both = await engine.submit(PredictRequest(tokens, mode=Mode.BOTH))
     await settled(found)
     document: dict[str, Any] = await engine.report()
     sources = document["agreement"]["sources"]
@@ -416,7 +416,7 @@ async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
     session, _ = await session_of(harness, 2)
     await settled(shadow_of(harness))
     assert harness.shadow_runner.killed
-    assert (await harness.engine.step(StepRequest(session, (3,)))).position == 2
+    assert (await harness.engine.submit(StepRequest(session, (3,)))).position == 2
     await settled(shadow_of(harness))
     _, shadows = await report(harness)
     assert (shadows["compared"], shadows["failed"], shadows["dropped"]) == (0, 1, 0)

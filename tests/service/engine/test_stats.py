@@ -102,9 +102,9 @@ async def test_the_report_of_an_engine_is_what_it_did(harness: EngineHarness) ->
     session = (await harness.engine.create_session()).session
     parked = (await harness.engine.create_session()).session
     for _ in range(3):
-        await harness.engine.step(StepRequest(session, (5,)))
-    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.WINDOW))
-    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+        await harness.engine.submit(StepRequest(session, (5,)))
+    await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW))
+    await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
     await harness.engine.score(ScoreRequest(TOKENS))
     async for _ in await harness.engine.generate(GenerateRequest(TOKENS, max_tokens=2)):
         pass
@@ -124,8 +124,8 @@ async def test_the_report_of_an_engine_is_what_it_did(harness: EngineHarness) ->
 
 async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness) -> None:
     session = (await harness.engine.create_session("a-session-by-name")).session
-    await harness.engine.step(StepRequest(session, (5,)))
-    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+    await harness.engine.submit(StepRequest(session, (5,)))
+    await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
     assert harness.sample("wane_answers_total", operation="step", mode="recurrent") == 1
     assert harness.sample("wane_answer_seconds_count", mode="window", phase="compute") == 1
     assert harness.sample("wane_sessions_resident") == 1
@@ -139,9 +139,9 @@ async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness
 async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeBench) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     tokens = TOKENS * 20
-    exact = await harness.engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
-    window = await harness.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
-    vacuous = await harness.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=1))
+    exact = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
+    window = await harness.engine.submit(PredictRequest(tokens, mode=Mode.WINDOW))
+    vacuous = await harness.engine.submit(PredictRequest(tokens, mode=Mode.WINDOW, window=1))
     assert (exact.error_bound, exact.top1_proved, vacuous.top1_proved) == (0.0, True, False)
     assert window.error_bound is not None and 0 < window.error_bound < 1e-2
     assert vacuous.error_bound == pytest.approx(1.0)
@@ -150,15 +150,15 @@ async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeBench) -
     assert harness.sample("wane_answers_top1_proved_total", mode="recurrent") == 1
     assert harness.sample("wane_answers_top1_proved_total", mode="window") == window.top1_proved
     uncertified = make_harness()
-    await uncertified.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    await uncertified.engine.submit(PredictRequest(tokens, mode=Mode.WINDOW))
     assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
 
 
 async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harness: MakeBench) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     for window in (130, 1, 140):
-        await harness.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
-    await harness.engine.predict(PredictRequest(TOKENS, mode=Mode.BOTH))
+        await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
+    await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
     agreement: Any = (await harness.engine.report())["agreement"]
     epsilon = harness.manifest.certificate.error_bound_at
     bounds = known([epsilon(130), epsilon(1), epsilon(140), 0.0])
@@ -171,7 +171,7 @@ async def test_a_pair_further_apart_than_is_claimed_is_counted_and_logged(
     make_harness: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
-    answer = await harness.engine.predict(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
+    answer = await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
     assert answer.agreement is not None and answer.agreement.error_bound is not None
     assert answer.agreement.total_variation > answer.agreement.error_bound
     agreement: Any = (await harness.engine.report())["agreement"]

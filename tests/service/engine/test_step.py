@@ -51,7 +51,7 @@ async def start(harness: EngineHarness, *tokens: int, mode: Mode | None = None) 
     """A session that was fed `tokens` one by one."""
     session = (await harness.engine.create_session(mode=mode)).session
     for token in tokens:
-        await harness.engine.step(StepRequest(session, (token,)))
+        await harness.engine.submit(StepRequest(session, (token,)))
     return session
 
 
@@ -66,7 +66,7 @@ async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: Engi
     input_ids: list[int] = []
     for tokens in [(5,), (6, 7, 8), (9,)]:
         input_ids += tokens
-        answer = await harness.engine.step(StepRequest(session, tokens))
+        answer = await harness.engine.submit(StepRequest(session, tokens))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
         assert answer.position == len(input_ids)
         assert answer.session == session
@@ -77,14 +77,14 @@ async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: Engi
 async def test_one_token_from_a_resident_state_is_one_run_of_the_step_graph(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.calls.clear()
-    await harness.engine.step(StepRequest(session, (6,)))
+    await harness.engine.submit(StepRequest(session, (6,)))
     assert harness.runner.calls == [("step", [[6]])]
 
 
 async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.runner.calls.clear()
-    answer = await harness.engine.predict(PredictRequest(session=session))
+    answer = await harness.engine.submit(PredictRequest(session=session))
     assert harness.runner.roles() == ["head"]
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
     assert (answer.position, answer.replayed, answer.state) == (2, None, StateSource.RESIDENT)
@@ -96,8 +96,8 @@ async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(h
 
 async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    first = await harness.engine.step(StepRequest(session, (6, 7), expected_position=1))
-    again = await harness.engine.step(StepRequest(session, (6, 7), expected_position=1))
+    first = await harness.engine.submit(StepRequest(session, (6, 7), expected_position=1))
+    again = await harness.engine.submit(StepRequest(session, (6, 7), expected_position=1))
     assert again.replayed is True
     assert again.position == first.position == 3
     assert [one.token_id for one in again.predictions] == [one.token_id for one in first.predictions]
@@ -108,9 +108,9 @@ async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(harness: Eng
 
 async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+    await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     harness.engine._pool.drop(session)
-    again = await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+    again = await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     assert again.replayed is True
     assert again.state is StateSource.REBUILT
     assert [(one.token_id, one.logprob) for one in again.predictions] == expected(harness, [5, 6])
@@ -122,16 +122,16 @@ async def test_the_same_key_is_a_replay_with_and_without_a_position(
 ) -> None:
     session = await start(harness, 5)
     step = StepRequest(session, (6,), expected_position=position, idempotency_key="k")
-    assert (await harness.engine.step(step)).replayed is False
-    assert (await harness.engine.step(step)).replayed is True
+    assert (await harness.engine.submit(step)).replayed is False
+    assert (await harness.engine.submit(step)).replayed is True
     assert (await harness.engine.get_session(session)).position == 2
 
 
 async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     with pytest.raises(PositionConflict) as caught:
-        await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="l"))
+        await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="l"))
     assert caught.value.position == 2
     assert caught.value.extra() == {"position": 2}
 
@@ -145,19 +145,19 @@ async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refus
     harness: EngineHarness, tokens: tuple[int, ...], position: int | None
 ) -> None:
     session = await start(harness, 5)
-    await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     with pytest.raises(IdempotencyKeyReused, match="idempotency key") as caught:
-        await harness.engine.step(StepRequest(session, tokens, expected_position=position, idempotency_key="k"))
+        await harness.engine.submit(StepRequest(session, tokens, expected_position=position, idempotency_key="k"))
     assert caught.value.extra() == {"position": 2}
     assert (await harness.engine.get_session(session)).position == 2
-    next_ = await harness.engine.step(StepRequest(session, (7,), expected_position=2, idempotency_key="l"))
+    next_ = await harness.engine.submit(StepRequest(session, (7,), expected_position=2, idempotency_key="l"))
     assert (next_.position, next_.replayed) == (3, False)
 
 
 async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    await harness.engine.step(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
-    assert (await harness.engine.step(StepRequest(session, (6,), expected_position=1))).replayed is True
+    await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
+    assert (await harness.engine.submit(StepRequest(session, (6,), expected_position=1))).replayed is True
 
 
 async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
@@ -170,16 +170,16 @@ async def test_a_step_that_starts_where_the_session_is_not_is_a_conflict(
     harness: EngineHarness, position: int, token: int
 ) -> None:
     session = await start(harness, 5)
-    await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+    await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     with pytest.raises(PositionConflict, match=f"at position 2, but the step starts at {position}"):
-        await harness.engine.step(StepRequest(session, (token,), expected_position=position))
+        await harness.engine.submit(StepRequest(session, (token,), expected_position=position))
     assert (await harness.engine.get_session(session)).position == 2
 
 
 async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6, 7)
     with pytest.raises(PositionConflict):
-        await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+        await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
 
 
 class ContendedStore(MemoryStore):
@@ -211,7 +211,7 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     harness = make_harness(store=store)
     session = await start(harness, 5)
     store.losses = losses
-    answer = await harness.engine.step(StepRequest(session, (6,)))
+    answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * losses, 6])
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
@@ -228,11 +228,11 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
     session = await start(harness, 5)
     store.attempts, store.losses = 0, 100
     with pytest.raises(PositionConflict) as caught:
-        await harness.engine.step(StepRequest(session, (6,)))
+        await harness.engine.submit(StepRequest(session, (6,)))
     assert store.attempts == 4
     assert caught.value.position == 5
     store.losses = 0
-    answer = await harness.engine.step(StepRequest(session, (7,)))
+    answer = await harness.engine.submit(StepRequest(session, (7,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * 4, 7])
 
 
@@ -244,7 +244,7 @@ async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_aga
     session = await start(harness, 5)
     store.attempts, store.losses = 0, 1
     with pytest.raises(PositionConflict) as caught:
-        await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+        await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     assert (store.attempts, caught.value.position) == (1, 2)
 
 
@@ -253,7 +253,7 @@ async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: Make
     harness = make_harness(store=store)
     session = await start(harness, 5)
     store.losses, store.theirs = 1, (6,)
-    answer = await harness.engine.step(StepRequest(session, (6,), expected_position=1))
+    answer = await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     assert (answer.replayed, answer.position) == (True, 2)
 
 
@@ -267,11 +267,11 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
     session = await start(harness, 5)
     store.lost = True
     with pytest.raises(Unavailable):
-        await harness.engine.step(StepRequest(session, (6,)))
+        await harness.engine.submit(StepRequest(session, (6,)))
     store.lost = False
     if appended:
         await store.append(session, 1, (6,), LastStep(1, of_tokens((6,)), None))
-    answer = await harness.engine.step(StepRequest(session, (7,)))
+    answer = await harness.engine.submit(StepRequest(session, (7,)))
     input_ids = [5, 6, 7] if appended else [5, 7]
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
 
@@ -282,7 +282,7 @@ async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: E
     assert resident is not None
     for revision in range(1, 20):  # elsewhere; 16 tokens are kept
         await harness.store.append(session, revision, (6,), LastStep(revision, b"", None))
-    answer = await harness.engine.step(StepRequest(session, (8,), expected_position=20))
+    answer = await harness.engine.submit(StepRequest(session, (8,), expected_position=20))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 21)
 
 
@@ -292,12 +292,12 @@ async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_b
     session = await start(harness, 5)
     await harness.store.append(session, 1, (6, 7), LastStep(1, b"", None))
     harness.runner.calls.clear()
-    answer = await harness.engine.predict(PredictRequest(session=session))
+    answer = await harness.engine.submit(PredictRequest(session=session))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7])
     assert (answer.state, answer.position) == (StateSource.RESIDENT, 3)
     assert harness.runner.calls[0] == ("advance", [[6, 7]])
     harness.runner.calls.clear()
-    await harness.engine.predict(PredictRequest(session=session))
+    await harness.engine.submit(PredictRequest(session=session))
     assert harness.runner.roles() == ["head"]
 
 
@@ -309,7 +309,7 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
     rewound = await harness.store.rewind(session, record.revision, 1)
     assert rewound is not None
     await harness.store.append(session, rewound.revision, (7,), LastStep(1, b"", None))
-    answer = await harness.engine.step(StepRequest(session, (8,), expected_position=2))
+    answer = await harness.engine.submit(StepRequest(session, (8,), expected_position=2))
     assert answer.state is StateSource.REBUILT
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7, 8])
 
@@ -321,10 +321,10 @@ async def test_a_failed_run_commits_nothing_and_the_state_stays(harness: EngineH
     session = await start(harness, 5)
     harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
-        await harness.engine.step(StepRequest(session, (6,)))
+        await harness.engine.submit(StepRequest(session, (6,)))
     view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    answer = await harness.engine.step(StepRequest(session, (7,)))
+    answer = await harness.engine.submit(StepRequest(session, (7,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7])
 
 
@@ -335,7 +335,7 @@ async def test_an_output_that_is_no_number_is_a_failed_run(
     harness.runner.hot = 6
     for tokens in ((6,), (6, 7)):
         with pytest.raises(WaneError, match="failed to run"):
-            await harness.engine.step(StepRequest(session, tokens))
+            await harness.engine.submit(StepRequest(session, tokens))
     with pytest.raises(WaneError, match="failed to run"):
         await harness.engine.score(ScoreRequest((6, 7)))
     assert "not finite" in caplog.text
@@ -348,10 +348,10 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_h
     session = await start(harness, 5)
     harness.runner.poison = 200
     with pytest.raises(WaneError, match="failed to run"):
-        await harness.engine.step(StepRequest(session, (*[6] * 600, 200)))
+        await harness.engine.submit(StepRequest(session, (*[6] * 600, 200)))
     view = await harness.engine.get_session(session)
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    assert [one.token_id for one in (await harness.engine.predict(PredictRequest(session=session))).predictions] == [
+    assert [one.token_id for one in (await harness.engine.submit(PredictRequest(session=session))).predictions] == [
         token for token, _ in expected(harness, [5])
     ]
 
@@ -359,9 +359,9 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_h
 async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.gate.clear()
-    other = asyncio.create_task(harness.engine.predict(PredictRequest((9,))))
+    other = asyncio.create_task(harness.engine.submit(PredictRequest((9,))))
     await harness.runner.until_busy()
-    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,), expected_position=1)))
+    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
     await turn()
     step.cancel()
     await turn()
@@ -380,9 +380,9 @@ async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    first = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    first = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
-    second = asyncio.create_task(harness.engine.step(StepRequest(session, (7,))))
+    second = asyncio.create_task(harness.engine.submit(StepRequest(session, (7,))))
     await turn()
     second.cancel()
     await turn()
@@ -398,13 +398,13 @@ async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_c
     harness.runner.busy.clear()
     harness.runner.gate.clear()
     step = StepRequest(session, (6,), expected_position=1)
-    gone = asyncio.create_task(harness.engine.step(step))
+    gone = asyncio.create_task(harness.engine.submit(step))
     await harness.runner.until_busy()
     gone.cancel()
     await turn()
     assert gone.cancelled()
     harness.runner.gate.set()
-    again = await harness.engine.step(step)  # waits for the session's turn, so behind the commit
+    again = await harness.engine.submit(step)  # waits for the session's turn, so behind the commit
     assert (again.replayed, again.position) == (True, 2)
     assert [(one.token_id, one.logprob) for one in again.predictions] == expected(harness, [5, 6])
 
@@ -418,7 +418,7 @@ async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody
     harness.runner.poison = 6
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    gone = asyncio.create_task(harness.engine.step(StepRequest(session, (6,), expected_position=1)))
+    gone = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
     await harness.runner.until_busy()
     gone.cancel()
     await turn()
@@ -436,7 +436,7 @@ async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch
     harness.runner.busy.clear()
     harness.runner.gate.clear()
     tokens = tuple(10 + index % 50 for index in range(1100))
-    gone = asyncio.create_task(harness.engine.step(StepRequest(session, tokens)))
+    gone = asyncio.create_task(harness.engine.submit(StepRequest(session, tokens)))
     await harness.runner.until_busy()
     gone.cancel()
     await turn()
@@ -448,11 +448,11 @@ async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch
 async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.gate.clear()
-    other = asyncio.create_task(harness.engine.predict(PredictRequest((9,))))
+    other = asyncio.create_task(harness.engine.submit(PredictRequest((9,))))
     await harness.runner.until_busy()
     now = asyncio.get_running_loop().time()
     with pytest.raises(DeadlineExceeded):
-        await harness.engine.step(StepRequest(session, (6,), deadline=now))
+        await harness.engine.submit(StepRequest(session, (6,), deadline=now))
     harness.runner.gate.set()
     await other
     assert (await harness.engine.get_session(session)).position == 1
@@ -466,13 +466,13 @@ async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_comm
     harness.runner.gate.clear()
     step = StepRequest(session, (6,), expected_position=1)
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(harness.engine.step(replace(step, deadline=deadline)))
+    late = asyncio.create_task(harness.engine.submit(replace(step, deadline=deadline)))
     await harness.runner.until_busy()
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded, match="it still commits: repeat it"):
         await late
     harness.runner.gate.set()
-    again = await harness.engine.step(step)
+    again = await harness.engine.submit(step)
     assert (again.replayed, again.position) == (True, 2)
 
 
@@ -482,7 +482,7 @@ async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
     deadline = asyncio.get_running_loop().time() + 3600
     rewind = asyncio.create_task(harness.engine.rewind(session, 0, deadline))
@@ -508,10 +508,10 @@ async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> 
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    waiting = [asyncio.create_task(harness.engine.step(StepRequest(session, (6,)))) for _ in range(65)]
+    waiting = [asyncio.create_task(harness.engine.submit(StepRequest(session, (6,)))) for _ in range(65)]
     await harness.runner.until_busy()
     with pytest.raises(Overloaded, match=f"64 requests are waiting for session '{session}'"):
-        await harness.engine.step(StepRequest(session, (6,)))
+        await harness.engine.submit(StepRequest(session, (6,)))
     harness.runner.gate.set()
     await asyncio.gather(*waiting)
     assert (await harness.engine.get_session(session)).position == 66
@@ -525,10 +525,10 @@ async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(harness:
     harness.engine._pool.drop(session)
     view = await harness.engine.get_session(session)
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
-    answer = await harness.engine.step(StepRequest(session, (8,)))
+    answer = await harness.engine.submit(StepRequest(session, (8,)))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7, 8])
-    assert (await harness.engine.step(StepRequest(session, (9,)))).state is StateSource.RESIDENT
+    assert (await harness.engine.submit(StepRequest(session, (9,)))).state is StateSource.RESIDENT
     assert harness.sample("wane_state_rebuilds_total") == 1
 
 
@@ -539,11 +539,11 @@ async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_b
     session = await start(harness, *input_ids)
     assert (await harness.engine.get_session(session)).error_bound == 0.0
     harness.engine._pool.drop(session)
-    answer = await harness.engine.step(StepRequest(session, (6,)))
+    answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, None)
     tail = input_ids[-16:]
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits([*tail, 6]))
-    after = await harness.engine.step(StepRequest(session, (7,)))
+    after = await harness.engine.submit(StepRequest(session, (7,)))
     assert (after.state, after.error_bound) == (StateSource.RESIDENT, None)
 
 
@@ -551,7 +551,7 @@ async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarne
     input_ids = [10 + index for index in range(16)]
     session = await start(harness, *input_ids)
     harness.engine._pool.drop(session)
-    answer = await harness.engine.predict(PredictRequest(session=session))
+    answer = await harness.engine.submit(PredictRequest(session=session))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
 
@@ -559,8 +559,8 @@ async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarne
 async def test_predicting_from_a_parked_session_makes_it_resident(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.engine._pool.drop(session)
-    first = await harness.engine.predict(PredictRequest(session=session))
-    second = await harness.engine.predict(PredictRequest(session=session))
+    first = await harness.engine.submit(PredictRequest(session=session))
+    second = await harness.engine.submit(PredictRequest(session=session))
     assert (first.state, second.state) == (StateSource.REBUILT, StateSource.RESIDENT)
 
 
@@ -572,7 +572,7 @@ async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_ha
     # Of eight slots two are reserved, and a step takes one more for the state that it makes.
     assert counts == {"resident": 5, "parked": 7, "rebuilt": 0}
     for index, session in enumerate(sessions):
-        answer = await harness.engine.step(StepRequest(session, (7,)))
+        answer = await harness.engine.submit(StepRequest(session, (7,)))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(
             harness, [10 + index, 20 + index, 7]
         )
@@ -584,7 +584,7 @@ async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHa
     session = await start(harness, 5, 6, 7)
     view = await harness.engine.rewind(session, 1)
     assert (view.position, view.state, view.error_bound) == (1, StateSource.REBUILT, 0.0)
-    answer = await harness.engine.step(StepRequest(session, (8,)))
+    answer = await harness.engine.submit(StepRequest(session, (8,)))
     assert (answer.position, answer.state) == (2, StateSource.REBUILT)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 8])
 
@@ -592,16 +592,16 @@ async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHa
 async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     step = StepRequest(session, (6,), expected_position=1, idempotency_key="k")
-    await harness.engine.step(step)
+    await harness.engine.submit(step)
     await harness.engine.rewind(session, 1)
-    assert (await harness.engine.step(step)).replayed is False
+    assert (await harness.engine.submit(step)).replayed is False
 
 
 async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     assert (await harness.engine.rewind(session, 2)).position == 2
     assert (await harness.engine.rewind(session, 0)).position == 0
-    answer = await harness.engine.step(StepRequest(session, (7,)))
+    answer = await harness.engine.submit(StepRequest(session, (7,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [7])
 
 
@@ -610,12 +610,12 @@ async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_th
 ) -> None:
     session = await start(harness, *range(10, 30))
     step = StepRequest(session, (6,), expected_position=20)
-    await harness.engine.step(step)
+    await harness.engine.submit(step)
     harness.clock.now_s += 10
     view = await harness.engine.rewind(session, 21)
     assert (view.position, view.state, view.error_bound, view.idle_s) == (21, StateSource.RESIDENT, 0.0, 0.0)
     assert await harness.engine.get_session(session) == view
-    assert (await harness.engine.step(step)).replayed is True
+    assert (await harness.engine.submit(step)).replayed is True
 
 
 @pytest.mark.parametrize("position", [-1, 3, 4, 21])
@@ -634,7 +634,7 @@ async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(
 async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20), mode=Mode.WINDOW)
     harness.runner.calls.clear()
-    answer = await harness.engine.step(StepRequest(session, (6,)))
+    answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert harness.runner.calls == [("window", [[17, 18, 19, 6]])]
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert answer.error_bound is None
@@ -649,19 +649,19 @@ async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
 ) -> None:
     session = await start(harness, *range(10, 10 + count), mode=mode)
     view = await harness.engine.get_session(session)
-    answer = await harness.engine.predict(PredictRequest(session=session))
+    answer = await harness.engine.submit(PredictRequest(session=session))
     assert (view.state, view.error_bound) == (answer.state, answer.error_bound)
 
 
 async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(harness: EngineHarness) -> None:
     input_ids = [10 + index for index in range(20)]
     session = await start(harness, *input_ids)
-    answer = await harness.engine.step(StepRequest(session, (6,), mode=Mode.WINDOW))
+    answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.WINDOW))
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.WINDOW, StateSource.WINDOW, None)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(
         harness.runner.logits([*input_ids[-3:], 6])
     )
-    answer = await harness.engine.step(StepRequest(session, (7,)))
+    answer = await harness.engine.submit(StepRequest(session, (7,)))
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [*input_ids, 6, 7])
 
@@ -670,14 +670,14 @@ async def test_a_step_that_asks_for_a_window_rebuilds_no_state(harness: EngineHa
     session = await start(harness, 5, 6)
     harness.engine._pool.drop(session)
     harness.runner.calls.clear()
-    await harness.engine.step(StepRequest(session, (7,), mode=Mode.WINDOW))
+    await harness.engine.submit(StepRequest(session, (7,), mode=Mode.WINDOW))
     assert harness.runner.roles() == ["window"]
     assert harness.engine._pool.peek(session) is None
 
 
 async def test_both_answers_recurrently_and_measures_the_window_beside_it(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20))
-    answer = await harness.engine.step(StepRequest(session, (6,), mode=Mode.BOTH))
+    answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.BOTH))
     assert answer.modes is not None
     assert answer.agreement is not None
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [*range(10, 20), 6])
@@ -687,14 +687,14 @@ async def test_both_answers_recurrently_and_measures_the_window_beside_it(harnes
     assert 0 < answer.agreement.total_variation < 1
     assert answer.error_bound == 0.0
     assert answer.agreement.error_bound is None
-    assert (await harness.engine.step(StepRequest(session, (7,)))).state is StateSource.RESIDENT
+    assert (await harness.engine.submit(StepRequest(session, (7,)))).state is StateSource.RESIDENT
 
 
 async def test_a_sessions_own_mode_holds_unless_the_step_names_another(harness: EngineHarness) -> None:
     session = await start(harness, 5, mode=Mode.BOTH)
-    assert (await harness.engine.step(StepRequest(session, (6,)))).mode is Mode.BOTH
-    assert (await harness.engine.step(StepRequest(session, (6,), mode=Mode.AUTO))).mode is Mode.BOTH
-    answer = await harness.engine.step(StepRequest(session, (6,), mode=Mode.RECURRENT))
+    assert (await harness.engine.submit(StepRequest(session, (6,)))).mode is Mode.BOTH
+    assert (await harness.engine.submit(StepRequest(session, (6,), mode=Mode.AUTO))).mode is Mode.BOTH
+    answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.RECURRENT))
     assert (answer.mode, answer.window, answer.modes) == (Mode.RECURRENT, None, None)
 
 
@@ -704,8 +704,8 @@ async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own
     session = await start(harness, *range(10, 30))
     await harness.engine.rewind(session, 6)
     with pytest.raises(InvalidRequest, match="window is 3, but only the last 2 tokens are kept"):
-        await harness.engine.predict(PredictRequest(session=session, mode=Mode.WINDOW, window=3))
-    answer = await harness.engine.predict(PredictRequest(session=session, mode=Mode.WINDOW))
+        await harness.engine.submit(PredictRequest(session=session, mode=Mode.WINDOW, window=3))
+    answer = await harness.engine.submit(PredictRequest(session=session, mode=Mode.WINDOW))
     assert answer.window == 2
 
 
@@ -714,12 +714,12 @@ async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
     harness: EngineHarness, mode: Mode | None
 ) -> None:
     session = await start(harness, *range(10, 30), mode=mode)
-    exact = await harness.engine.predict(PredictRequest(session=session, tolerance=0.0))
+    exact = await harness.engine.submit(PredictRequest(session=session, tolerance=0.0))
     assert exact.error_bound == 0.0
     harness.engine._pool.drop(session)
     harness.runner.calls.clear()
     with pytest.raises(InvalidRequest, match=r"tolerance is 0\.5, but .* has no error bound") as caught:
-        await harness.engine.predict(PredictRequest(session=session, tolerance=0.5))
+        await harness.engine.submit(PredictRequest(session=session, tolerance=0.5))
     assert caught.value.field == "tolerance"
     assert harness.runner.calls == []
 
@@ -727,10 +727,10 @@ async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
 async def test_a_window_for_a_session_that_answers_recurrently_is_refused(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20))
     with pytest.raises(InvalidRequest, match="answers by mode recurrent; it is for window and both") as caught:
-        await harness.engine.predict(PredictRequest(session=session, window=3))
+        await harness.engine.submit(PredictRequest(session=session, window=3))
     assert caught.value.field == "window"
     own = await start(harness, *range(10, 20), mode=Mode.WINDOW)
-    assert (await harness.engine.predict(PredictRequest(session=own, window=3))).window == 3
+    assert (await harness.engine.submit(PredictRequest(session=own, window=3))).window == 3
 
 
 # Life
@@ -742,7 +742,7 @@ async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(harness: 
     assert (await harness.engine.get_session(session)).idle_s == 3600
     harness.clock.now_s += 1
     with pytest.raises(UnknownSession, match="expired"):
-        await harness.engine.step(StepRequest(session, (6,)))
+        await harness.engine.submit(StepRequest(session, (6,)))
     assert len(harness.engine._pool) == 0
 
 
@@ -760,7 +760,7 @@ async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_do
     harness.clock.now_s += 10
     await harness.engine.get_session(session)
     assert (await harness.engine.get_session(session)).idle_s == 10
-    await harness.engine.predict(PredictRequest(session=session))
+    await harness.engine.submit(PredictRequest(session=session))
     assert (await harness.engine.get_session(session)).idle_s == 0
 
 
@@ -768,7 +768,7 @@ async def test_a_replay_is_a_use(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     for _ in range(3):
         harness.clock.now_s += 2000
-        answer = await harness.engine.step(StepRequest(session, (5,), expected_position=0))
+        answer = await harness.engine.submit(StepRequest(session, (5,), expected_position=0))
         assert answer.replayed
     assert (await harness.engine.get_session(session)).idle_s == 0
 
@@ -777,7 +777,7 @@ async def test_a_session_that_is_only_predicted_from_keeps_its_state(harness: En
     session = await start(harness, 5)
     for _ in range(3):
         harness.clock.now_s += 2000
-        answer = await harness.engine.predict(PredictRequest(session=session))
+        answer = await harness.engine.submit(PredictRequest(session=session))
         await harness.engine.report()
     assert answer.state is StateSource.RESIDENT
 
@@ -790,8 +790,8 @@ async def test_a_deleted_session_is_unknown(harness: EngineHarness) -> None:
         harness.engine.get_session(session),
         harness.engine.delete_session(session),
         harness.engine.rewind(session, 0),
-        harness.engine.step(StepRequest(session, (6,))),
-        harness.engine.predict(PredictRequest(session=session)),
+        harness.engine.submit(StepRequest(session, (6,))),
+        harness.engine.submit(PredictRequest(session=session)),
     ):
         with pytest.raises(UnknownSession):
             await attempt
@@ -826,13 +826,13 @@ async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(harness:
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    step = asyncio.create_task(harness.engine.step(StepRequest(session, (6,))))
+    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
     draining = asyncio.create_task(harness.engine.drain())
     await turn()
     assert not draining.done()
     with pytest.raises(Unavailable, match="stopping"):
-        await harness.engine.step(StepRequest(session, (7,)))
+        await harness.engine.submit(StepRequest(session, (7,)))
     harness.runner.gate.set()
     assert (await step).position == 2
     await draining
@@ -853,20 +853,20 @@ async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebu
     epsilon = harness.manifest.certificate.error_bound_at
     tokens = [5 + index % 90 for index in range(200)]
     session = (await harness.engine.create_session()).session
-    stayed = await harness.engine.step(StepRequest(session, tuple(tokens)))
+    stayed = await harness.engine.submit(StepRequest(session, tuple(tokens)))
     assert (stayed.error_bound, stayed.state_error_bound, stayed.top1_proved) == (0.0, 0.0, True)
     harness.engine._pool.drop(session)
     bounds = []
     for token in range(5, 10):
         tokens.append(token)
-        answer = await harness.engine.step(StepRequest(session, (token,)))
+        answer = await harness.engine.submit(StepRequest(session, (token,)))
         bounds.append(answer.error_bound)
         assert answer.error_bound == (await harness.engine.get_session(session)).error_bound
     assert bounds == [epsilon(141), epsilon(142), epsilon(143), epsilon(144), epsilon(145)]
     harness.engine._pool.drop(session)
-    again = await harness.engine.predict(PredictRequest(session=session))
+    again = await harness.engine.submit(PredictRequest(session=session))
     assert (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(140))
-    recurrent = await harness.engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
+    recurrent = await harness.engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
     assert again.predictions[0].token_id == recurrent.predictions[0].token_id
 
 
@@ -874,26 +874,26 @@ async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_ha
     harness = make_harness(**CUT)
     epsilon = harness.manifest.certificate.error_bound_at
     session = (await harness.engine.create_session(mode=Mode.WINDOW)).session
-    answer = await harness.engine.step(StepRequest(session, (5,) * 150))
+    answer = await harness.engine.submit(StepRequest(session, (5,) * 150))
     view = await harness.engine.get_session(session)
     assert answer.error_bound == view.error_bound == epsilon(130)
-    loose = await harness.engine.predict(PredictRequest(session=session, tolerance=epsilon(130)))
+    loose = await harness.engine.submit(PredictRequest(session=session, tolerance=epsilon(130)))
     assert loose.error_bound == epsilon(130)
     with pytest.raises(InvalidRequest, match="tolerance is 1e-09, but the session's answer has an error bound of"):
-        await harness.engine.predict(PredictRequest(session=session, tolerance=1e-9))
+        await harness.engine.submit(PredictRequest(session=session, tolerance=1e-9))
 
 
 async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_harness: MakeBench) -> None:
     harness = make_harness(**CUT, radius=1e-7)
     session = (await harness.engine.create_session()).session
-    await harness.engine.step(StepRequest(session, (5,) * 150))
+    await harness.engine.submit(StepRequest(session, (5,) * 150))
     harness.engine._pool.drop(session)
     epsilon = harness.manifest.certificate.error_bound_at(140)
     assert epsilon is not None
-    answer = await harness.engine.predict(PredictRequest(session=session, tolerance=epsilon / 2))
+    answer = await harness.engine.submit(PredictRequest(session=session, tolerance=epsilon / 2))
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
     assert answer.state is StateSource.REBUILT
-    resident = await harness.engine.predict(PredictRequest(session=session))
+    resident = await harness.engine.submit(PredictRequest(session=session))
     assert (resident.state, resident.error_bound) == (StateSource.RESIDENT, epsilon)  # the run's own bound is not kept
 
 
@@ -902,9 +902,9 @@ async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_t
 ) -> None:
     harness = make_harness(**CUT)
     session = (await harness.engine.create_session()).session
-    await harness.engine.step(StepRequest(session, (5,) * 150))
+    await harness.engine.submit(StepRequest(session, (5,) * 150))
     harness.engine._pool.drop(session)
-    answer = await harness.engine.predict(PredictRequest(session=session, mode=Mode.BOTH))
+    answer = await harness.engine.submit(PredictRequest(session=session, mode=Mode.BOTH))
     certificate = harness.manifest.certificate
     assert answer.agreement is not None
     assert answer.error_bound == certificate.error_bound_at(140)

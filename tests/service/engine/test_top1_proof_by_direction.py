@@ -39,7 +39,7 @@ def proofs(small: Small, windows: list[NDArray[np.int64]]) -> list[int | None]:
         found = []
         for window in windows:
             tokens = (0, *window.tolist())
-            answer = await small.engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=len(window), top_k=1))
+            answer = await small.engine.submit(PredictRequest(tokens, mode=Mode.WINDOW, window=len(window), top_k=1))
             found.append(answer.predictions[0].token_id if answer.top1_proved else None)
         return found
 
@@ -162,9 +162,9 @@ def test_an_answer_does_not_wait_behind_a_queue_of_proofs() -> None:
         while not held.asked:  # for a window whose radius settles nothing
             window = tuple(random.integers(VOCABULARY, size=8).tolist())
             request = PredictRequest(window, mode=Mode.WINDOW, window=2, top_k=1)
-            await small.engine.predict(request)
+            await small.engine.submit(request)
         held.go.clear()
-        answers = [asyncio.create_task(small.engine.predict(request)) for _ in range(MOST_PROOFS + 2)]
+        answers = [asyncio.create_task(small.engine.submit(request)) for _ in range(MOST_PROOFS + 2)]
         waiting = set(answers)
         try:
             while len(waiting) > MOST_PROOFS:

@@ -62,18 +62,18 @@ async def test_a_thousand_tokens_streamed_are_a_thousand_tokens_scored(engine: E
     tokens = await own_tokens(engine, STREAMED)
     score = await engine.score(ScoreRequest(tokens))
     session = (await engine.create_session()).session
-    answer = await engine.predict(PredictRequest(session=session, top_k=100))
+    answer = await engine.submit(PredictRequest(session=session, top_k=100))
     compared = 0
     for token, scored in zip(tokens, score.logprobs, strict=True):
         seen = logprobs(answer)
         if token in seen:
             assert seen[token] == pytest.approx(scored, abs=1e-4)
             compared += 1
-        answer = await engine.step(StepRequest(session, (token,), top_k=100))
+        answer = await engine.submit(StepRequest(session, (token,), top_k=100))
     assert compared > STREAMED // 2
     assert answer.position == STREAMED
     assert answer.error_bound == 0.0
-    whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
+    whole = await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
     assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
 
 
@@ -90,10 +90,10 @@ async def test_a_truncated_sequence_is_the_models_own_forward_pass_over_its_toke
         expected.append(log_softmax(oracle.logits(hidden)[0]))
     for count in (1, 12):
         request = PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100, truncated=True)
-        answer = await engine.predict(request)
+        answer = await engine.submit(request)
         own = {token: float(expected[count - 1][token]) for token in logprobs(answer)}
         assert logprobs(answer) == pytest.approx(own, abs=1e-4)
-        begun = await engine.predict(PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100))
+        begun = await engine.submit(PredictRequest(tokens[:count], mode=Mode.RECURRENT, top_k=100))
         assert logprobs(begun) != pytest.approx(own, abs=1e-4)
         assert (begun.error_bound, answer.error_bound) == (0.0, engine.manifest.certificate.error_bound_at(count))
     score = await engine.score(ScoreRequest(tokens, truncated=True))
@@ -103,16 +103,16 @@ async def test_a_truncated_sequence_is_the_models_own_forward_pass_over_its_toke
 
 async def test_a_window_of_at_least_the_position_is_recurrent_bit_for_bit(engine: Engine) -> None:
     tokens = some_tokens(engine, engine.manifest.window - 1)
-    recurrent = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT))
+    recurrent = await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
     for k in (len(tokens), engine.manifest.max_window):
-        window = await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW, window=k))
+        window = await engine.submit(PredictRequest(tokens, mode=Mode.WINDOW, window=k))
         assert window.predictions == recurrent.predictions
 
 
 async def test_a_window_that_covers_a_session_agrees_with_its_steps_bit_for_bit(engine: Engine) -> None:
     session = (await engine.create_session()).session
     for token in some_tokens(engine, engine.manifest.window - 1):
-        answer = await engine.step(StepRequest(session, (token,), mode=Mode.BOTH))
+        answer = await engine.submit(StepRequest(session, (token,), mode=Mode.BOTH))
         assert answer.agreement is not None
         assert answer.agreement.error_bound == 0.0
         assert answer.agreement.total_variation == 0.0
@@ -126,7 +126,7 @@ async def test_batched_and_padded_equals_single(engine: Engine) -> None:
     requests = [PredictRequest(tokens[:n], mode=Mode.RECURRENT, top_k=50) for n in (60, 41, 59, 33, 60)]
     together = await engine.predict_many(requests)
     for request, answer in zip(requests, together, strict=True):
-        alone = await engine.predict(request)
+        alone = await engine.submit(request)
         assert isinstance(answer, Answer)
         assert logprobs(answer) == pytest.approx(logprobs(alone), abs=1e-4)
 
@@ -134,10 +134,10 @@ async def test_batched_and_padded_equals_single(engine: Engine) -> None:
 async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engine: Engine) -> None:
     tokens = some_tokens(engine, 40)
     session = (await engine.create_session()).session
-    await engine.step(StepRequest(session, tokens))
-    stayed = await engine.predict(PredictRequest(session=session, top_k=50))
+    await engine.submit(StepRequest(session, tokens))
+    stayed = await engine.submit(PredictRequest(session=session, top_k=50))
     engine._pool.drop(session)
-    rebuilt = await engine.predict(PredictRequest(session=session, top_k=50))
+    rebuilt = await engine.submit(PredictRequest(session=session, top_k=50))
     assert (stayed.state, rebuilt.state) == (StateSource.RESIDENT, StateSource.REBUILT)
     assert rebuilt.error_bound == 0.0
     assert logprobs(rebuilt) == pytest.approx(logprobs(stayed), abs=1e-4)
@@ -149,12 +149,12 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
 
     async def stream(session: str, tokens: tuple[int, ...]) -> Answer:
         for token in tokens[:-1]:
-            await engine.step(StepRequest(session, (token,)))
-        return await engine.step(StepRequest(session, tokens[-1:], top_k=50))
+            await engine.submit(StepRequest(session, (token,)))
+        return await engine.submit(StepRequest(session, tokens[-1:], top_k=50))
 
     answers = await asyncio.gather(*map(stream, sessions, texts))
     for answer, tokens in zip(answers, texts, strict=True):
-        whole = await engine.predict(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=50))
+        whole = await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=50))
         assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
     engine._pool.check_integrity()
 
@@ -163,7 +163,7 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
 async def test_a_token_that_is_held_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
     """After 367 times 1336 float32 has taken `lstm` to another first token than exact arithmetic has."""
     manifest, held = engine.manifest, (token,) * 367
-    answer = await engine.predict(PredictRequest(held, mode=Mode.RECURRENT))
+    answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))
     reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())
     state = reference.zero_state(1)
     for each in (engine.vocabulary.eos_id, *held):

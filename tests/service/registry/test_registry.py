@@ -245,7 +245,7 @@ async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(b
     longest = engine.manifest.max_window
     assert longest > 1
     session = (await engine.create_session()).session
-    await engine.step(StepRequest(session, (1,) * (2 * longest)))
+    await engine.submit(StepRequest(session, (1,) * (2 * longest)))
     record = await engine._sessions.read(session)
     assert len(record.tail) == longest
     await registry.close()
@@ -458,10 +458,10 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
     assert certificate.reason.removeprefix("the certificate does not hold: ") in warning
 
     tokens = tuple(range(2 * engine.manifest.max_window))
-    window = await engine.predict(PredictRequest(tokens, mode=Mode.WINDOW))
+    window = await engine.submit(PredictRequest(tokens, mode=Mode.WINDOW))
     assert (window.error_bound, window.state_error_bound, window.top1_proved) == (None, None, False)
     for request in (PredictRequest(tokens), PredictRequest(tokens, tolerance=0.9)):
-        auto = await engine.predict(request)
+        auto = await engine.submit(request)
         assert (auto.mode, auto.state, auto.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
     await registry.close()
 

@@ -66,7 +66,7 @@ def logprobs(answer: Answer) -> dict[int, float]:
 
 
 async def whole(engine: Engine, tokens: list[int]) -> dict[int, float]:
-    return logprobs(await engine.predict(PredictRequest(tuple(tokens), mode=Mode.RECURRENT)))
+    return logprobs(await engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT)))
 
 
 async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once_by_each(replicas: Replicas) -> None:
@@ -76,7 +76,7 @@ async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once
     for position in range(24):
         tokens.append(2 + position)
         engine = replicas.engines[position % 2]
-        answer = await engine.step(StepRequest(session, (tokens[-1],), expected_position=position))
+        answer = await engine.submit(StepRequest(session, (tokens[-1],), expected_position=position))
         states.append(answer.state)
         assert (answer.position, answer.error_bound) == (position + 1, 0.0)
         assert logprobs(answer) == pytest.approx(await whole(engine, tokens), abs=FLOAT32)
@@ -96,7 +96,7 @@ async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(rep
         for turn in range(20):
             engine = replicas.engines[(turn * turn + number) // 3 % 2]
             new = [5 + (turn + number) % 50] * (1 + turn % 3)
-            answer = await engine.step(StepRequest(session, tuple(new), expected_position=len(tokens)))
+            answer = await engine.submit(StepRequest(session, tuple(new), expected_position=len(tokens)))
             tokens += new
             states[answer.state] += 1
             if len(tokens) <= TAIL:

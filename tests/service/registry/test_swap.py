@@ -56,7 +56,7 @@ async def registry(folder: Path) -> AsyncIterator[ModelRegistry]:
 
 async def step(registry: ModelRegistry, session: str, *tokens: int, position: int | None = None) -> Answer:
     engine = await registry.engine_for(session)
-    return await engine.step(StepRequest(session, tokens, expected_position=position))
+    return await engine.submit(StepRequest(session, tokens, expected_position=position))
 
 
 def first(answer: Answer) -> tuple[int, float]:

@@ -34,7 +34,7 @@ def epsilon(harness: EngineHarness, known: int) -> float | None:
 async def test_a_history_of_all_tokens_is_the_whole_sequence(harness: EngineHarness) -> None:
     view = await harness.engine.create_session("s", history=History((5, 6, 7), 3))
     assert (view.position, view.state, view.error_bound, view.created) == (3, StateSource.REBUILT, 0.0, True)
-    answer = await harness.engine.step(StepRequest("s", (8,), expected_position=3))
+    answer = await harness.engine.submit(StepRequest("s", (8,), expected_position=3))
     assert (answer.position, answer.state, answer.error_bound) == (4, StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7, 8])
     assert (await harness.engine.rewind("s", 0)).error_bound == 0.0
@@ -43,18 +43,18 @@ async def test_a_history_of_all_tokens_is_the_whole_sequence(harness: EngineHarn
 async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(harness: EngineHarness) -> None:
     view = await harness.engine.create_session("s", history=History((5, 6, 7), 10))
     assert (view.position, view.state, view.error_bound) == (10, StateSource.REBUILT, epsilon(harness, 3))
-    asked = await harness.engine.predict(PredictRequest(session="s"))
+    asked = await harness.engine.submit(PredictRequest(session="s"))
     assert [(one.token_id, one.logprob) for one in asked.predictions] == ranked(harness.runner.logits([5, 6, 7]))
     assert (asked.position, asked.state, asked.error_bound) == (10, StateSource.REBUILT, epsilon(harness, 3))
     for position, token in enumerate((8, 9), 11):
-        answer = await harness.engine.step(StepRequest("s", (token,), expected_position=position - 1))
+        answer = await harness.engine.submit(StepRequest("s", (token,), expected_position=position - 1))
         known = [5, 6, 7, 8, 9][: position - 7]
         assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits(known))
         assert (answer.position, answer.error_bound) == (position, epsilon(harness, len(known)))
         assert (await harness.engine.get_session("s")).error_bound == epsilon(harness, len(known))
     with pytest.raises(PositionConflict, match="at position 12"):
-        await harness.engine.step(StepRequest("s", (8,), expected_position=4))
-    replay = await harness.engine.step(StepRequest("s", (9,), expected_position=11))
+        await harness.engine.submit(StepRequest("s", (8,), expected_position=4))
+    replay = await harness.engine.submit(StepRequest("s", (9,), expected_position=11))
     assert (replay.replayed, replay.error_bound) == (True, epsilon(harness, 5))
 
 
@@ -67,14 +67,14 @@ async def test_every_mode_answers_from_no_more_than_is_known(
     held = min(count, 16)
     known = min(held, 4) if mode is Mode.WINDOW else held
     assert (view.position, view.error_bound) == (100, epsilon(harness, known))
-    asked = await harness.engine.predict(PredictRequest(session="s"))
+    asked = await harness.engine.submit(PredictRequest(session="s"))
     assert asked.predictions[0].token_id == harness.runner.logits(TOKENS[:count][-known:]).argmax()
     assert (asked.error_bound, asked.state) == (view.error_bound, view.state)
     if mode in (Mode.WINDOW, Mode.BOTH):
         assert asked.window == min(held, 4)
     if asked.agreement is not None:
         assert asked.agreement.error_bound == epsilon(harness, min(held, 4))
-    answer = await harness.engine.step(StepRequest("s", (7,)))
+    answer = await harness.engine.submit(StepRequest("s", (7,)))
     grown = min(held + 1, 4) if mode is Mode.WINDOW else held + 1
     assert (answer.position, answer.error_bound) == (101, epsilon(harness, grown))
 
@@ -82,7 +82,7 @@ async def test_every_mode_answers_from_no_more_than_is_known(
 async def test_without_a_certificate_a_truncated_session_has_no_bound(make_harness: MakeBench) -> None:
     harness = make_harness()
     assert (await harness.engine.create_session("s", history=History((5, 6), 9))).error_bound is None
-    assert (await harness.engine.step(StepRequest("s", (7,)))).error_bound is None
+    assert (await harness.engine.submit(StepRequest("s", (7,)))).error_bound is None
 
 
 async def test_of_a_long_history_the_last_tokens_are_kept(harness: EngineHarness) -> None:
@@ -91,21 +91,21 @@ async def test_of_a_long_history_the_last_tokens_are_kept(harness: EngineHarness
         assert (view.position, view.error_bound) == (position, epsilon(harness, 16))
         with pytest.raises(InvalidRequest, match=f"positions {position - 15} to {position}"):
             await harness.engine.rewind(name, position - 16)
-        await harness.engine.step(StepRequest(name, (7,)))
+        await harness.engine.submit(StepRequest(name, (7,)))
         harness.engine._pool.drop(name)
-        answer = await harness.engine.predict(PredictRequest(session=name))
+        answer = await harness.engine.submit(PredictRequest(session=name))
         assert answer.predictions[0].token_id == harness.runner.logits([*TOKENS[-15:], 7]).argmax()
         assert answer.error_bound == epsilon(harness, 16)
 
 
 async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_further(harness: EngineHarness) -> None:
     await harness.engine.create_session("s", history=History((5, 6, 7), 10))
-    await harness.engine.step(StepRequest("s", (8, 9)))
+    await harness.engine.submit(StepRequest("s", (8, 9)))
     with pytest.raises(InvalidRequest, match="positions 8 to 12"):
         await harness.engine.rewind("s", 7)
     view = await harness.engine.rewind("s", 8)
     assert (view.position, view.state, view.error_bound) == (8, StateSource.REBUILT, epsilon(harness, 1))
-    answer = await harness.engine.step(StepRequest("s", (6,), expected_position=8))
+    answer = await harness.engine.submit(StepRequest("s", (6,), expected_position=8))
     assert answer.predictions[0].token_id == harness.runner.logits([5, 6]).argmax()
 
 
@@ -115,9 +115,9 @@ async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_b
         make_harness(certified=True, window=4, max_window=140, session_history_tokens=140) for _ in range(2)
     )
     await before.engine.create_session("s")
-    was = await before.engine.step(StepRequest("s", tokens, top_k=100))
+    was = await before.engine.submit(StepRequest("s", tokens, top_k=100))
     view = await after.engine.create_session("s", history=History(tokens[-100:], 150))
-    now = await after.engine.predict(PredictRequest(session="s", top_k=100))
+    now = await after.engine.submit(PredictRequest(session="s", top_k=100))
     assert view.error_bound == now.error_bound == epsilon(after, 100)
     said = [{one.token_id: one.probability for one in answer.predictions} for answer in (was, now)]
     assert now.error_bound is not None and now.error_bound < 0.01
@@ -174,7 +174,7 @@ async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refuse
         if index != first:
             with pytest.raises(SessionExists):
                 await harness.engine.create_session("s", other_mode, history=other_history)
-    await harness.engine.step(StepRequest("s", (7,)))
+    await harness.engine.submit(StepRequest("s", (7,)))
     with pytest.raises(SessionExists):
         await harness.engine.create_session("s", mode, history=history)
 
@@ -190,10 +190,10 @@ async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(har
 
 async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_id(harness: EngineHarness) -> None:
     await harness.engine.create_session("s", history=History((5, 6), 9))
-    await harness.engine.predict(PredictRequest(session="s"))
+    await harness.engine.submit(PredictRequest(session="s"))
     harness.clock.now_s += harness.settings.session_ttl_s + 1
     await harness.engine.create_session("s", history=History((7, 8), 9))
-    answer = await harness.engine.predict(PredictRequest(session="s"))
+    answer = await harness.engine.submit(PredictRequest(session="s"))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits([7, 8]))
     assert answer.state is StateSource.REBUILT
 
@@ -206,16 +206,16 @@ async def test_whatever_is_claimed_of_a_session_that_was_brought_back_is_true(
     small, tally, random = Small(cell, "plain", 1, seed, 0.5, beside=beside), Tally(), np.random.default_rng(seed)
     tokens = random.integers(EVERYTHING, size=42).tolist()
     view = await small.engine.create_session("s", history=History(tuple(tokens[lost:]), 42))
-    answer = await small.engine.predict(PredictRequest(session="s", top_k=EVERYTHING))
+    answer = await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING))
     tally.check(small, tokens, answer)
     if view.error_bound is not None:
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH, None, Mode.RECURRENT):
         tokens.append(int(random.integers(EVERYTHING)))
         step = StepRequest("s", (tokens[-1],), mode, top_k=EVERYTHING)
-        tally.check(small, tokens, await small.engine.step(step))
+        tally.check(small, tokens, await small.engine.submit(step))
         small.engine._pool.drop("s")
     await small.engine.rewind("s", len(tokens) - 3)
     del tokens[-3:]
-    tally.check(small, tokens, await small.engine.predict(PredictRequest(session="s", top_k=EVERYTHING)))
+    tally.check(small, tokens, await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING)))
     await small.engine.close()

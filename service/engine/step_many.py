@@ -1,0 +1,56 @@
+"""Many steps of one call: those of different sessions side by side, those of one session in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from wane.service.aio.eager import EagerTask
+from wane.service.engine.pending import Pending
+from wane.service.errors import EarlierStepFailed
+from wane.service.types import Answer, StepRequest, id_of
+
+
+async def step_many(
+    submit: Callable[[StepRequest], Pending[Answer]], requests: Sequence[StepRequest]
+) -> list[Answer | Exception]:
+    """The answer to each request, or what it raised, in their order.
+
+    Behind a step that failed, its session's others are not submitted, and fail with EarlierStepFailed: they were meant
+    to follow it. If the caller leaves, every step is cancelled.
+    """
+    results: list[Answer | Exception | None] = [None] * len(requests)
+    by_session: dict[str, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_session.setdefault(request.session, []).append(index)
+
+    async def step_in_order(indexes: Sequence[int]) -> None:
+        failed = False
+        for index in indexes:
+            try:
+                if failed:
+                    raise EarlierStepFailed(id_of(requests[index].session))
+                results[index] = await submit(requests[index])
+            except Exception as error:
+                results[index], failed = error, True
+
+    with ExitStack() as submitted:
+        pending: list[tuple[int, Pending[Answer]]] = []
+        chains: list[EagerTask[None]] = []
+        for indexes in by_session.values():
+            if len(indexes) == 1:
+                one = submit(requests[indexes[0]])
+                submitted.callback(one.cancel)
+                pending.append((indexes[0], one))
+            else:
+                chain = EagerTask(step_in_order(indexes))
+                submitted.callback(chain.cancel)
+                chains.append(chain)
+        for index, one in pending:
+            try:
+                results[index] = await one
+            except Exception as error:
+                results[index] = error
+        for chain in chains:
+            await chain
+    return [result for result in results if result is not None]
