@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
@@ -19,8 +19,8 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from wane.service.api.body import Decoder
-from wane.service.api.fast_path import FastPath
-from wane.service.api.hot_routes import Endpoint, HotRoutes
+from wane.service.api.dispatch import Dispatcher, Endpoint
+from wane.service.api.exchange import RequestPolicy
 from wane.service.api.middleware import RequestMiddleware
 from wane.service.api.openapi import complete
 from wane.service.api.problem import NOWHERE, ProblemDocument, envelope
@@ -54,7 +54,7 @@ ROUTERS = (
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 
-DIRECT: frozenset[Endpoint] = frozenset({sessions.append, sessions.append_many, predict.predict})
+DISPATCHED: frozenset[Endpoint] = frozenset({sessions.append, sessions.append_many, predict.predict})
 
 PROBLEM = {
     "description": "any failure, as a problem document (RFC 9457)",
@@ -63,18 +63,13 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI, which describes every route and calls all but the hot ones: see `service/api/hot_routes.py`.
+    """FastAPI, which describes every route and calls all but a few: see `service/api/dispatch.py`."""
 
-    On either way a request passes the same middleware. `fast_path`: for a server that does not ask it for every step.
-    """
-
-    fast_path: FastPath
-
-    def __init__(self, *, middleware: Middleware, direct: HotRoutes, settings: Settings, **described: Any) -> None:
-        super().__init__(middleware=[middleware], **described)
+    def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
+        super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
         self.settings = settings
-        self.direct = direct
-        self.answer_directly = cast(RequestMiddleware, middleware.cls(direct, *middleware.args, **middleware.kwargs))
+        self.dispatcher = Dispatcher(self, policy, ROUTES, DISPATCHED)
+        self._dispatched = RequestMiddleware(self.dispatcher, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
         """The description of every route, made once."""
@@ -83,9 +78,8 @@ class Application(FastAPI):
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.direct.takes(scope):
-            scope["app"] = self
-            await self.answer_directly(scope, receive, send)
+        if self.dispatcher.matches(scope):
+            await self._dispatched(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
@@ -132,8 +126,7 @@ def create_app(
             await registry.close()
 
     app = Application(
-        middleware=Middleware(
-            RequestMiddleware,
+        policy=RequestPolicy(
             max_body_bytes=settings.max_body_bytes,
             request_timeout_ms=settings.request_timeout_ms,
             body_timeout_s=settings.body_timeout_s,
@@ -143,7 +136,6 @@ def create_app(
             tracing=tracing,
             guard=None if keys.keyring is None else Authenticator(keys.keyring),
         ),
-        direct=HotRoutes(ROUTES, DIRECT),
         settings=settings,
         title="Wane",
         version=VERSION,
@@ -161,8 +153,6 @@ def create_app(
     app.state.metrics = metrics
     app.state.settings = settings
     app.state.tracing = tracing
-    route = {route.endpoint: route for route in app.direct.routes}
-    app.fast_path = FastPath(app, app.answer_directly, route[sessions.append], route[predict.predict])
     for router in ROUTERS:
         app.include_router(router)
     nowhere = app.router.default

@@ -20,11 +20,10 @@ from typing import Any
 import uvicorn
 from threadpoolctl import threadpool_limits
 
-from wane.service.api.fast_path import FastPath
-from wane.service.api.http_dispatch import InlineHttpProtocol, ProxyHeaders
 from wane.service.app import VERSION, create_app
 from wane.service.auth.key_file import KeySource
 from wane.service.net.connection import ConnectionLimits, ReceiveBudget, RejectedConnections
+from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders, RequestDispatcher
 from wane.service.net.websocket_protocol import WebSocketProtocol
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
@@ -138,18 +137,18 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None = None) -> dict[str, Any]:
-    """Of uvicorn's configuration what says by whom connections are served, and who is believed to be at their ends: the
-    peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine. `fast_path`: the
-    application's."""
-    proxy_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
+def protocols(settings: Settings, metrics: Metrics, dispatcher: RequestDispatcher | None = None) -> dict[str, Any]:
+    """The part of uvicorn's configuration that names the protocol classes and the proxies that are trusted.
+
+    uvicorn itself would trust every client on this machine. `dispatcher`: the application's."""
+    trusted_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
         "connection_limits": ConnectionLimits.of(settings),
         "rejected": RejectedConnections(metrics),
         "receive_budget": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
     }
     return {
-        "http": partial(InlineHttpProtocol, fast_path=fast_path, proxy_headers=proxy_headers, **named),
+        "http": partial(HttpProtocol, dispatcher=dispatcher, trusted_headers=trusted_headers, **named),
         "ws": partial(WebSocketProtocol, **named),
         "proxy_headers": settings.trusted_proxies is not None,
         "forwarded_allow_ips": settings.trusted_proxies or "",
@@ -179,7 +178,7 @@ def run(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         workers=1,
-        **(WEBSOCKETS | protocols(settings, metrics, app.fast_path)),
+        **(WEBSOCKETS | protocols(settings, metrics, app.dispatcher)),
         ws_max_size=settings.max_body_bytes,
         lifespan="on",
         log_config=None,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
 
-from wane.service.aio.eager import current_task
+from wane.service.aio.interrupt import Interrupt
 from wane.service.aio.timers import Timer, timers
 from wane.service.errors import DeadlineExceeded
 
@@ -16,42 +15,26 @@ class until:  # noqa: N801  (read as `with until(deadline)`)
     """Cancels the body of the `with` at `deadline`, seconds on the event loop's clock, and raises
     DeadlineExceeded in its place, with the message `why`. None is never.
 
-    What `asyncio.timeout_at` does, on a coarser clock that costs a request less.
+    As `asyncio.timeout_at`, on a coarser clock that costs a request less, and also in an `EagerTask`.
     """
 
-    __slots__ = ("_cancelled_before", "_deadline", "_eager", "_rang", "_task", "_timer", "_why")
+    __slots__ = ("_deadline", "_interrupt", "_timer", "_why")
 
     def __init__(self, deadline: float | None, why: str = TOO_LATE) -> None:
         self._deadline = deadline
         self._why = why
-        self._rang = False
+        self._timer: Timer | None = None
 
     def __enter__(self) -> None:
-        if self._deadline is None:
-            self._timer: Timer | None = None
-            return
-        self._eager = current_task()
-        if self._eager is None:
-            task = asyncio.current_task()
-            assert task is not None, "this is a bug: a deadline is always some task's"
-            self._task = task
-            self._cancelled_before = task.cancelling()
-        self._timer = timers().at(self._deadline, self._ring)
-
-    def _ring(self) -> None:
-        self._rang = True
-        if self._eager is None:
-            self._task.cancel()
-        else:
-            self._eager.interrupt()
+        if self._deadline is not None:
+            self._interrupt = Interrupt()
+            self._timer = timers().at(self._deadline, self._interrupt.fire)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._rang:
+        if self._timer is None:
             return
-        was_it = self._eager is not None or self._task.uncancel() <= self._cancelled_before
-        if was_it and kind is asyncio.CancelledError:
+        self._timer.cancel()
+        if self._interrupt.ended(kind):
             raise DeadlineExceeded(self._why) from error

@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from wane.service.aio.deadline import until
-from wane.service.api.middleware import context
+from wane.service.api.exchange import DISPATCHED, context
 from wane.service.api.schemas.common import AtMost, Body
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
@@ -313,6 +313,10 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
     Raises NotJson, InvalidRequest, TooLarge, BodyTimeout, DeadlineExceeded, Abandoned.
     """
     here = context(request.scope)
+    decoder: Decoder = request.app.state.decoder
+    dispatched: bytes | None = request.scope.get(DISPATCHED)
+    if dispatched is not None:
+        return await decoder.decode(dispatched or empty, model, deadline=here.deadline)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
         deadline -= here.timeout_s - here.body_timeout_s
@@ -323,7 +327,6 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
         if deadline == here.deadline:
             raise
         raise BodyTimeout(f"the body was not there after {here.body_timeout_s:g} s") from None
-    decoder: Decoder = request.app.state.decoder
     return await decoder.decode(raw or empty, model, deadline=here.deadline)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-from wane.service.api.middleware import context
+from wane.service.api.exchange import context
 from wane.service.engine.engine import Engine
 from wane.service.observability.logs import logs_access
 from wane.service.observability.tracing import CURRENT

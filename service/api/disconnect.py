@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.types import Message
 from starlette.websockets import WebSocket
 
-from wane.service.aio.timers import timers
+from wane.service.aio.interrupt import Interrupt
+from wane.service.aio.timers import Timer, timers
+from wane.service.api.exchange import DISPATCHED
 from wane.service.errors import Abandoned
 from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
 
@@ -24,25 +26,24 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
     WebSocket more messages may come, while its client waits for the answer to one; they are put into `early`, and when
     that is full no more are read. What had entered a batch when the client left is finished by the engine, and can be
-    replayed.
+    replayed. Of a request that the HTTP protocol has dispatched, the protocol itself tells the exchange.
     """
 
-    __slots__ = ("_cancelled_before", "_client", "_early", "_gone", "_task", "_timer", "_watcher")
+    __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")
 
     def __init__(self, client: Request | WebSocket, early: deque[Message] | None = None) -> None:
         self._client = client
         self._early = early
-        self._gone = False
         self._watcher: asyncio.Task[None] | None = None
+        self._timer: Timer | None = None
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "this is a bug: a request is always served by a task"
-        self._task = task
-        self._cancelled_before = task.cancelling()
-        self._timer = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._poller)
+        if DISPATCHED in self._client.scope:
+            return
+        self._interrupt = Interrupt()
+        self._timer = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._watch)
 
-    def _poller(self) -> None:
+    def _watch(self) -> None:
         self._watcher = asyncio.create_task(self._wait())
 
     async def _wait(self) -> None:
@@ -50,8 +51,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         while early is None or len(early) < MOST_EARLY:
             message = await self._client.receive()
             if message["type"] in ("http.disconnect", "websocket.disconnect"):
-                self._gone = True
-                self._task.cancel()
+                self._interrupt.fire()
                 return
             if early is not None:
                 early.append(message)
@@ -59,9 +59,11 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer is None:
+            return
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None  # its end would hold on to this, and this to it, until the garbage collector comes
-        if self._gone and self._task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
+        if self._interrupt.ended(kind):
             raise Abandoned("the client hung up before the answer") from error

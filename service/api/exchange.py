@@ -1,153 +1,290 @@
-"""A request of the fast path on its way: from where it was admitted to where it is answered, once, however it goes."""
+"""One request, from its head to its response, whichever way it came.
+
+In:   its id (x-request-id, traceparent), its path (404), its key (401, 403, 429), its deadline (x-request-timeout-ms).
+Out:  x-request-id and what tells browsers to be careful, a problem document for whatever was raised, the metrics, the
+      trace, and one line in the access log.
+
+A response goes out by one of three sinks: ASGI's `send` (`middleware.py`), the HTTP protocol in one write
+(`dispatch.py`), or a frame of a WebSocket (`routes/stream.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import getrandbits
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Scope
-from wane.service.engine.inline_step import InlineStep
-from wane.service.engine.inline_window import InlineWindow
 
-from wane.service.aio.timers import Timer, timers
-from wane.service.api import encode
-from wane.service.api.deps import note_answer
-from wane.service.api.middleware import RequestContext, RequestMiddleware
-from wane.service.engine.engine import Engine, Operation, deadline_error
-from wane.service.errors import Abandoned, Unavailable
-from wane.service.types import Answer
+from wane.service.aio.eager import EagerTask
+from wane.service.auth.guard import Authenticator
+from wane.service.auth.keyring import Principal
+from wane.service.errors import Abandoned, InvalidRequest, NotFound, Unavailable, truncate_repr
+from wane.service.observability.logs import log_access, logs_access
+from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
+from wane.service.registry.swap import Epochs
+from wane.service.types import ANYBODY, Owner
+
+Envelope = Callable[[Scope, Exception], Response]
+"""Turns a failure into the answer of the protocol that the request's path speaks."""
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are one label
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+TIMEOUT_HEADER = "x-request-timeout-ms"
+TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
+DISPATCHED = "wane.dispatched"
+"""In the scope of a request that the HTTP protocol has dispatched: its body. The protocol tells the exchange when the
+client has gone."""
+
+HUNG_UP = 499  # the status of a request whose client left before an answer began
+LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
+# Of what is not POSTed: the answer to a POST no browser stores, nor takes for a script, a style or an image.
+SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What the server knows of one request beside its body.
+
+    `parent` is the client's span, `trace_id` names the trace. `headers`: by lower-case name, the first of each.
+    `timeout_s` is what one answer may take, of a WebSocket each, and `body_timeout_s` what a body may take to
+    come in; a request's `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access
+    log. `principal` has the key that the request came with, where there are keys, and is the `owner` of its sessions.
+    """
+
+    request_id: str
+    trace_id: str | None = None
+    parent: Parent | None = None
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    timeout_s: float = math.inf
+    deadline: float | None = None
+    body_timeout_s: float = math.inf
+    fields: dict[str, object] = field(default_factory=dict)
+    owner: Owner = ANYBODY
+    principal: Principal | None = None
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestContext:
+        """A request's id is the client's `x-request-id`, else its trace's id, else a new one."""
+        headers = dict(reversed(scope["headers"]))
+        parent = Parent.of(headers.get(b"traceparent"))
+        trace_id = None if parent is None else f"{parent.trace_id:032x}"
+        given = headers.get(b"x-request-id")
+        if given is not None and REQUEST_ID.fullmatch(given):
+            request_id = given.decode()
+        else:
+            request_id = trace_id or f"{getrandbits(128):032x}"
+        return cls(request_id, trace_id, parent, headers)
+
+    def request_id_header(self) -> tuple[bytes, bytes]:
+        """The header of the answer that tells the id."""
+        return b"x-request-id", self.request_id.encode()
+
+    def header(self, name: str) -> str | None:
+        """The value of the first header of this lower-case name."""
+        value = self.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+
+def context(scope: Scope) -> RequestContext:
+    """The context of this request."""
+    found = scope["wane.context"]
+    assert isinstance(found, RequestContext), "this is a bug: every request comes through the door"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """What holds for every request of an application.
+
+    `request_timeout_ms` is the deadline of requests that name none: a client may shorten it, not lengthen it.
+    `epochs` count requests, and a WebSocket's messages, while they last. `max_body_bytes` is the longest body.
+    """
+
+    envelope: Envelope
+    metrics: Metrics
+    epochs: Epochs
+    max_body_bytes: int
+    request_timeout_ms: float
+    body_timeout_s: float = math.inf
+    guard: Authenticator | None = None
+    tracing: Tracing | None = None
+
+    def timeout_s(self, here: RequestContext) -> float:
+        """How long an answer is wanted. Raises InvalidRequest for a timeout that is not a number."""
+        asked = here.header(TIMEOUT_HEADER)
+        if asked is None:
+            return self.request_timeout_ms / 1000
+        if not re.fullmatch(TIMEOUT, asked):
+            raise InvalidRequest(
+                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {truncate_repr(asked)}",
+                TIMEOUT_HEADER,
+            )
+        return min(int(asked), self.request_timeout_ms) / 1000
+
+    def authenticate(self, scope: Scope, here: RequestContext) -> None:
+        """Checks the path and the key. Raises NotFound, Unauthorized, Forbidden, RateLimited."""
+        if not scope["path"].isprintable():
+            refuse_control(scope["path"])
+        principal = None if self.guard is None else self.guard.identify(scope, here.headers)
+        if self.guard is not None and principal is not None:
+            here.principal = principal
+            here.owner = principal.owner
+            here.fields["key"] = principal.key.name
+            self.guard.admit(scope, principal)
 
 
 class ResponseSink(Protocol):
-    """Where an answer goes to."""
+    """Writes the response to one request."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes it, whole. Once; nothing is written where the client has gone."""
+        """Writes all of it, once. Writes nothing where the client has gone."""
         ...
 
 
-class InFlight:
-    """One request, whose answer a task brings."""
+class Exchange:
+    """One HTTP request. It counts as in flight until `finish`."""
 
-    __slots__ = ("_engine", "_epoch", "_exchange", "_here", "_middleware", "_scope", "_started_s", "_task", "over")
+    __slots__ = ("_epoch", "_has_hung_up", "_started_s", "_task", "context", "over", "policy", "scope", "traced")
 
-    def __init__(
-        self,
-        scope: Scope,
-        here: RequestContext,
-        exchange: ResponseSink,
-        middleware: RequestMiddleware,
-        engine: Engine,
-        started_s: float,
-    ) -> None:
-        """It is here from now on, until it is answered or left. `started_s`: by `time.perf_counter`."""
-        self._scope = scope
-        self._here = here
-        self._exchange = exchange
-        self._middleware = middleware
-        self._engine = engine
-        self._started_s = started_s
-        self._epoch = middleware.epochs.enter()
-        self._task: asyncio.Task[Answer] | None = None
+    def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
+        self._started_s = time.perf_counter()
+        self.policy = policy
+        self.scope = scope
+        self.context = scope["wane.context"] = RequestContext.of(scope)
+        self._epoch = policy.epochs.enter()
+        self.traced: Traced | None = None
+        if policy.tracing is not None:
+            self.traced = begin_trace(policy.tracing, scope, self.context, self._started_s)
+            if self.traced is not None:
+                self.context.trace_id = self.traced.trace_id
+        self._task: EagerTask[None] | None = None
+        self._has_hung_up = False
         self.over = False
 
-    def wait_for(self, answer: Coroutine[Any, Any, Answer]) -> None:
-        """Runs what brings the answer, or raises why there is none, in time."""
-        self._task = asyncio.get_running_loop().create_task(answer)
-        self._task.add_done_callback(self._done)
+    def admit(self) -> None:
+        """Checks the path and the key, and sets the deadline. Raises NotFound, Unauthorized, Forbidden, RateLimited,
+        InvalidRequest."""
+        here = self.context
+        self.policy.authenticate(self.scope, here)
+        here.timeout_s = self.policy.timeout_s(here)
+        here.body_timeout_s = self.policy.body_timeout_s
+        here.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
-    def leave(self) -> None:
-        """It is answered elsewhere."""
-        self._epoch.leave()
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """The headers that every response has."""
+        careful = () if self.scope["method"] == "POST" else SECURITY_HEADERS
+        return self.context.request_id_header(), *careful
+
+    def failed(self, error: BaseException) -> Response:
+        """The response to a failure. A cancellation is the server's: it waits no longer."""
+        if isinstance(error, asyncio.CancelledError):
+            error = (
+                Abandoned("the client hung up before the answer")
+                if self._has_hung_up
+                else Unavailable("the server is stopping")
+            )
+        assert isinstance(error, Exception), "nothing else is caught: this is a bug"
+        return self.policy.envelope(self.scope, error)
+
+    def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
+        """Runs a request that came whole to its response."""
+        token = None if self.traced is None else CURRENT.set(self.traced)
+        self._task = EagerTask(self._run(respond, sink))
+        if token is not None:
+            CURRENT.reset(token)
 
     def hang_up(self) -> None:
         """The client has gone: what has not entered a batch is taken back."""
-        if not self.over:
-            self.take_back()
-            self.fail(Abandoned("the client hung up before the answer"))
+        if not self.over and self._task is not None:
+            self._has_hung_up = True
+            self._task.interrupt()
 
-    def take_back(self) -> None:
-        """Nobody waits any more."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def _done(self, task: asyncio.Task[Answer]) -> None:
-        error = Unavailable("the server is stopping") if task.cancelled() else task.exception()
-        if self.over:
-            return
-        if isinstance(error, Exception):
-            self.fail(error)
-        else:
-            self.succeed(task.result())
-
-    def succeed(self, given: Answer) -> None:
-        """The request is answered."""
+    async def _run(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
         try:
-            note_answer(self._scope, given)
-            response = encode.reply(encode.answer(self._engine, given))
-        except Exception as error:  # nobody expected it, and nobody else would tell
-            self.fail(error)
-        else:
-            self._finish(response)
-
-    def fail(self, error: Exception) -> None:
-        """The request is answered with what went wrong."""
-        self._finish(self._middleware.envelope(self._scope, error))
-
-    def _finish(self, response: Response) -> None:
+            self.admit()
+            response = await respond()
+        except (Exception, asyncio.CancelledError) as error:
+            response = self.failed(error)
+        body = bytes(response.body)
         self.over = True
-        status, body = response.status_code, bytes(response.body)
         try:
-            self._exchange.answer(status, [*response.raw_headers, self._here.request_id_header()], body)
+            sink.answer(response.status_code, [*response.raw_headers, *self.headers], body)
         finally:
-            self._epoch.leave()
-            self._middleware.record(
-                self._scope, self._here, status, len(body), time.perf_counter() - self._started_s, None
-            )
+            self.finish(response.status_code, len(body))
+
+    def finish(self, status: int, sent_bytes: int) -> None:
+        """Counts and logs the request, which is over."""
+        self._epoch.leave()
+        ended_s = time.perf_counter()
+        scope, here, traced = self.scope, self.context, self.traced
+        method, metrics = scope["method"], self.policy.metrics
+        known = method if method in METHODS else "other"
+        trace_id = None if traced is None else traced.trace_id
+        metrics.count_request(route(scope), known, status, ended_s - self._started_s, trace_id)
+        if "error" in here.fields:
+            metrics.request_errors.labels(here.fields["error"], here.owner.name or "").inc()
+        if logs_access():
+            line = log_line(scope, here, ended_s - self._started_s)
+            line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": sent_bytes}
+            log_access("request", line | here.fields)
+        if traced is not None:
+            end_trace(traced, scope, here, status, ended_s)
 
 
-class InlineInFlight(InFlight):
-    """A step or a window that needs one run and nothing else: its answer is called for, and no task is needed."""
+def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, object]:
+    """What the access log says of every request."""
+    client = scope.get("client")
+    return {
+        "request_id": here.request_id,
+        "trace_id": here.trace_id,
+        "client": client[0] if client else None,
+        "path": scope["path"][:LOGGED_CHARACTERS],
+        "duration_ms": round(seconds * 1000, 3),
+    }
 
-    __slots__ = ("_operation", "_quick", "_timer")
 
-    def goes_on(self, quick: InlineStep | InlineWindow, operation: Operation) -> None:
-        """Its run is waited for."""
-        assert self._here.deadline is not None, "a request without a deadline: this is a bug"
-        self._quick = quick
-        self._operation: Operation = operation
-        self._timer: Timer | None = timers().at(self._here.deadline, self._ring)
-        quick.answer.add_done_callback(self._answered)
+def refuse_control(path: str) -> None:
+    """Raises NotFound for a path with a control character: the expressions that routes are found by take one for the
+    end of a line, and then the path is not what it is compared with elsewhere."""
+    if CONTROL.search(path):
+        raise NotFound("there is nothing at this path: it has a control character")
 
-    def take_back(self) -> None:
-        if self._task is not None:
-            super().take_back()
-            return
-        self._at_ease()
-        self._quick.leave()
 
-    def _ring(self) -> None:
-        self._timer = None
-        self.fail(deadline_error(self._quick, self._quick.ticket))
+def route(scope: Scope) -> str:
+    """The template of the request's path; for one that there is nothing at, `unmatched`."""
+    found: str = getattr(scope.get("route"), "path", "unmatched")
+    return found
 
-    def _answered(self, answer: asyncio.Future[Answer] | asyncio.Future[Answer | None]) -> None:
-        error = answer.exception()
-        if self.over:
-            return
-        self._at_ease()
-        if isinstance(error, Exception):
-            self.fail(error)
-        elif (given := answer.result()) is not None:
-            self._engine.count(self._operation, given)
-            self.succeed(given)
-        elif isinstance(self._quick, InlineStep):  # another writer was first: it is tried again, as any other step
-            self.wait_for(self._engine.end(self._quick))
 
-    def _at_ease(self) -> None:
-        """No deadline is waited for."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+def begin_trace(tracing: Tracing, scope: Scope, here: RequestContext, started_s: float) -> Traced | None:
+    """A request, or a WebSocket's message, if it is sampled; one without a parent begins a trace of its own."""
+    states = [value for name, value in scope["headers"] if name == b"tracestate"]
+    return tracing.begin(here.parent, states, started_s)
+
+
+def end_trace(
+    traced: Traced, scope: Scope, here: RequestContext, status: int, ended_s: float, error: object | None = None
+) -> None:
+    """Says of it what the access log says, and the `error` that a message was answered with."""
+    method = scope.get("method", "WS")  # of a message
+    attributes = {
+        "http.request.method": scope.get("method"),
+        "http.route": route(scope),
+        "http.response.status_code": status,
+        "url.path": scope["path"][:LOGGED_CHARACTERS],
+        "wane.request_id": here.request_id,
+        **{f"wane.{name}": value for name, value in here.fields.items()},
+    }
+    error = error or here.fields.get("error")
+    known = method if method in METHODS or method == "WS" else "HTTP"
+    traced.end(f"{known} {route(scope)}", status, attributes, None if error is None else str(error), ended_s)

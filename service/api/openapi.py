@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from wane.service.api.middleware import TIMEOUT, TIMEOUT_HEADER
+from wane.service.api.exchange import TIMEOUT, TIMEOUT_HEADER
 from wane.service.api.schemas.common import AT_MOST, AtMost, anchored
 from wane.service.settings import Settings
 

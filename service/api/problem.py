@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.service.api.middleware import context
+from wane.service.api.exchange import context
 from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
 from wane.service.observability.logs import SERVICE
 

@@ -46,7 +46,6 @@ from wane.service.engine.score import Scorer, Scoring
 from wane.service.engine.shadow import Shadow, ShadowProcess
 from wane.service.engine.stats import Stats
 from wane.service.engine.step import SessionSteps
-from wane.service.engine.step_many import step_many
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
@@ -476,10 +475,6 @@ class Engine:
         with self._admission.admitted(), until(deadline):
             async with self._sessions.turn(session):
                 return self._steps.view(await self._sessions.rewind(session, position))
-
-    async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        """Many steps side by side, those of one session in order; each has its own answer or its own error."""
-        return await step_many(self.submit, requests)
 
     # Life
 

@@ -2,6 +2,9 @@
 
 Slow clients and oversized requests are answered 408, 429, 431 or 503 before there is a request for a route.
 
+A request that comes whole, in one read of the network, may be dispatched where it is read: to a `RequestDispatcher`,
+which answers it without ASGI's messages and without a task. All others go to the ASGI application.
+
 uvicorn writes the head and the body of a response one after the other, and a WebSocket frame likewise; uvloop hands
 each to the system at once. A system call, and a packet that wakes the other side, take a good part of what a response
 takes otherwise. `BufferedTransport` writes together what is written in one turn of the event loop.
@@ -10,14 +13,15 @@ takes otherwise. `BufferedTransport` writes together what is written in one turn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, abort_unread, bare_answer
 
@@ -93,6 +97,55 @@ class BufferedTransport:
         return getattr(self._transport, name)
 
 
+class InFlight(Protocol):
+    """A request that was dispatched."""
+
+    over: bool
+
+    def hang_up(self) -> None:
+        """The client has gone."""
+        ...
+
+
+class RequestDispatcher(Protocol):
+    """Takes requests that came whole. `max_body_bytes`: the longest body that it takes."""
+
+    max_body_bytes: int
+
+    def matches(self, scope: Any) -> bool:
+        """Whether it takes a request, by its method and path."""
+        ...
+
+    def dispatch(self, scope: Any, body: bytes, sink: HttpResponder) -> InFlight:
+        """Begins a request that it takes."""
+        ...
+
+
+class ProxyHeaders:
+    """Notes in a request's scope what trusted proxies say of their client, as uvicorn's own middleware does for the
+    ASGI application."""
+
+    def __init__(self, trusted: str) -> None:
+        """`trusted`: addresses, as uvicorn takes them."""
+        self._middleware = ProxyHeadersMiddleware(_no_app, trusted)
+
+    def __call__(self, scope: Any) -> None:
+        waiting = self._middleware(scope, _nothing, _nothing)
+        try:
+            waiting.send(None)
+        except StopIteration:
+            return
+        raise AssertionError("it waits for the application only: this is a bug")
+
+
+async def _no_app(*_: Any) -> None:
+    """An application that does nothing."""
+
+
+async def _nothing(*_: Any) -> Any:
+    """What the application would be given."""
+
+
 class BufferedProtocol(HttpToolsProtocol):
     """uvicorn's, on such a transport."""
 
@@ -101,6 +154,8 @@ class BufferedProtocol(HttpToolsProtocol):
 
 
 Headers = list[tuple[bytes, bytes]]
+
+CLOSE = (b"connection", b"close")
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
@@ -126,10 +181,22 @@ TRAILERS = Trailers()
 
 
 class HttpProtocol(TimeoutProtocol, BufferedProtocol):
-    """HTTP, with an end to patience."""
+    """HTTP with limits and timeouts."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        dispatcher: RequestDispatcher | None = None,
+        trusted_headers: ProxyHeaders | None = None,
+        **named: Any,
+    ) -> None:
+        """`dispatcher`: of the application. `trusted_headers`: of proxies, if any are trusted."""
         super().__init__(*given, **named)
+        self.dispatcher = dispatcher
+        self.trusted_headers = trusted_headers
+        self.is_reading = False  # something that came is being looked at
+        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until all that came was looked at
+        self.in_flight: InFlight | None = None  # the request that was dispatched
         self.last_whole: object = None  # the scope of the last request that came in whole
         self.completed = False  # a request, by what has come in last
         self.head_bytes = 0  # of a head that is not whole; without its beginning, if that came behind another request
@@ -162,8 +229,21 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.drop_requests()
         self._unset_keepalive_if_required()  # uvicorn leaves it where the connection failed, and it holds this
         super().connection_lost(exc)
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:
+            in_flight.hang_up()
 
     def data_received(self, data: bytes) -> None:
+        self.is_reading = True
+        try:
+            self.take_in(data)
+        finally:
+            self.is_reading = False
+            if self.held is not None:
+                self.begin(*self.held)
+
+    def take_in(self, data: bytes) -> None:
+        """Parses what came, within the limits."""
         if self.discarding:
             self.came_late()
             return
@@ -326,7 +406,27 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.running = cycle
-        super()._start_asgi_task(cycle, app)
+        if self.is_reading and self.dispatcher is not None and self.dispatcher.matches(cycle.scope):
+            self.held = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def begin(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Dispatches a request that came whole; the application gets it otherwise."""
+        self.held = None
+        dispatcher = self.dispatcher
+        if dispatcher is None or not self.came_whole(cycle) or len(cycle.body) > dispatcher.max_body_bytes:
+            super()._start_asgi_task(cycle, app)
+            return
+        if self.trusted_headers is not None:
+            self.trusted_headers(cycle.scope)
+        in_flight = dispatcher.dispatch(cycle.scope, bytes(cycle.body), HttpResponder(self, cycle))
+        if not in_flight.over:
+            self.in_flight = in_flight
+
+    def came_whole(self, cycle: RequestResponseCycle) -> bool:
+        """Whether all of a request is here, and its client reads what it is sent."""
+        return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
         """The length of a chunk has come: from here on, fields are trailers."""
@@ -429,3 +529,38 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
     def is_answered(self) -> bool:
         """Whether every request that was begun is answered. If so, none waits either."""
         return self.running is None or self.running.response_complete
+
+
+def _told() -> None:
+    """The protocol knows that the response is over."""
+
+
+class HttpResponder:
+    """Writes the answer to one request."""
+
+    __slots__ = ("_cycle", "_protocol")
+
+    def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """Writes it, whole; nothing where the client has gone."""
+        cycle, protocol = self._cycle, self._protocol
+        protocol.in_flight = None
+        on_response, cycle.on_response = cycle.on_response, _told  # it holds the protocol, which holds the cycle
+        cycle.response_started = cycle.response_complete = True
+        if cycle.disconnected:
+            return
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+        if CLOSE in headers:
+            cycle.keep_alive = False
+        elif not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts += (b"\r\n", body)
+        cast(BufferedTransport, protocol.transport).write_whole(b"".join(parts))
+        if not cycle.keep_alive:
+            protocol.transport.close()
+        on_response()

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
 from types import CodeType, TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -18,11 +18,13 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
+from wane.service.aio.eager import Waiter
+from wane.service.aio.interrupt import Interrupt
 from wane.service.aio.timers import Timer, timers
 from wane.service.errors import Abandoned
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
 
-LINE = "wane.line"
+CHANNEL = "wane.channel"
 """Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""
 
 PATIENCE_S = 0.05
@@ -39,38 +41,22 @@ class ClientDisconnected(Exception):
     """The client is gone, and takes no answer any more."""
 
 
-class SyncHandler(Protocol):
-    """Who is shown what comes before anybody is given it."""
-
-    def begin(self, message: str) -> bool:
-        """Whether it takes a text; then nothing is given to anybody until it calls `go_on`."""
-        ...
-
-    def give_up(self) -> None:
-        """The client has left meanwhile."""
-        ...
-
-
 class ReceiveQueue:
-    """Takes the place of uvicorn's queue, for one who takes what comes.
+    """Takes the place of uvicorn's queue.
 
         with receive_queue:
-            answer = await engine.step(...)
+            answer = await engine.submit(...)
 
-    cancels the body of the `with` when the client goes away, and raises Abandoned in its place.
+    ends the body of the `with` when the client goes away, and raises Abandoned in its place.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._messages: deque[Message] = deque()
-        self._came: asyncio.Future[None] | None = None
+        self._reader: Waiter[None] | None = None
         self._timer: Timer | None = None
-        self._task: asyncio.Task[object] | None = None
-        self._cancelled_before = 0
+        self._interrupt: Interrupt | None = None
         self._has_left = False
-        self._abandoned = False
-        self._held = False
-        self.beginner: SyncHandler | None = None
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -80,80 +66,55 @@ class ReceiveQueue:
         return not self._messages
 
     def put_nowait(self, message: Message) -> None:
-        """As a queue's. Behind a disconnection nothing comes that matters."""
+        """As a queue's. The reader goes on in the event loop's next turn. No message that matters follows a
+        disconnection."""
         self._messages.append(message)
-        self._wake_up()
+        if self._reader is not None:
+            self._loop.call_soon(self._wake)
         if message["type"] == "websocket.disconnect":
             self._has_left = True
-            if self._task is not None or self._held:
-                self._give_up_soon()
+            if self._interrupt is not None:
+                self._interrupt_soon()
 
-    def put_back(self, message: Message) -> None:
-        """In front of all others."""
-        self._messages.appendleft(message)
+    def put_now(self, message: Message) -> None:
+        """As `put_nowait`. The reader goes on before this returns."""
+        self._messages.append(message)
+        self._wake()
 
-    def _wake_up(self) -> None:
-        if self._came is not None and not self._held and not self._came.done():
-            self._came.set_result(None)
-
-    def begins(self, text: str) -> bool:
-        """Whether a text was taken by the beginner: while nothing else is here, and somebody waits for it."""
-        if self.beginner is None or self._messages or self._held or self._came is None or self._came.done():
-            return False
-        self._held = self.beginner.begin(text)
-        return self._held
-
-    def go_on(self) -> None:
-        """What the beginner took is over."""
-        self._held = False
-        self._at_ease()
-        if self._messages:
-            self._wake_up()
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.resolve(None)
 
     async def get(self) -> Message:
-        """As a queue's."""
-        while self._held or not self._messages:
-            came = self._came = self._loop.create_future()
+        """As a queue's, for one reader."""
+        while not self._messages:
+            reader = self._reader = Waiter[None]()
             try:
-                await came
+                await reader
             finally:
-                if self._came is came:
-                    self._came = None
+                if self._reader is reader:
+                    self._reader = None
         return self._messages.popleft()
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "this is a bug: a message is always answered by a task"
-        self._task = task
-        self._cancelled_before = task.cancelling()
+        self._interrupt = Interrupt()
         if self._has_left:
-            self._give_up_soon()
+            self._interrupt_soon()
 
-    def _give_up_soon(self) -> None:
-        if self._timer is None:
-            self._timer = timers().at(self._loop.time() + PATIENCE_S, self._give_up)
-
-    def _give_up(self) -> None:
-        if self._task is not None:
-            self._abandoned = True
-            self._task.cancel()
-        elif self._held and self.beginner is not None:
-            self.beginner.give_up()
-
-    def _at_ease(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _interrupt_soon(self) -> None:
+        if self._timer is None and self._interrupt is not None:
+            self._timer = timers().at(self._loop.time() + PATIENCE_S, self._interrupt.fire)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        task, self._task = self._task, None
-        self._at_ease()
-        if self._abandoned and task is not None:
-            self._abandoned = False
-            if task.uncancel() <= self._cancelled_before and kind is asyncio.CancelledError:
-                raise Abandoned("the client hung up before the answer") from error
+        interrupt, self._interrupt = self._interrupt, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if interrupt is not None and interrupt.ended(kind):
+            raise Abandoned("the client hung up before the answer") from error
 
 
 PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
@@ -195,7 +156,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         if self.discarding:
             return
         if self.at_rest and (text := short_text(data)) is not None:
-            self.take_in(text, is_text=True)
+            self.take_in(text, is_text=True, at_rest=True)
         elif not self.rest and len(data) <= PIECE_BYTES:
             super().data_received(data)
             self.at_rest = is_between_messages(self.conn)
@@ -273,14 +234,14 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     async def run_asgi(self) -> None:
         scope = cast(dict[str, Any], self.scope)
-        scope[LINE] = self
+        scope[CHANNEL] = self
         try:
             await super().run_asgi()
         finally:
-            del scope[LINE]
+            del scope[CHANNEL]
 
     async def receive(self) -> ASGIReceiveEvent:
-        """As uvicorn's, and a line's."""
+        """As uvicorn's, and a channel's."""
         message = await self.receive_queue.get()
         if self.read_paused and self.receive_queue.empty():
             self.read_paused = False
@@ -297,21 +258,12 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.is_answered()
         return super().send(message)
 
-    async def say(self, text: bytes) -> None:
-        """As a line's."""
+    async def send_text(self, text: bytes) -> None:
+        """As a channel's: what `send` does with a text, without the library's frames, because nothing is compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
-        if not self.say_now(text):
-            raise ClientDisconnected
-
-    def may_say(self) -> bool:
-        """As a wire's."""
-        return self.writable.is_set()
-
-    def say_now(self, text: bytes) -> bool:
-        """As a wire's: what `send` does with a text, without the library's frames: nothing is compressed."""
         if self.disconnected or self.conn.state is not State.OPEN:
-            return False
+            raise ClientDisconnected
         self.is_answered()
         size = len(text)
         if size <= SHORT_BYTES:
@@ -321,16 +273,15 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         else:
             head = bytes((WHOLE_TEXT, 127)) + size.to_bytes(8)
         self.transport.write(head + text)
-        return True
 
-    async def hang_up(self, code: int, reason: str) -> None:
-        """As a line's."""
+    async def send_close(self, code: int, reason: str) -> None:
+        """As a channel's."""
         if not self.close_sent:
             with suppress(OSError):  # the client was quicker
                 await self.send({"type": "websocket.close", "code": code, "reason": reason})
 
     def until_hangup(self) -> ReceiveQueue:
-        """As a line's."""
+        """As a channel's."""
         return self.receive_queue
 
     def is_answered(self) -> None:
@@ -346,8 +297,9 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.frames, self.fragment_bytes = [], 0
         self.take_in(data, is_text=self.curr_msg_data_type == "text")
 
-    def take_in(self, data: bytes, *, is_text: bool) -> None:
-        """A message has come. Text that is none is logged as what it is, and not with a trace."""
+    def take_in(self, data: bytes, *, is_text: bool, at_rest: bool = False) -> None:
+        """A message has come. A text that is not UTF-8 is logged as that, and not with a traceback. `at_rest`: the
+        library's parser is not at work, so that the reader may go on at once."""
         if self.close_sent:
             self.counts_frame()
             return
@@ -358,13 +310,15 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             except UnicodeDecodeError:
                 self.break_off(RejectReason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
                 return
-            # Behind a long one nothing is read before somebody takes it.
-            if len(data) > SMALL_BYTES or not self.receive_queue.begins(text):
-                self.receive_queue.put_nowait({"type": "websocket.receive", "text": text})
+            message: Message = {"type": "websocket.receive", "text": text}
         else:
-            self.receive_queue.put_nowait({"type": "websocket.receive", "bytes": data})
+            message = {"type": "websocket.receive", "bytes": data}
         self.unanswered.append(len(data))
         self.unanswered_bytes += len(data)
+        if at_rest:
+            self.receive_queue.put_now(message)
+        else:
+            self.receive_queue.put_nowait(message)
         if not self.read_paused and (len(self.receive_queue) >= MOST_EARLY or self.unanswered_bytes > SMALL_BYTES):
             self.read_paused = True
             self.transport.pause_reading()

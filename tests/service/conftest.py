@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
-from wane.service.api.http_dispatch import InlineHttpProtocol
 from wane.service.app import create_app
+from wane.service.net.http_protocol import HttpProtocol
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.server import WEBSOCKETS, Server
@@ -75,16 +75,16 @@ class SocketServer(Server):
         self.listening = asyncio.Event()
         self.read_bytes = 0  # over all connections, where `counting` has made the protocol
 
-    def counting(self, http: partial[InlineHttpProtocol]) -> partial[InlineHttpProtocol]:
+    def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
         """The same protocol, which adds what it reads to `read_bytes`."""
         server = self
 
-        class Counting(InlineHttpProtocol):
+        class Counting(HttpProtocol):
             def data_received(self, data: bytes) -> None:
                 server.read_bytes += len(data)
                 super().data_received(data)
 
-        protocol: type[InlineHttpProtocol] = Counting
+        protocol: type[HttpProtocol] = Counting
         return partial(protocol, *http.args, **http.keywords)
 
     async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:

@@ -10,7 +10,6 @@ from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
-from wane.service.engine.step_many import step_many
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
 from wane.service.registry.registry import IndexEntry
 from wane.service.registry.swap import Epochs
@@ -167,9 +166,6 @@ class FakeEngine:
             position=len(request.tokens),
             replayed=False,
         )
-
-    async def step_many(self, requests: Sequence[StepRequest]) -> list[Answer | Exception]:
-        return await step_many(self.submit, requests)
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)

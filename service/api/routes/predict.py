@@ -45,7 +45,7 @@ async def predict(request: Request) -> Response:
         if body.inputs is not None:
             return encode.reply(await _predict_many(request, engine, body, body.inputs))
         tokens = await tokens_of(engine, body.sequence, deadline(request))
-        given = await engine.predict(asked(request, body, tokens, session))
+        given = await engine.submit(asked(request, body, tokens, session))
     note_answer(request.scope, given)
     return encode.reply(encode.answer(engine, given))
 

@@ -15,7 +15,7 @@ from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
 from wane.service.api.deps import deadline, model_engine
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.middleware import context
+from wane.service.api.exchange import context
 from wane.service.api.problem import failure_document
 from wane.service.api.routes.generate import event
 from wane.service.api.schemas.score import ScoreBody, ScoreDocument

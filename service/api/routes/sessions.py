@@ -37,6 +37,7 @@ from wane.service.api.schemas.sessions import (
     StepsBody,
 )
 from wane.service.engine.engine import Engine
+from wane.service.engine.step_many import step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
 from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within
 
@@ -117,41 +118,39 @@ async def delete(request: Request, session: SessionId) -> Response:
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
     body = await decode(request, StepBody)
-    given = position(request, body)
+    expected_position = position(request, body.expected_position)
     name = session_key(request, session)
     engine = await session_engine(request, name)
     with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request))
-        answer = await engine.step(step(request, name, tokens, given, body))
+        key = header(request, IDEMPOTENCY_KEY)
+        answer = await engine.submit(step_request(name, tokens, body, deadline(request), expected_position, key))
     note_answer(request.scope, answer)
     return encode.reply(encode.answer(engine, answer))
 
 
-def step(
-    request: Request, session: str, tokens: tuple[int, ...], expected_position: int | None, body: StepBody
+def step_request(
+    session: str,
+    tokens: tuple[int, ...],
+    body: StepBody,
+    deadline: float | None,
+    expected_position: int | None,
+    idempotency_key: str | None,
 ) -> StepRequest:
-    """What a request asks of the engine; `session` as it goes by within. Raises InvalidRequest."""
-    return StepRequest(
-        session,
-        tokens,
-        body.mode,
-        expected_position,
-        header(request, IDEMPOTENCY_KEY),
-        body.top_k,
-        deadline(request),
-    )
+    """What a body asks of the engine; `session` is its key. Raises InvalidRequest."""
+    return StepRequest(session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline)
 
 
-def position(request: Request, body: StepBody) -> int | None:
+def position(request: Request, in_body: int | None) -> int | None:
     """Where the step says that it starts, in its body or in a header. Raises InvalidRequest if the two differ."""
     given = header(request, POSITION)
     if given is None:
-        return body.expected_position
+        return in_body
     if not re.fullmatch(DIGITS, given):
         raise InvalidRequest(f"{POSITION} must be a whole number, not {truncate_repr(given)}", POSITION)
-    if body.expected_position not in (None, int(given)):
+    if in_body not in (None, int(given)):
         raise InvalidRequest(
-            f"expected_position is {body.expected_position}, but the header {POSITION} says {given}",
+            f"expected_position is {in_body}, but the header {POSITION} says {given}",
             "expected_position",
         )
     return int(given)
@@ -168,7 +167,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     return encode.reply(encode.session(engine, view))
 
 
-Outcome = tuple[Engine, Answer] | Exception
+Result = tuple[Engine, Answer] | Exception
 
 
 @router.post("/tokens", response_model=StepsDocument, openapi_extra=json_body(StepsBody))
@@ -180,26 +179,26 @@ async def append_many(request: Request) -> Response:
             raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
     charge(request, len(body.steps))
     with until_hangup(request):
-        outcomes = await _step_many(request, body.steps)
+        steps = await _step_many(request, body.steps)
     results: list[AnswerDocument | FailureDocument] = []
-    for index, outcome in enumerate(outcomes, 1):
-        results.append(_document(request, outcome))
+    for index, step in enumerate(steps, 1):
+        results.append(_document(request, step))
         if index % encode.MADE_AT_ONCE == 0:
             await asyncio.sleep(0)
     document: StepsDocument = {"results": results}
     return encode.reply(document)
 
 
-async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Outcome]:
-    """Every step at its session's engine, which is one for all of the session's, whatever is loaded meanwhile: so that
-    they come in their order. Raises Unavailable where nothing is served."""
+async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Result]:
+    """Every step at its session's engine, which is the same for all of the session's steps, whatever is loaded
+    meanwhile. Raises Unavailable where no model is served."""
     models, until = registry(request), deadline(request)
     if models.is_coming():
         await models.wait_for(deadline=until)
     models.check_ready()
-    outcomes: list[Outcome | None] = [None] * len(bodies)
+    results: list[Result | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
-    by_engine: dict[Engine, list[tuple[int, StepRequest]]] = {}
+    steps: dict[int, StepRequest] = {}
     failed: set[str] = set()
     owner_name = owner(request).name
     for index, body in enumerate(bodies):
@@ -207,32 +206,17 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
             session = name_within(owner_name, body.session)
-            engine = (
-                engines.get(session) or models.engine_at_once(session) or await models.engine_for(session, None, until)
-            )
+            engine = engines.get(session) or await models.engine_for(session, None, until)
             engines[session] = engine
-            step = StepRequest(
-                session,
-                await _tokens(engine, body, until),
-                body.mode,
-                body.expected_position,
-                body.idempotency_key,
-                body.top_k,
-                until,
-            )
+            tokens = await _tokens(engine, body, until)
+            steps[index] = step_request(session, tokens, body, until, body.expected_position, body.idempotency_key)
         except Exception as error:
             failed.add(body.session)
-            outcomes[index] = error
-        else:
-            by_engine.setdefault(engine, []).append((index, step))
-
-    async def at(engine: Engine, steps: Sequence[tuple[int, StepRequest]]) -> None:
-        answered = await engine.step_many([step for _, step in steps])
-        for (index, _), outcome in zip(steps, answered, strict=True):
-            outcomes[index] = outcome if isinstance(outcome, Exception) else (engine, outcome)
-
-    await asyncio.gather(*(at(engine, steps) for engine, steps in by_engine.items()))
-    return [outcome for outcome in outcomes if outcome is not None]
+            results[index] = error
+    answers = await step_many(lambda step: engines[step.session].submit(step), [*steps.values()])
+    for (index, step), answer in zip(steps.items(), answers, strict=True):
+        results[index] = answer if isinstance(answer, Exception) else (engines[step.session], answer)
+    return [result for result in results if result is not None]
 
 
 async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) -> tuple[int, ...]:
@@ -242,7 +226,7 @@ async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) ->
     return await tokens_of(engine, body.input, until)
 
 
-def _document(request: Request, outcome: Outcome) -> AnswerDocument | FailureDocument:
-    if isinstance(outcome, Exception):
-        return {"error": failure_document(request.scope, outcome)}
-    return encode.answer(*outcome)
+def _document(request: Request, result: Result) -> AnswerDocument | FailureDocument:
+    if isinstance(result, Exception):
+        return {"error": failure_document(request.scope, result)}
+    return encode.answer(*result)

@@ -279,7 +279,9 @@ class Client:
             while True:
                 harness = self.random.choice(self.harnesses)
                 try:
-                    answer = await harness.engine.submit(StepRequest(self.session, (token,), expected_position=position))
+                    answer = await harness.engine.submit(
+                        StepRequest(self.session, (token,), expected_position=position)
+                    )
                 except Unavailable:
                     await asyncio.sleep(0.01)
                     continue

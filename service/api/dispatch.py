@@ -1,0 +1,77 @@
+"""The routes that clients call for every token, found and called without the framework.
+
+The framework's way to an endpoint costs several times what the endpoint does. The `Dispatcher` finds a few endpoints by
+their method and path. It calls them as the framework would, with the request and the path's parameters:
+
+- the HTTP protocol calls `dispatch` for a request that came whole. The endpoint runs at once, in an `EagerTask`;
+- for all others the dispatcher is an ASGI application, behind the same middleware as the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from wane.service.api.body import LARGE_BYTES
+from wane.service.api.exchange import DISPATCHED, Exchange, RequestPolicy, ResponseSink
+
+Endpoint = Callable[..., Awaitable[Response]]
+
+
+class Dispatcher:
+    """Calls the endpoints of some routes."""
+
+    def __init__(
+        self, app: ASGIApp, policy: RequestPolicy, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]
+    ) -> None:
+        """`app` is the application that the `routes` belong to; `endpoints` are those that are found here."""
+        self._app = app
+        self._policy = policy
+        found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
+        assert len(found) == len(endpoints), "an endpoint without a route: this is a bug"
+        self._by_path = {route.path: route for route in found if not route.param_convertors}
+        self._by_pattern = [route for route in found if route.param_convertors]
+        self.max_body_bytes = min(LARGE_BYTES, policy.max_body_bytes)
+        """The longest body that `dispatch` takes."""
+
+    def matches(self, scope: Scope) -> bool:
+        """Whether a request is for one of the routes, which is then noted in its scope."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return False
+        path = scope["path"]
+        route = self._by_path.get(path)
+        if route is not None:
+            scope["route"], scope["path_params"] = route, {}
+            return True
+        for route in self._by_pattern:
+            match = route.path_regex.fullmatch(path)
+            if match is not None:
+                scope["route"], scope["path_params"] = route, match.groupdict()
+                return True
+        return False
+
+    def dispatch(self, scope: Scope, body: bytes, sink: ResponseSink) -> Exchange:
+        """Begins a request that matches and came whole."""
+        scope["app"] = self._app
+        scope[DISPATCHED] = body
+        exchange = Exchange(self._policy, scope)
+        exchange.start(partial(call, Request(scope)), sink)
+        return exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request that matches; to be called behind the middleware."""
+        scope["app"] = self._app
+        response = await call(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def call(request: Request) -> Awaitable[Response]:
+    """Calls the endpoint of a request that matches."""
+    scope = request.scope
+    return cast(Endpoint, scope["route"].endpoint)(request, **scope["path_params"])
