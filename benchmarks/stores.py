@@ -224,7 +224,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
         record = store.get_cached(f"s{client}")
         assert record is not None
         snapshot = Snapshot(record.position + 1, 0, b"maker", state) if size else None
-        assert await store.append(record.session, record.revision, (7,), LastStep(0, b"t", None), snapshot)
+        assert await store.append(record, (7,), LastStep(0, b"t", None), snapshot)
 
     rates, _ = await rate(step, seconds)
     reads = []

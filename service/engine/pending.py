@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ from wane.service.aio.deadline import TOO_LATE
 from wane.service.aio.eager import EagerTask
 from wane.service.aio.timers import Timer, timers
 from wane.service.batching.ticket import Ticket
-from wane.service.errors import DeadlineExceeded
+from wane.service.errors import DeadlineExceeded, Unavailable
 
 T = TypeVar("T")
 
@@ -37,6 +38,10 @@ class Pending(EagerTask[T]):
             return
         self._callback = None
         self._abandon()
+
+    def fail(self, error: BaseException) -> None:
+        """As a `Waiter`'s. An engine that is closed cancels what its threads have not begun."""
+        super().fail(Unavailable("the server is stopping") if isinstance(error, asyncio.CancelledError) else error)
 
     def _ring(self) -> None:
         """The deadline has passed."""

@@ -9,8 +9,8 @@ import pytest
 
 from tests.service.alone import alone
 from wane.service.aio.deadline import until
-from wane.service.errors import DeadlineExceeded
 from wane.service.aio.timers import Timers, timers
+from wane.service.errors import DeadlineExceeded
 
 
 def now() -> float:

@@ -479,13 +479,17 @@ async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_ou
     rig = Rig(inline_s=60.0)
     try:
         await rig.step(2)
-        told: list[bool] = []
-        rig.batcher.on_handed_out = lambda: told.append(rig.batcher.idle)
-        await asyncio.gather(rig.step(3), rig.ask(2))
+        idle: list[bool] = []
+        step = rig.batcher.submit(Work("step", np.array([3])), Ticket())
+        window = rig.batcher.submit(Work("window", np.array([2])), Ticket())
+        for item in (step, window):
+            item.on_done(lambda: idle.append(rig.batcher.idle))
+        while len(idle) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     finally:
         await rig.batcher.close()
     assert rig.runner.roles() == ["step", "step", "window"]
-    assert told == [False, True]
+    assert idle == [False, True]
 
 
 async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_at_a_turn() -> None:

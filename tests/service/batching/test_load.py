@@ -221,7 +221,7 @@ async def test_of_steps_whose_clients_leave_each_is_appended_once_or_not_at_all(
                     await load.engine.submit(StepRequest(session, request.tokens, deadline=loop.time()))
                 outcomes["gone"] += 1
             elif gone:
-                step = asyncio.create_task(load.engine.submit(request))
+                step = asyncio.ensure_future(load.engine.submit(request))
                 for _ in range(random.randrange(12)):
                     await asyncio.sleep(0)
                 outcomes["gone"] += step.cancel()

@@ -242,7 +242,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     engine, runner, loop = harness.engine, harness.runner, asyncio.get_running_loop()
     await engine.create_session("s")
     runner.gate.clear()
-    first = asyncio.create_task(asked(engine, None))
+    first = asyncio.ensure_future(asked(engine, None))
     await runner.until_busy()
     left_s = engine._backlog.seconds
     assert left_s >= 0.2
@@ -284,11 +284,11 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
 ) -> None:
     engine, loop = harness.engine, asyncio.get_running_loop()
     turn, begun = 0, Counter[int]()
-    begin = engine._windows.begin
+    submit = engine._batcher.submit
 
     def count_begin(*given: Any) -> Any:
         begun[turn] += 1
-        return begin(*given)
+        return submit(*given)
 
     def next_turn() -> None:
         nonlocal turn
@@ -296,7 +296,7 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
         if begun.total() < 100:
             loop.call_soon(next_turn)
 
-    monkeypatch.setattr(engine._windows, "begin", count_begin)
+    monkeypatch.setattr(engine._batcher, "submit", count_begin)
     next_turn()
     await engine.predict_many([PredictRequest((7,), Mode.WINDOW)] * 100)
     assert begun.total() == 100

@@ -78,7 +78,7 @@ async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHa
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
+    step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
     await harness.engine._housekeeper.look()
     assert await integrity(harness) == (1, 0)

@@ -362,9 +362,9 @@ async def test_bytes_stand_beside_a_token_that_is_no_whole_character(harness: En
 async def test_a_full_queue_refuses_a_prediction(make_harness: MakeBench) -> None:
     harness = make_harness(max_queue=1)
     harness.runner.gate.clear()
-    first = asyncio.create_task(harness.engine.submit(PredictRequest((5,))))
+    first = asyncio.ensure_future(harness.engine.submit(PredictRequest((5,))))
     await harness.runner.until_busy()
-    second = asyncio.create_task(harness.engine.submit(PredictRequest((6,))))
+    second = asyncio.ensure_future(harness.engine.submit(PredictRequest((6,))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await harness.engine.submit(PredictRequest((7,)))
@@ -377,10 +377,10 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
     harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     harness.runner.gate.clear()
-    first = asyncio.create_task(harness.engine.submit(PredictRequest((5,))))
+    first = asyncio.ensure_future(harness.engine.submit(PredictRequest((5,))))
     await harness.runner.until_busy()
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(harness.engine.submit(PredictRequest((6,), deadline=deadline)))
+    late = asyncio.ensure_future(harness.engine.submit(PredictRequest((6,), deadline=deadline)))
     await asyncio.sleep(0)
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded):

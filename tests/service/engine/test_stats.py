@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.service.engine_harness import EngineHarness, known
-from wane.service.engine.bounds import Bound
 from wane.service.engine.stats import BUCKETS_MS, RECENT, Durations, Stats
 from wane.service.observability.metrics import Metrics
 from wane.service.types import (
@@ -56,32 +56,26 @@ def test_buckets_are_cumulative_include_their_bound_and_end_in_one_without() -> 
     assert buckets[-1] == {"le_ms": None, "count": 3}
 
 
-def test_steps_that_are_counted_together_count_as_one_by_one() -> None:
+async def test_answers_that_are_counted_together_count_as_one_by_one() -> None:
     latencies = [Latency(BUCKETS_MS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
-    worth = [(Bound(0.0, 0.0, 0.1), True), (None, False), (Bound(0.5, 1e-4, 0.5), True)]
+    worth = [(0.0, True), (None, False), (0.5, True)]
+    modes = [Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT]
     shown = []
     for together in (True, False):
         metrics = Metrics()
-        report = Stats(metrics, "m")
-        answers = []
-        for latency, (bound, proved) in zip(latencies, worth, strict=True):
-            found = (None, None) if bound is None else (bound.variation, bound.state)
-            answer = Answer(Mode.RECURRENT, (), latency, StateSource.RESIDENT, found[0])
-            answers.append(answer._replace(state_error_bound=found[1], top1_proved=proved))
+        stats = Stats(metrics, "m")
+        for mode, latency, (bound, proved) in zip(modes, latencies, worth, strict=True):
+            stats.made(Answer(mode, (), latency, StateSource.RESIDENT, bound, top1_proved=proved))
             if not together:
-                report.took(Mode.RECURRENT, latency)
-                report.claimed(Mode.RECURRENT, bound, proved)
-        if together:
-            report.stepped(answers)
+                await asyncio.sleep(0)
+        document = stats.document()
         lines = [line for line in metrics.render()[0].decode().splitlines() if "_created" not in line]
-        shown.append((lines, report.document()))
+        shown.append((lines, document))
     assert shown[0] == shown[1]
 
 
-def test_of_no_steps_nothing_is_counted() -> None:
-    report = Stats(Metrics(), "m")
-    report.stepped([])
-    assert report.document()["modes"] == {}
+def test_of_no_answers_nothing_is_counted() -> None:
+    assert Stats(Metrics(), "m").document()["modes"] == {}
 
 
 def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None:

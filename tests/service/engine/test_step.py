@@ -24,7 +24,7 @@ from wane.service.errors import (
 )
 from wane.service.sessions.sessions import of_tokens
 from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store
 from wane.service.types import Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
 
 MakeBench = Callable[..., EngineHarness]
@@ -192,15 +192,17 @@ class ContendedStore(MemoryStore):
         self.attempts = 0
         self.lost = False
 
-    def extend(self, record: SessionRecord, tokens: Sequence[int], step: LastStep) -> SessionRecord | None:
+    async def append(
+        self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
+    ) -> SessionRecord | None:
         if self.lost:
             raise Unavailable("the store is lost")
         self.attempts += 1
         if self.losses:
             self.losses -= 1
             theirs = step._replace(tokens=of_tokens(self.theirs))
-            assert super().extend(record, self.theirs, theirs)
-        return super().extend(record, tokens, step)
+            assert await super().append(record, self.theirs, theirs)
+        return await super().append(record, tokens, step, snapshot)
 
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
@@ -257,6 +259,13 @@ async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: Make
     assert (answer.replayed, answer.position) == (True, 2)
 
 
+async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
+    """Another replica takes a step."""
+    record = await store.get(session)
+    assert record is not None
+    assert await store.append(record, tokens, LastStep(record.position, of_tokens(tokens), None))
+
+
 @pytest.mark.parametrize("appended", [False, True])
 async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_session_is(
     appended: bool,
@@ -270,7 +279,7 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
         await harness.engine.submit(StepRequest(session, (6,)))
     store.lost = False
     if appended:
-        await store.append(session, 1, (6,), LastStep(1, of_tokens((6,)), None))
+        await append(store, session, (6,))
     answer = await harness.engine.submit(StepRequest(session, (7,)))
     input_ids = [5, 6, 7] if appended else [5, 7]
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
@@ -280,8 +289,8 @@ async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: E
     session = await start(harness, 5)
     resident = harness.engine._pool.peek(session)
     assert resident is not None
-    for revision in range(1, 20):  # elsewhere; 16 tokens are kept
-        await harness.store.append(session, revision, (6,), LastStep(revision, b"", None))
+    for _ in range(1, 20):  # 16 tokens are kept
+        await append(harness.store, session, (6,))
     answer = await harness.engine.submit(StepRequest(session, (8,), expected_position=20))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 21)
 
@@ -290,7 +299,7 @@ async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_b
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, 5)
-    await harness.store.append(session, 1, (6, 7), LastStep(1, b"", None))
+    await append(harness.store, session, (6, 7))
     harness.runner.calls.clear()
     answer = await harness.engine.submit(PredictRequest(session=session))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7])
@@ -308,7 +317,7 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
     # Elsewhere, somebody rewinds the session and steps it to the same position on another path.
     rewound = await harness.store.rewind(session, record.revision, 1)
     assert rewound is not None
-    await harness.store.append(session, rewound.revision, (7,), LastStep(1, b"", None))
+    await append(harness.store, session, (7,))
     answer = await harness.engine.submit(StepRequest(session, (8,), expected_position=2))
     assert answer.state is StateSource.REBUILT
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7, 8])
@@ -359,9 +368,9 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_h
 async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.gate.clear()
-    other = asyncio.create_task(harness.engine.submit(PredictRequest((9,))))
+    other = asyncio.ensure_future(harness.engine.submit(PredictRequest((9,))))
     await harness.runner.until_busy()
-    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
+    step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
     await turn()
     step.cancel()
     await turn()
@@ -380,9 +389,9 @@ async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    first = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
+    first = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
-    second = asyncio.create_task(harness.engine.submit(StepRequest(session, (7,))))
+    second = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (7,))))
     await turn()
     second.cancel()
     await turn()
@@ -398,7 +407,7 @@ async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_c
     harness.runner.busy.clear()
     harness.runner.gate.clear()
     step = StepRequest(session, (6,), expected_position=1)
-    gone = asyncio.create_task(harness.engine.submit(step))
+    gone = asyncio.ensure_future(harness.engine.submit(step))
     await harness.runner.until_busy()
     gone.cancel()
     await turn()
@@ -418,7 +427,7 @@ async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody
     harness.runner.poison = 6
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    gone = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
+    gone = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
     await harness.runner.until_busy()
     gone.cancel()
     await turn()
@@ -436,7 +445,7 @@ async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch
     harness.runner.busy.clear()
     harness.runner.gate.clear()
     tokens = tuple(10 + index % 50 for index in range(1100))
-    gone = asyncio.create_task(harness.engine.submit(StepRequest(session, tokens)))
+    gone = asyncio.ensure_future(harness.engine.submit(StepRequest(session, tokens)))
     await harness.runner.until_busy()
     gone.cancel()
     await turn()
@@ -448,7 +457,7 @@ async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch
 async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.gate.clear()
-    other = asyncio.create_task(harness.engine.submit(PredictRequest((9,))))
+    other = asyncio.ensure_future(harness.engine.submit(PredictRequest((9,))))
     await harness.runner.until_busy()
     now = asyncio.get_running_loop().time()
     with pytest.raises(DeadlineExceeded):
@@ -466,7 +475,7 @@ async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_comm
     harness.runner.gate.clear()
     step = StepRequest(session, (6,), expected_position=1)
     deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.create_task(harness.engine.submit(replace(step, deadline=deadline)))
+    late = asyncio.ensure_future(harness.engine.submit(replace(step, deadline=deadline)))
     await harness.runner.until_busy()
     travel(2 * 3600)
     with pytest.raises(DeadlineExceeded, match="it still commits: repeat it"):
@@ -482,7 +491,7 @@ async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
+    step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
     deadline = asyncio.get_running_loop().time() + 3600
     rewind = asyncio.create_task(harness.engine.rewind(session, 0, deadline))
@@ -500,7 +509,7 @@ async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the
 async def test_two_steps_of_one_session_are_never_in_one_batch(harness: EngineHarness) -> None:
     one, two = await start(harness), await start(harness)
     steps = [StepRequest(session, (token,)) for token in (6, 7, 8) for session in (one, two)]
-    await asyncio.gather(*map(harness.engine.step, steps))
+    await asyncio.gather(*map(harness.engine.submit, steps))
     assert harness.runner.calls == [("step", [[token], [token]]) for token in (6, 7, 8)]
 
 
@@ -508,7 +517,7 @@ async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> 
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    waiting = [asyncio.create_task(harness.engine.submit(StepRequest(session, (6,)))) for _ in range(65)]
+    waiting = [asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,)))) for _ in range(65)]
     await harness.runner.until_busy()
     with pytest.raises(Overloaded, match=f"64 requests are waiting for session '{session}'"):
         await harness.engine.submit(StepRequest(session, (6,)))
@@ -826,7 +835,7 @@ async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(harness:
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    step = asyncio.create_task(harness.engine.submit(StepRequest(session, (6,))))
+    step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
     draining = asyncio.create_task(harness.engine.drain())
     await turn()

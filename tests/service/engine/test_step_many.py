@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from wane.service.engine.inline_step import InlineStep
-from wane.service.engine.step_many import abreast
+from wane.service.batching.ticket import Ticket
+from wane.service.engine.pending import Pending
+from wane.service.engine.step_many import step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest
 from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
@@ -17,7 +18,10 @@ class Stepper:
         self.order: list[tuple[str, int]] = []
         self.busy = self.most = 0
 
-    async def step(self, request: StepRequest) -> Answer:
+    def submit(self, request: StepRequest) -> Pending[Answer]:
+        return Pending(self._step(request), Ticket())
+
+    async def _step(self, request: StepRequest) -> Answer:
         self.order.append((request.session, request.tokens[0]))
         self.busy += 1
         self.most = max(self.most, self.busy)
@@ -28,45 +32,31 @@ class Stepper:
         return Answer(Mode.RECURRENT, (), Latency(0, 0, 0), StateSource.RESIDENT, 0.0, position=request.tokens[0])
 
 
-def nothing(_: StepRequest) -> None:
-    """Begins no step."""
-
-
-async def never(_: InlineStep) -> Answer:
-    raise AssertionError("nothing was begun")
-
-
-def none(answers: int) -> None:
-    assert not answers
-
-
 def requests(*steps: tuple[str, int]) -> list[StepRequest]:
     return [StepRequest(session, (token,)) for session, token in steps]
 
 
 async def test_outcomes_come_in_the_order_of_the_steps_and_sessions_run_side_by_side() -> None:
     stepper = Stepper()
-    outcomes = await abreast(nothing, never, none, stepper.step, requests(("a", 1), ("b", 2), ("c", 3)))
+    outcomes = await step_many(stepper.submit, requests(("a", 1), ("b", 2), ("c", 3)))
     assert [outcome.position for outcome in outcomes if isinstance(outcome, Answer)] == [1, 2, 3]
     assert stepper.most == 3
 
 
 async def test_steps_of_one_session_run_one_after_the_other_in_their_order() -> None:
     stepper = Stepper()
-    await abreast(nothing, never, none, stepper.step, requests(("a", 1), ("b", 5), ("a", 2), ("a", 3)))
+    await step_many(stepper.submit, requests(("a", 1), ("b", 5), ("a", 2), ("a", 3)))
     assert [token for session, token in stepper.order if session == "a"] == [1, 2, 3]
     assert stepper.most == 2
 
 
 async def test_behind_a_failure_only_its_own_session_s_steps_are_not_taken() -> None:
     stepper = Stepper()
-    outcomes = await abreast(
-        nothing, never, none, stepper.step, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4))
-    )
+    outcomes = await step_many(stepper.submit, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
     assert [type(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
     assert ("a", 3) not in stepper.order
 
 
 async def test_a_step_behind_a_failure_is_told_of_its_session_by_the_id_that_its_owner_knows() -> None:
-    outcomes = await abreast(nothing, never, none, Stepper().step, requests(("alice/a", 0), ("alice/a", 1)))
+    outcomes = await step_many(Stepper().submit, requests(("alice/a", 0), ("alice/a", 1)))
     assert "session 'a' " in str(outcomes[1])

@@ -164,7 +164,7 @@ def test_an_answer_does_not_wait_behind_a_queue_of_proofs() -> None:
             request = PredictRequest(window, mode=Mode.WINDOW, window=2, top_k=1)
             await small.engine.submit(request)
         held.go.clear()
-        answers = [asyncio.create_task(small.engine.submit(request)) for _ in range(MOST_PROOFS + 2)]
+        answers = [asyncio.ensure_future(small.engine.submit(request)) for _ in range(MOST_PROOFS + 2)]
         waiting = set(answers)
         try:
             while len(waiting) > MOST_PROOFS:

@@ -59,7 +59,7 @@ async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: 
     await store.close()
     store, _ = make_store(path)
     await store.open()
-    found = store.look("s")
+    found = store.get_cached("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist(), found.dropped_tokens, found.earliest) == (9, [5, 6], 7, 8)
 
@@ -115,7 +115,9 @@ async def test_a_store_that_is_closed_is_there_when_the_next_is_opened(tmp_path:
     await store.open()  # there is no file yet
     for one in records():
         await store.create(one._replace(idle_s=0.0))
-    appended = await store.append("a", 0, (5, 6), STEP)
+    begun = await store.get("a")
+    assert begun is not None
+    appended = await store.append(begun, (5, 6), STEP)
     clock.now_s += 60
     await store.touch("a")
     clock.now_s += 41  # b is over
@@ -130,7 +132,7 @@ async def test_a_store_that_is_closed_is_there_when_the_next_is_opened(tmp_path:
     assert (await after.count("m"), await after.count("n")) == (1, 0)
     assert after.used_bytes == entry_bytes("a", len(found.tail.data))
     assert names(tmp_path) == ["sessions.read"]  # its sessions go on from here
-    assert await after.append("a", found.revision, (7,), STEP)
+    assert await after.append(found, (7,), STEP)
 
 
 async def test_a_store_that_is_closed_while_it_is_opened_leaves_the_file_to_the_next(

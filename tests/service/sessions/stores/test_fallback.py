@@ -62,7 +62,7 @@ async def step(store: FallbackStore | RedisStore, token: int, session: str = "s"
     """One token more, from what is remembered."""
     here = store.get_cached(session, to_step=True) or await store.get(session)
     assert here is not None
-    after = await store.append(session, here.revision, (token,), STEP._replace(start=here.position))
+    after = await store.append(here, (token,), STEP._replace(start=here.position))
     assert after is not None
     return after
 
@@ -238,7 +238,7 @@ async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_r
     async with degrading(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
-        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        assert await store.append(here, (6,), STEP, SNAPSHOT)
         server.kill()
         here = await step(store, 7)
         assert await store.rewind("s", here.revision, 1)
@@ -256,7 +256,7 @@ async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from
     async with degrading(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
-        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        assert await store.append(here, (6,), STEP, SNAPSHOT)
         server.kill()
         for token in (7, 8):
             here = await step(store, token)
@@ -286,7 +286,7 @@ async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_stor
     async with degrading(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
-        assert await store.append("s", here.revision, (6,), STEP, SNAPSHOT)
+        assert await store.append(here, (6,), STEP, SNAPSHOT)
         async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
             await redis.delete(store.shared._keys("s")[0])  # the session has ended, and its state has not
         assert await store.get("s") is None
@@ -334,7 +334,7 @@ async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(
         await store.create(record())
         here = await step(store, 5)
         server.kill()
-        results = await asyncio.gather(*(store.append("s", here.revision, (token,), STEP) for token in (6, 7)))
+        results = await asyncio.gather(*(store.append(here, (token,), STEP) for token in (6, 7)))
         (won,) = [result for result in results if result is not None]
         found = await store.get("s")
         assert found is not None

@@ -23,10 +23,18 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
     return SessionRecord(session, model, "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
 
 
+async def append(
+    store: MemoryStore, session: str, revision: int, tokens: tuple[int, ...], step: LastStep
+) -> SessionRecord | None:
+    """Appends to a session as it is, said to be at `revision`."""
+    there = await store.get(session) or record(session)
+    return await store.append(there._replace(revision=revision), tokens, step)
+
+
 async def test_an_append_moves_position_revision_and_tail_and_remembers_the_step() -> None:
     store, _ = make_store()
     assert await store.create(record())
-    appended = await store.append("s", 0, (7, 8), STEP)
+    appended = await append(store, "s", 0, (7, 8), STEP)
     assert appended is not None
     assert (appended.position, appended.revision, appended.last) == (2, 1, STEP)
     assert appended.tail.ids().tolist() == [0, 7, 8]
@@ -37,8 +45,8 @@ async def test_an_append_at_another_revision_does_nothing() -> None:
     store, _ = make_store()
     await store.create(record())
     before = await store.get("s")
-    assert await store.append("s", 1, (7,), STEP) is None
-    assert await store.append("t", 0, (7,), STEP) is None
+    assert await append(store, "s", 1, (7,), STEP) is None
+    assert await append(store, "t", 0, (7,), STEP) is None
     assert await store.get("s") == before
 
 
@@ -46,7 +54,7 @@ async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() 
     store, _ = make_store()
     await store.create(record())
     for revision in range(6):
-        await store.append("s", revision, (10 + revision,), STEP)
+        await append(store, "s", revision, (10 + revision,), STEP)
     full = await store.get("s")
     assert full is not None
     assert (full.dropped_tokens, full.earliest) == (2, 3)
@@ -60,7 +68,7 @@ async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() 
 async def test_a_whole_tail_has_lost_nothing_and_goes_back_to_0() -> None:
     store, _ = make_store()
     await store.create(record())
-    await store.append("s", 0, (1, 2, 3, 4), STEP)
+    await append(store, "s", 0, (1, 2, 3, 4), STEP)
     whole = await store.get("s")
     assert whole is not None
     assert (whole.dropped_tokens, whole.earliest) == (0, 0)
@@ -84,7 +92,7 @@ async def test_a_session_idle_for_longer_than_the_time_to_live_does_not_exist() 
     assert found.idle_s == 10
     clock.now_s += 0.001
     assert await store.get("s") is None
-    assert await store.append("s", 0, (7,), STEP) is None
+    assert await append(store, "s", 0, (7,), STEP) is None
     assert await store.count("m") == 0
 
 
@@ -93,7 +101,7 @@ async def test_touching_appending_and_rewinding_start_the_idle_time_again_and_re
     await store.create(record())
     changes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.touch("s"),
-        lambda: store.append("s", 0, (7,), STEP),
+        lambda: append(store, "s", 0, (7,), STEP),
         lambda: store.rewind("s", 1, 0),
     ]
     for change in changes:
@@ -152,10 +160,10 @@ async def test_memory_is_counted_through_every_change_and_all_of_it_comes_back()
     names = [str(index) for index in range(200)]
     for name in names:
         await store.create(record(name))
-        await store.append(name, 0, (7, 8), STEP)
+        await append(store, name, 0, (7, 8), STEP)
     assert store.used_bytes == sum(entry_bytes(name, 6) for name in names)
     for name in names:
-        await store.append(name, 1, (7, 8, 9), STEP)
+        await append(store, name, 1, (7, 8, 9), STEP)
     assert store.used_bytes == sum(entry_bytes(name, 8) for name in names)
     for name in names:
         await store.rewind(name, 2, 3)
@@ -177,9 +185,9 @@ async def test_sessions_that_outgrow_the_budget_cost_the_longest_idle_theirs() -
         clock.now_s += 1
         await store.create(record(name, model))
     await store.touch("a")  # so that b is the longest idle
-    await store.append("c", 0, (1, 2, 3, 4), STEP)
+    await append(store, "c", 0, (1, 2, 3, 4), STEP)
     assert ended == []
-    await store.append("a", 0, (1,), STEP)
+    await append(store, "a", 0, (1,), STEP)
     assert ended == ["n"]
     assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
     assert [await store.count(model) for model in "mn"] == [2, 0]
@@ -193,7 +201,7 @@ async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_sam
         await store.create(record(name))
     clock.now_s += 11
     assert not any([await store.get(name) for name in names])
-    assert await store.append(names[-1], 0, (7,), STEP) is None
+    assert await append(store, names[-1], 0, (7,), STEP) is None
     assert not await store.delete(names[0])
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
@@ -202,16 +210,16 @@ async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_ove
     store, clock = make_store()
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
-    await store.append("s", 0, (7,), STEP)
-    assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
+    await append(store, "s", 0, (7,), STEP)
+    assert [await store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
     clock.now_s += 11
-    assert store.kind("s") is None
+    assert await store.kind("s") is None
 
 
 async def test_the_id_of_a_session_that_is_over_is_free() -> None:
     store, clock = make_store()
     await store.create(record())
-    await store.append("s", 0, (7,), STEP)
+    await append(store, "s", 0, (7,), STEP)
     clock.now_s += 11
     assert await store.create(record())
     assert await store.get("s") == record()

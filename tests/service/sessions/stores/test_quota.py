@@ -96,7 +96,7 @@ async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
     while asyncio.get_running_loop().time() < ended:
         here = await store.get("alice/1")
         assert here is not None
-        assert await store.append("alice/1", here.revision, (7,), STEP) is not None
+        assert await store.append(here, (7,), STEP) is not None
     assert await store.create(record("alice/3"), 3)
     assert await store.create(record("alice/4"), 3)
     with pytest.raises(QuotaExceeded):

@@ -53,7 +53,7 @@ async def test_a_session_comes_back_as_it_was_and_what_changes_it_is_durable(
 ) -> None:
     store = await make_store(common.url)
     before = await begin(store)
-    appended = await store.append("s", before.revision, (7, 8), STEP)
+    appended = await store.append(before, (7, 8), STEP)
     assert appended is not None
     assert (appended.position, appended.last, appended.durable) == (2, STEP, True)
     assert appended.tail.ids().tolist() == [0, 7, 8]
@@ -67,7 +67,7 @@ async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: M
     store = await make_store(common.url)
     here = await begin(store)
     for index in range(6):
-        after = await store.append("s", here.revision, (10 + index,), STEP)
+        after = await store.append(here, (10 + index,), STEP)
         assert after is not None
         here = after
     found = await store.get("s")
@@ -89,7 +89,7 @@ async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServe
         for index in range(4):
             position += 1
             grown = grown.append((20 + index,), position, 4)
-            found = await other.append(name, found.revision, (20 + index,), STEP) or found
+            found = await other.append(found, (20 + index,), STEP) or found
             here = await one.get(name)
             assert here is not None
             assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
@@ -100,7 +100,7 @@ async def test_a_new_session_does_not_take_over_a_state_that_outlived_an_earlier
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT)
+    await store.append(here, (5, 6), STEP, SNAPSHOT)
     async with Redis.from_url(common.url) as redis:
         await redis.delete(store._keys("s")[0])
     assert await store.create(record(position=9, tail=TokenHistory.start(0, 300).ending((7, 8), 9, 4)))
@@ -133,9 +133,7 @@ async def test_of_two_replicas_that_append_at_one_place_one_loses_and_knows_what
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    results = await asyncio.gather(
-        one.append("s", here.revision, (7,), STEP), other.append("s", here.revision, (8,), STEP)
-    )
+    results = await asyncio.gather(one.append(here, (7,), STEP), other.append(here, (8,), STEP))
     won = [result for result in results if result is not None]
     assert len(won) == 1
     assert one.get_cached("s") is not None
@@ -149,7 +147,7 @@ async def test_of_two_replicas_that_append_at_one_place_one_loses_and_knows_what
 async def test_the_same_tokens_of_two_replicas_are_two_steps(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    results = await asyncio.gather(*(store.append("s", here.revision, (7,), STEP) for store in (one, other)))
+    results = await asyncio.gather(*(store.append(here, (7,), STEP) for store in (one, other)))
     assert results.count(None) == 1
 
 
@@ -158,12 +156,12 @@ async def test_a_session_that_was_deleted_and_begun_anew_is_another_one(
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
-    old = await one.append("s", here.revision, (7,), STEP)
+    old = await one.append(here, (7,), STEP)
     assert old is not None
     await other.delete("s")
     again = await begin(other)
-    assert await other.append("s", again.revision, (8,), STEP)
-    assert await one.append("s", old.revision, (9,), STEP) is None
+    assert await other.append(again, (8,), STEP)
+    assert await one.append(old, (9,), STEP) is None
     recalled = one.get_cached("s")
     assert recalled is not None
     assert recalled.tail.ids().tolist() == [0, 8]
@@ -176,7 +174,7 @@ async def test_an_append_to_what_is_gone_is_lost_and_it_is_forgotten(
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
     await other.delete("s")
-    assert await one.append("s", here.revision, (7,), STEP) is None
+    assert await one.append(here, (7,), STEP) is None
     assert one.get_cached("s") is None
 
 
@@ -185,7 +183,7 @@ async def test_what_is_appended_follows_and_what_is_rewound_does_not(
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    after = await store.append("s", here.revision, (5, 6, 7), STEP)
+    after = await store.append(here, (5, 6, 7), STEP)
     assert after is not None
     assert follows(after.revision, here.revision)
     assert await store.rewind("s", here.revision, 2) is None
@@ -203,8 +201,8 @@ async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
 ) -> None:
     store = await make_store(common.url)
     here = await begin(store)
-    here = await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT) or here
-    here = await store.append("s", here.revision, (7,), STEP) or here
+    here = await store.append(here, (5, 6), STEP, SNAPSHOT) or here
+    here = await store.append(here, (7,), STEP) or here
     found = await store.get("s")
     assert found is not None
     assert found.snapshot == SNAPSHOT
@@ -227,7 +225,7 @@ async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
 async def test_a_session_ends_when_it_was_idle_and_use_keeps_it(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url, ttl_s=30_000.0)  # a stall of a minute changes none of it
     here = await begin(store)
-    await store.append("s", here.revision, (5, 6), STEP, SNAPSHOT)
+    await store.append(here, (5, 6), STEP, SNAPSHOT)
     keys = store._keys("s")
     async with Redis.from_url(common.url) as redis:
         for key in keys:
@@ -256,7 +254,7 @@ async def test_commits_of_one_turn_of_the_event_loop_are_one_trip(common: RedisS
     store = await make_store(common.url, metrics=metrics)
     names = [str(index) for index in range(50)]
     begun = await asyncio.gather(*(begin(store, name) for name in names))
-    appended = await asyncio.gather(*(store.append(one.session, one.revision, (7,), STEP) for one in begun))
+    appended = await asyncio.gather(*(store.append(one, (7,), STEP) for one in begun))
     assert all(appended)
     count = metrics.registry.get_sample_value("wane_store_roundtrip_commands_count", {"store": "redis"})
     commands = metrics.registry.get_sample_value("wane_store_roundtrip_commands_sum", {"store": "redis"})
@@ -268,7 +266,7 @@ async def test_a_redis_that_forgot_the_scripts_is_sent_them_again(common: RedisS
     here = await begin(store)
     async with Redis.from_url(common.url) as redis:
         await redis.script_flush()
-        after = await store.append("s", here.revision, (7,), STEP)
+        after = await store.append(here, (7,), STEP)
         assert after is not None
         assert await store.get("s") is not None
         await redis.script_flush()
@@ -282,10 +280,10 @@ async def test_what_redis_acknowledged_is_there_when_it_was_killed_and_started_a
     store = await make_store(server.url)
     here = await begin(store)
     for token in range(5, 25):
-        here = await store.append("s", here.revision, (token,), STEP) or here
+        here = await store.append(here, (token,), STEP) or here
     server.kill()
     with pytest.raises(Unavailable, match="cannot be reached"):
-        await store.append("s", here.revision, (99,), STEP)
+        await store.append(here, (99,), STEP)
     assert not store.standing.ready
     with pytest.raises(Unavailable):
         await store.get("s")
@@ -294,7 +292,7 @@ async def test_what_redis_acknowledged_is_there_when_it_was_killed_and_started_a
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
-    after = await store.append("s", here.revision, (25,), STEP)  # which also finds no script
+    after = await store.append(here, (25,), STEP)  # which also finds no script
     assert after is not None
     assert after.position == 21
 
@@ -304,16 +302,16 @@ async def test_the_first_change_after_a_restart_is_of_a_new_branch_of_revisions(
 ) -> None:
     store = await make_store(server.url)
     here = await begin(store)
-    here = await store.append("s", here.revision, (5,), STEP) or here
+    here = await store.append(here, (5,), STEP) or here
     run = await last_save(server)
     while await last_save(server) == run:  # of two starts within a second, nobody can tell one from the other
         server.kill()
         server.start()
     await until(lambda: store.standing.ready)
-    after = await store.append("s", here.revision, (6,), STEP)
+    after = await store.append(here, (6,), STEP)
     assert after is not None
     assert not follows(after.revision, here.revision)
-    later = await store.append("s", after.revision, (7,), STEP)
+    later = await store.append(after, (7,), STEP)
     assert later is not None
     assert follows(later.revision, after.revision)
     found = await store.get("s")
@@ -332,9 +330,9 @@ async def test_an_append_whose_answer_was_lost_is_not_done_twice(server: RedisSe
         store = await make_store(f"redis://127.0.0.1:{between.port}/0")
         direct = await make_store(server.url)
         here = await begin(store)
-        here = await store.append("s", here.revision, (5,), STEP) or here  # Redis has the script then
+        here = await store.append(here, (5,), STEP) or here  # Redis has the script then
         between.hold_answers()
-        appending = asyncio.create_task(store.append("s", here.revision, (7,), STEP))
+        appending = asyncio.create_task(store.append(here, (7,), STEP))
 
         async def arrived() -> bool:
             found = await direct.get("s")
@@ -359,14 +357,14 @@ async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once
         here = await begin(store)
         between.sever()
         with pytest.raises(Unavailable):
-            await store.append("s", here.revision, (7,), STEP)
+            await store.append(here, (7,), STEP)
         assert not store.standing.reachable
         with pytest.raises(Unavailable):  # at once: nothing is sent
-            await store.append("s", here.revision, (7,), STEP)
+            await store.append(here, (7,), STEP)
         await store.touch("s")  # nobody minds
         between.mend()
         await until(lambda: store.standing.reachable)
-        assert await store.append("s", here.revision, (7,), STEP)
+        assert await store.append(here, (7,), STEP)
 
 
 async def test_a_redis_that_stands_still_is_away(server: RedisServer, make_store: MakeStore) -> None:
@@ -374,7 +372,7 @@ async def test_a_redis_that_stands_still_is_away(server: RedisServer, make_store
     here = await begin(store)
     server.pause()
     with pytest.raises(Unavailable):
-        await store.append("s", here.revision, (7,), STEP)
+        await store.append(here, (7,), STEP)
     server.resume()
     await until(lambda: store.standing.reachable)
     found = await store.get("s")
@@ -401,10 +399,10 @@ async def test_a_redis_that_is_full_refuses_and_is_not_away(server: RedisServer,
     async with Redis.from_url(server.url) as redis:
         await redis.config_set("maxmemory", 1)
         with pytest.raises(Overloaded, match="full"):
-            await store.append("s", here.revision, (7,), STEP)
+            await store.append(here, (7,), STEP)
         await redis.config_set("maxmemory", 0)
     assert store.standing.reachable
-    assert await store.append("s", here.revision, (7,), STEP)
+    assert await store.append(here, (7,), STEP)
 
 
 async def test_what_a_later_version_has_written_is_not_touched(common: RedisServer, make_store: MakeStore) -> None:
@@ -424,13 +422,13 @@ async def test_where_others_step_too_the_store_is_asked_first(common: RedisServe
     for _ in range(20):
         found = await other.get("s")
         assert found is not None
-        await other.append("s", found.revision, (7,), STEP)
-        await one.append("s", here.revision, (8,), STEP)  # lost
+        await other.append(found, (7,), STEP)
+        await one.append(here, (8,), STEP)  # lost
         here = one.get_cached("s") or here
     assert one.get_cached("s", to_step=True) is None
     assert one.get_cached("s") is not None
     for _ in range(40):
-        here = await one.append("s", here.revision, (8,), STEP) or await one.get("s") or here
+        here = await one.append(here, (8,), STEP) or await one.get("s") or here
     assert one.get_cached("s", to_step=True) is not None
 
 
@@ -440,7 +438,7 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     begun = await begin(one)
-    here = await one.append("s", begun.revision, (4,), STEP)
+    here = await one.append(begun, (4,), STEP)
     assert here is not None
     send = one.trips._send
 
@@ -450,12 +448,12 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
             await send(commands)
         there = await other.get("s")
         assert there is not None
-        assert await other.append("s", there.revision, (9,), STEP)
+        assert await other.append(there, (9,), STEP)
         raise ConnectionError("gone")
 
     monkeypatch.setattr(one.trips, "_send", cut_off)
     with pytest.raises(Unavailable, match="may have done it or not"):
-        await one.append("s", here.revision, (5,), STEP)
+        await one.append(here, (5,), STEP)
     assert one.standing.reachable
     found = await one.get("s")
     assert found is not None
@@ -467,7 +465,7 @@ async def test_an_append_that_was_sent_twice_is_done_once(
 ) -> None:
     store = await make_store(common.url)
     begun = await begin(store)
-    here = await store.append("s", begun.revision, (4,), STEP)
+    here = await store.append(begun, (4,), STEP)
     assert here is not None
     send = store.trips._send
 
@@ -477,7 +475,7 @@ async def test_an_append_that_was_sent_twice_is_done_once(
         raise ConnectionError("gone")
 
     monkeypatch.setattr(store.trips, "_send", cut_off)
-    after = await store.append("s", here.revision, (5,), STEP)
+    after = await store.append(here, (5,), STEP)
     assert after is not None
     assert after.tail.ids().tolist() == [0, 4, 5]
-    assert await store.append("s", after.revision, (6,), STEP)
+    assert await store.append(after, (6,), STEP)

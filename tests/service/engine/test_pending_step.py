@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.service.engine_harness import EngineHarness
+from wane.service.engine.step_many import step_many
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownSession, WaneError
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types import Answer, Mode, StateSource, StepRequest
@@ -23,15 +24,11 @@ async def started(harness: EngineHarness, *names: str) -> None:
         await harness.engine.submit(StepRequest(name, (5,)))
 
 
-def tasks_of_steps(harness: EngineHarness) -> int:
-    return len(harness.engine._running)
-
-
 async def held(harness: EngineHarness, request: StepRequest) -> asyncio.Task[Answer]:
     """A step whose run has begun, and does not end before the gate opens."""
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    task = asyncio.create_task(harness.engine.submit(request))
+    task = asyncio.ensure_future(harness.engine.submit(request))
     await harness.runner.until_busy()
     return task
 
@@ -41,27 +38,31 @@ async def position(harness: EngineHarness, session: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("request_", "quick"),
+    "request_",
     [
-        (StepRequest("a", (6,)), True),
-        (StepRequest("a", (6,), mode=Mode.RECURRENT), True),
-        (StepRequest("a", (6,), expected_position=1, idempotency_key="k"), True),
-        (StepRequest("a", (6, 7)), False),
-        (StepRequest("a", (6,), mode=Mode.WINDOW), False),
-        (StepRequest("a", (6,), mode=Mode.BOTH), False),
-        (StepRequest("a", (5,), expected_position=0), False),
+        StepRequest("a", (6,)),
+        StepRequest("a", (6,), mode=Mode.RECURRENT),
+        StepRequest("a", (6,), expected_position=1, idempotency_key="k"),
+        StepRequest("a", (6, 7)),
+        StepRequest("a", (6,), mode=Mode.WINDOW),
+        StepRequest("a", (6,), mode=Mode.BOTH),
+        StepRequest("a", (5,), expected_position=0),
     ],
     ids=["plain", "recurrent", "at its place", "two tokens", "window", "both", "replay"],
 )
-async def test_which_steps_need_no_task(harness: EngineHarness, request_: StepRequest, quick: bool) -> None:
+async def test_no_step_needs_a_task(harness: EngineHarness, request_: StepRequest) -> None:
     await started(harness, "a")
-    task = await held(harness, request_)
-    assert (tasks_of_steps(harness) == 0) is quick
+    before = asyncio.all_tasks()
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    pending = harness.engine.submit(request_)
+    await harness.runner.until_busy()
+    assert asyncio.all_tasks() == before
     harness.runner.gate.set()
-    assert (await task).session == "a"
+    assert (await pending).session == "a"
 
 
-async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(harness: EngineHarness) -> None:
+async def test_a_state_that_is_not_resident_is_rebuilt(harness: EngineHarness) -> None:
     await started(harness, "a")
     harness.engine._pool.drop("a")
     answer = await harness.engine.submit(StepRequest("a", (6,)))
@@ -72,7 +73,7 @@ async def test_a_state_that_is_not_resident_is_rebuilt_in_a_task(harness: Engine
 async def test_a_second_step_of_the_session_waits_for_the_first(harness: EngineHarness) -> None:
     await started(harness, "a")
     first = await held(harness, StepRequest("a", (6,)))
-    second = asyncio.create_task(harness.engine.submit(StepRequest("a", (7,))))
+    second = asyncio.ensure_future(harness.engine.submit(StepRequest("a", (7,))))
     await asyncio.sleep(0)
     harness.runner.gate.set()
     assert [(await first).position, (await second).position] == [2, 3]
@@ -83,7 +84,7 @@ async def test_a_step_that_is_left_in_the_queue_leaves_no_trace(harness: EngineH
     await started(harness, "a", "b")
     first = await held(harness, StepRequest("a", (6,)))
     deadline = asyncio.get_running_loop().time() + (0.0 if leave == "late" else 60.0)
-    waiting = asyncio.create_task(harness.engine.submit(StepRequest("b", (6,), deadline=deadline)))
+    waiting = asyncio.ensure_future(harness.engine.submit(StepRequest("b", (6,), deadline=deadline)))
     await asyncio.sleep(0)
     if leave == "cancelled":
         waiting.cancel()
@@ -121,7 +122,7 @@ async def test_a_full_queue_refuses_and_the_session_is_free_again(make_harness: 
     harness = make_harness(max_queue=1)
     await started(harness, "a", "b", "c")
     first = await held(harness, StepRequest("a", (6,)))
-    second = asyncio.create_task(harness.engine.submit(StepRequest("b", (6,))))
+    second = asyncio.ensure_future(harness.engine.submit(StepRequest("b", (6,))))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await harness.engine.submit(StepRequest("c", (6,)))
@@ -153,14 +154,14 @@ async def test_steps_of_one_call_have_their_own_answers_and_errors_in_one_batch(
         StepRequest("b", (7,)),
         StepRequest("c", (10_000,)),
     ]
-    outcomes = await harness.engine.step_many(requests)
+    outcomes = await step_many(harness.engine.submit, requests)
     assert [type(outcome) for outcome in outcomes] == [Answer, UnknownSession, Answer, InvalidRequest]
     assert harness.runner.calls == [("step", [[6], [7]])]
 
 
 async def test_steps_of_one_call_are_counted_once_each(harness: EngineHarness) -> None:
     await started(harness, "a", "b", "c")
-    await harness.engine.step_many([StepRequest(name, (6,)) for name in "abc"])
+    await step_many(harness.engine.submit, [StepRequest(name, (6,)) for name in "abc"])
     document: Any = harness.engine._stats.document()
     assert document["operations"] == {"step": 6}
     assert document["modes"]["recurrent"]["requests"] == 6
@@ -170,16 +171,16 @@ async def test_steps_of_one_call_are_counted_once_each(harness: EngineHarness) -
 
 async def test_a_step_whose_commit_fails_fails_alone(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     await started(harness, "a", "b")
-    extend = harness.store.extend  # type: ignore[attr-defined]
+    append = harness.store.append
 
-    def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
+    async def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
         if record.session == "a":
             raise OSError("no more room")
-        found: SessionRecord | None = extend(record, *step)
+        found: SessionRecord | None = await append(record, *step)
         return found
 
-    monkeypatch.setattr(harness.store, "extend", failing)
-    outcomes = await harness.engine.step_many([StepRequest(name, (6,)) for name in "ab"])
+    monkeypatch.setattr(harness.store, "append", failing)
+    outcomes = await step_many(harness.engine.submit, [StepRequest(name, (6,)) for name in "ab"])
     assert [type(outcome) for outcome in outcomes] == [OSError, Answer]
     monkeypatch.undo()
     assert (await harness.engine.submit(StepRequest("a", (6,)))).position == 2
@@ -189,7 +190,9 @@ async def test_a_step_whose_commit_fails_fails_alone(harness: EngineHarness, mon
 @pytest.mark.parametrize("top_k", [1, 5, 9])
 async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(harness: EngineHarness, top_k: int) -> None:
     await started(harness, "a", "b")
-    few, many = await harness.engine.step_many([StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)])
+    few, many = await step_many(
+        harness.engine.submit, [StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)]
+    )
     assert isinstance(few, Answer) and isinstance(many, Answer)
     assert (len(few.predictions), len(many.predictions)) == (2, top_k)
     assert few.predictions[:top_k] == many.predictions[:2]
@@ -200,7 +203,7 @@ async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(mak
     await started(harness, "a", "b", "c")
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    call = asyncio.create_task(harness.engine.step_many([StepRequest(name, (6,)) for name in "abc"]))
+    call = asyncio.create_task(step_many(harness.engine.submit, [StepRequest(name, (6,)) for name in "abc"]))
     await harness.runner.until_busy()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -214,7 +217,7 @@ async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(mak
 async def test_a_call_of_both_kinds_that_is_left_at_once_appends_nothing(harness: EngineHarness) -> None:
     await started(harness, "a", "b", "c")
     first = await held(harness, StepRequest("c", (6,)))
-    call = asyncio.create_task(harness.engine.step_many([StepRequest("a", (6,)), StepRequest("b", (6, 7))]))
+    call = asyncio.create_task(step_many(harness.engine.submit, [StepRequest("a", (6,)), StepRequest("b", (6, 7))]))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

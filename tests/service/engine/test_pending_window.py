@@ -1,10 +1,9 @@
-"""Windows that are all that is asked for: the same as all other predictions, without a task of their own."""
+"""Windows that were submitted: cancelled, failed, proved while the engine drains."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,44 +11,16 @@ import pytest
 from tests.service.engine.test_top1_proof_by_direction import VOCABULARY, model
 from tests.service.engine_harness import PATIENCE_S, EngineHarness
 from tests.service.oracle import Small
-from wane.service.engine.inline_window import InlineWindow
+from wane.service.engine.pending import Pending
 from wane.service.errors import InvalidRequest, Unavailable, WaneError
 from wane.service.types import Answer, Mode, PredictRequest
 
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
-def begun(harness: EngineHarness | Small, request: PredictRequest = WINDOW) -> InlineWindow:
+def begun(harness: EngineHarness | Small, request: PredictRequest = WINDOW) -> Pending[Answer]:
     """A window that stands in the queue."""
-    window = harness.engine.begin_window(request)
-    assert window is not None
-    return window
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        PredictRequest((5,)),
-        PredictRequest((5,), window=2),
-        PredictRequest((5,), mode=Mode.RECURRENT),
-        PredictRequest((5,), mode=Mode.BOTH),
-        PredictRequest(mode=Mode.WINDOW, session="a"),
-    ],
-    ids=["auto", "auto with a window", "recurrent", "both", "of a session"],
-)
-async def test_what_is_more_than_a_window_is_left_to_the_others_and_nothing_is_done(
-    harness: EngineHarness, request_: PredictRequest
-) -> None:
-    assert harness.engine.begin_window(request_) is None
-    assert (harness.engine.asked, harness.engine._batcher.waiting, harness.runner.calls) == (0, 0, [])
-
-
-async def test_one_that_is_begun_answers_what_a_prediction_answers(harness: EngineHarness) -> None:
-    window = begun(harness)
-    assert (await window.answer)._replace(latency=None) == (  # type: ignore[arg-type]
-        (await harness.engine.submit(WINDOW))._replace(latency=None)  # type: ignore[arg-type]
-    )
-    assert harness.engine.asked == 2
+    return harness.engine.submit(request)
 
 
 @pytest.mark.parametrize(("k", "run"), [(2, [6, 7]), (3, [5, 6, 7]), (4, [5, 6, 7])])
@@ -57,17 +28,17 @@ async def test_one_of_a_truncated_sequence_runs_its_last_tokens_without_a_start_
     harness: EngineHarness, k: int, run: list[int]
 ) -> None:
     request = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=k, truncated=True)
-    answer = await begun(harness, request).answer
+    answer = await begun(harness, request)
     assert harness.runner.calls == [("window", [run])]
     assert (answer.window, answer.error_bound) == (len(run), None)
 
 
 async def test_one_that_is_refused_is_refused_as_a_prediction(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="window is 10000"):
-        harness.engine.begin_window(PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
+        await begun(harness, PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
     await harness.engine.drain()
     with pytest.raises(Unavailable):
-        harness.engine.begin_window(WINDOW)
+        await begun(harness)
 
 
 async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_it(harness: EngineHarness) -> None:
@@ -75,13 +46,12 @@ async def test_one_that_is_left_in_the_queue_is_never_run_and_nobody_waits_for_i
     first = begun(harness)
     await harness.runner.until_busy()
     second = begun(harness)
-    second.leave()
-    second.leave()
+    second.cancel()
+    second.cancel()
     harness.runner.gate.set()
-    await first.answer
+    await first
     await harness.engine.drain()
     assert len(harness.runner.calls) == 1
-    assert not second.answer.done()
     assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
@@ -89,37 +59,35 @@ async def test_one_that_is_left_while_it_runs_is_answered_to_nobody(harness: Eng
     harness.runner.gate.clear()
     window = begun(harness)
     await harness.runner.until_busy()
-    window.leave()
+    window.cancel()
     harness.runner.gate.set()
-    await begun(harness).answer
-    assert not window.answer.done()
+    await begun(harness)
     await harness.engine.drain()
 
 
 async def test_a_run_that_fails_is_told_and_the_engine_goes_on(harness: EngineHarness) -> None:
     harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
-        await begun(harness).answer
+        await begun(harness)
     harness.runner.poison = None
-    await begun(harness).answer
+    await begun(harness)
     await harness.engine.drain()
 
 
 async def test_an_answer_that_cannot_be_made_is_its_own_failure(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, failing = harness.engine._answer_builder.of_window, begun(harness)
+    failing = begun(harness)
 
     def fails_once(*given: object) -> object:
         monkeypatch.undo()
         raise LookupError(str(len(given)))
 
-    monkeypatch.setattr(harness.engine._answer_builder, "of_window", fails_once)
+    monkeypatch.setattr(harness.engine._answer_builder, "_predictions", fails_once)
     other = begun(harness)
     with pytest.raises(LookupError):
-        await failing.answer
-    assert (await other.answer).window == 2
-    assert harness.engine._answer_builder.of_window == made
+        await failing
+    assert (await other).window == 2
     await harness.engine.drain()
 
 
@@ -140,20 +108,20 @@ def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: b
     small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
     engine = small.engine
 
-    async def ask() -> tuple[InlineWindow, bool]:
+    async def ask() -> tuple[Pending[Answer], bool]:
         proof = Held()
         engine._answer_builder.direction = proof  # type: ignore[assignment]
         asked = asyncio.create_task(proof.asked.wait())
         while not asked.done():  # for a window whose radius settles nothing
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
             window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
-            either: list[asyncio.Future[Any]] = [asked, window.answer]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            while not (asked.done() or window.done):  # noqa: ASYNC110
+                await asyncio.sleep(0)
         draining = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
         waits = not draining.done()
         if left:
-            window.leave()
+            window.cancel()
             await draining
         proof.go.set()
         await draining
@@ -161,26 +129,24 @@ def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: b
 
     window, waits = asyncio.run(ask())
     assert waits
-    assert window.answer.done() is not left
-    assert left or window.answer.result().top1_proved
+    assert left or window.result().top1_proved
 
 
 def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begun() -> None:
     small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
     engine, go = small.engine, threading.Event()
 
-    async def ask() -> asyncio.Future[Answer]:
+    async def ask() -> Pending[Answer]:
         engine._prover.submit(go.wait, PATIENCE_S)  # as a document that is scored has it
         while True:
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
             window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
-            while not (window.answer.done() or engine._answer_builder._proofs):  # noqa: ASYNC110
+            while not (window.done or engine._answer_builder._proofs):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            if not window.answer.done():
+            if not window.done:
                 await engine.close()
-                await asyncio.wait([window.answer], timeout=PATIENCE_S)
                 go.set()
-                return window.answer
+                return window
 
     with pytest.raises(Unavailable):
         asyncio.run(ask()).result()
