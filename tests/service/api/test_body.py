@@ -19,7 +19,7 @@ from tests.service.live_server import LiveServer
 from tests.service.problems import assert_problem
 from wane.service.api import body as decoding
 from wane.service.api.body import LARGE_BYTES, MOST_FIELDS, Decoder, decode
-from wane.service.api.middleware import RequestContext
+from wane.service.api.exchange import RequestContext
 from wane.service.api.schemas.common import Body
 from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.generate import GenerateBody

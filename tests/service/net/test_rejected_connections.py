@@ -26,7 +26,7 @@ from tests.service.slow_client import (
     serving,
     until,
 )
-from wane.service.api.middleware import HUNG_UP
+from wane.service.api.exchange import HUNG_UP
 from wane.service.net.connection import RejectReason
 from wane.service.observability.logs import ACCESS
 
