@@ -5,7 +5,7 @@
 Of every bundle, a step from a resident state and a window of its own k, each in three ways that take turns:
 
 - bare: the runner in a loop, a full batch each time, the state fed back, the outputs dropped. One thread.
-- batcher: clients that each wait for a future of their own; states are gathered from the slab and written back to it.
+- batcher: clients that each wait for a future of their own; states are gathered from the pool and written back to it.
 - engine: the same clients, with sessions, limits, deadlines, predictions, bounds and reports: `Engine.step` and
   `Engine.predict`.
 

@@ -90,7 +90,7 @@ FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that no item is answered with unless they are finite."""
 
 ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
-"""Outputs that items are answered with; the others are written to the slab, or read here."""
+"""Outputs that items are answered with; the others are written to the state pool, or read here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +193,7 @@ def run(
 ) -> list[Row | Exception]:
     """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
 
-    `room`: of the slab, for states to be gathered in; nobody else's while this runs.
+    `room`: buffers of the state pool that states are gathered into; used by nothing else while this runs.
     """
     try:
         return _run(works, pool, runner, room)

@@ -5,7 +5,7 @@ routing     says which way to answer it, by costs, which measures what each take
 steps       takes requests to sessions through: check out, run, commit; quick those that need one run and no more,
             and quick_window those for a window
 sessions    says what a step is and where the state is, and commits
-forward     runs sequences: batcher, slab, runner; parallel the long ones, in chunks side by side
+forward     runs sequences: batcher, state pool, runner; parallel the long ones, in chunks side by side
 answering   makes answers of what was run; margin and direction prove them
 backlog     admits long requests that can finish by their deadlines
 shadow      gives some of them once more by the other mode, when there is nothing else to do

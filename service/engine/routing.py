@@ -38,8 +38,8 @@ def ways(
     one, the k asked for if the curve meets it there, or else the smallest at which it does. All of the tokens are run
     instead where that costs no more: no answer from them has a smaller bound.
     `has_radius_output`: runs of windows compute a bound for their own tokens, which may be far under the curve. Then
-    the first k is a try: it answers if its own bound meets the tolerance; otherwise the last entry answers. A model that is
-    not certified runs everything, and a k that covers everything is no window.
+    the first k is a try: it answers if its own bound meets the tolerance; otherwise the last entry answers. A model
+    that is not certified runs everything, and a k that covers everything is no window.
     """
     if not certificate.certified or certificate.rounding is None:
         return (None,)

@@ -1,6 +1,6 @@
 """Sessions: one request at a time each, what a step is in the light of the last one, resident states, commit.
 
-The store is the truth and the slab a cache: a resident state counts only while the session still begins as it did when
+The store is the truth and the pool a cache: a resident state counts only while the session still begins as it did when
 the state was made. One that is behind is brought up by the tokens since; one that the store keeps may stand in for it.
 Without either, the state is rebuilt from the tail by whoever needs it.
 """

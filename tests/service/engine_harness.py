@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
+from wane.service.types import Answer
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
@@ -35,6 +36,11 @@ PATIENCE_S = 120.0  # after which a test that waits for another thread has faile
 
 ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
 CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
+
+
+def listed(answer: Answer) -> list[tuple[int, float]]:
+    """The predicted tokens with their log-probabilities, in the order of the answer."""
+    return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
 def known(values: Sequence[float | None]) -> list[float]:
@@ -327,3 +333,6 @@ class EngineHarness:
         """The value of a metric of this engine; 0 where there is none yet."""
         value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
         return 0.0 if value is None else value
+
+
+MakeHarness = Callable[..., EngineHarness]

@@ -77,7 +77,7 @@ class SessionClient:
         await self.step(tuple(self.random.randrange(1, self.vocabulary) for _ in range(first)))
         self.timed.clear()
 
-    async def play(self, rate: float, over: asyncio.Event) -> None:
+    async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
         """Sends single tokens until it is over, `rate` of them a second on average, each due on its own: one that has
         to wait for the one before it was due all the same."""
         due = asyncio.get_running_loop().time()

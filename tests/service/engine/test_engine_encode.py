@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Encoding as Encoded
 
-from tests.service.engine_harness import PATIENCE_S, EngineHarness, name_vocabulary
+from tests.service.engine_harness import PATIENCE_S, EngineHarness, MakeHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 
-MakeBench = Callable[..., EngineHarness]
 LONG = "The history\nof the " * 500
 
 
@@ -53,7 +52,7 @@ async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_withou
 
 
 async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_of_its_tokens(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(max_input_tokens=5000)
     taken = []
@@ -79,7 +78,7 @@ async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_o
     assert taken == [4]
 
 
-async def test_words_and_events_of_any_length_are_one_token_each(make_harness: MakeBench) -> None:
+async def test_words_and_events_of_any_length_are_one_token_each(make_harness: MakeHarness) -> None:
     for kind in ("words", "events"):
         harness = make_harness(vocabulary=name_vocabulary(kind), max_input_tokens=2)
         assert await harness.engine.encode("x" * 100_000) == (1,)
