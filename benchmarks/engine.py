@@ -49,7 +49,7 @@ ROLES = ("step", "window")
 WAYS = ("bare", "batcher", "engine")
 BATCH = 64
 CLIENTS = 2 * BATCH
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 Ask = Callable[[int], Awaitable[object]]
 """One request of a client, by its number."""
@@ -121,7 +121,7 @@ class Subject:
             return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
 
         def by_engine(client: int) -> Awaitable[object]:
-            deadline = asyncio.get_running_loop().time() + PATIENCE_S  # as every request over HTTP has one
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # as every request over HTTP has one
             if role == "window":
                 return engine.predict(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
             return engine.step(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))

@@ -58,8 +58,8 @@ CLOSE_S = 5  # for connections to take their last bytes once everything is answe
 class Server(uvicorn.Server):
     """uvicorn, which drains before it stops listening.
 
-    On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that whoever spreads
-    the requests notices and sends them elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
+    On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that the load
+    balancer notices and sends requests elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
     as long as the settings allow; then it stops listening, and WebSockets are closed with 1012. Another SIGINT stops it
     without that. On SIGHUP it reads the file of its `keys`, if there is one.
     """
@@ -139,9 +139,9 @@ def spare_the_collector() -> None:
 
 
 def protocols(settings: Settings, metrics: Metrics, fast_path: FastPath | None = None) -> dict[str, Any]:
-    """Of uvicorn's configuration what says by whom connections are served, and who is believed to be at their ends: the
-    peer, unless that is a proxy of ours. uvicorn itself would believe whoever comes from this machine. `fast_path`: the
-    application's."""
+    """The part of uvicorn's configuration that names the protocol classes. A connection's client is its peer, or the
+    client that the peer names if it is a trusted proxy; uvicorn by default trusts every peer on this machine.
+    `fast_path`: the application's."""
     proxy_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
         "connection_limits": ConnectionLimits.of(settings),

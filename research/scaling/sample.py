@@ -1,7 +1,7 @@
 """One replica of many, in detail: its sessions are a population without names, and the rest of the fleet a background.
 
 Why that is enough. Sessions step on their own, at times that have nothing to do with each other: what reaches a
-replica is a Poisson process of the sum of their rates, whoever they are, and which session it is does not depend on
+replica is a Poisson process of the sum of their rates, whichever they are, and which session it is does not depend on
 the past (`memory.py`). Replicas share HAProxy and Redis only. Of these each has trips from so many replicas that one
 replica's own do not bear on what it meets there: the time of a trip is drawn from what one shard, simulated apart
 with the trips of all, takes for it (a mean field). What happens to other replicas comes as sessions that join and

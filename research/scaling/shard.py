@@ -39,7 +39,7 @@ class Shard:
         self.busy_s = 0.0
 
     def submit(self, commands: int, then: Then) -> None:
-        """A trip arrives; what comes of it is what whoever sent it does with the answers."""
+        """A trip arrives; `then` is called once its answers are there."""
         self._waiting.append((commands, then))
         if not self._round:
             self._begin()

@@ -12,7 +12,7 @@ from starlette.websockets import WebSocket
 
 from wane.service.errors import Abandoned
 from wane.service.net.timers import timers
-from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
+from wane.service.net.websocket_protocol import DISCONNECT_GRACE_S, MOST_EARLY
 
 
 class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
@@ -40,7 +40,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         assert task is not None, "this is a bug: a request is always served by a task"
         self._task = task
         self._cancelled_before = task.cancelling()
-        self._timer = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._poller)
+        self._timer = timers().at(asyncio.get_running_loop().time() + DISCONNECT_GRACE_S, self._poller)
 
     def _poller(self) -> None:
         self._watcher = asyncio.create_task(self._wait())

@@ -27,13 +27,13 @@ class Admission:
             raise Unavailable("the server is stopping")
 
     def enter(self) -> None:
-        """One request more; it is to leave."""
+        """Counts one more request, which must call `leave`."""
         self.asked += 1
         self.active += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """One is over."""
+        """One request has ended."""
         self.active -= 1
         if not self.active:
             self._idle.set()

@@ -92,8 +92,8 @@ TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the ver
 class Engine:
     """Answers for one version of one model. Every method belongs to the event loop's thread.
 
-    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded beside what
-    it says itself. Cancelling a caller takes back what has not entered a batch.
+    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded besides
+    its own errors. Cancelling a caller takes back what has not entered a batch.
     """
 
     def __init__(
@@ -519,7 +519,7 @@ class Engine:
         self._report.answered(operation, answer.mode)
 
     def _count_steps(self, answers: int) -> None:
-        """As `count`, of so many steps that were answered from their states."""
+        """As `count`, of `answers` steps that were answered from their states."""
         self._report.answered("step", Mode.RECURRENT, answers)
 
     async def _in_a_task(self, request: StepRequest, ticket: Ticket, lost: int = 0) -> Answer:
@@ -593,7 +593,7 @@ class Engine:
         self._keeping = asyncio.create_task(self._housekeeper.run())
 
     def retire(self) -> None:
-        """Another one has taken its place, or none: whoever holds on to it is to ask for that."""
+        """Marks the engine as replaced or unloaded: its holders must ask the registry again."""
         self.retired = True
         if self._shadow is not None:
             self._shadow.close()

@@ -232,7 +232,7 @@ class Generation:
         )
 
     def _bound(self, result: RunResult, tokens: int) -> float | None:
-        """The bound of one distribution, which follows so many tokens."""
+        """The bound of one distribution, which follows `tokens` tokens."""
         k = tokens if self._source.window is None else min(self._source.window, tokens)
         position = tokens + self._request.truncated
         found = bound(self._manifest.certificate, k, position, result.radius)

@@ -27,7 +27,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.propagation import PATIENCE, Propagation
+from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.service.batching.cost_model import CostModel
@@ -153,8 +153,8 @@ class Scorer:
         return np.concatenate(parts)
 
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
-        """The bounds of answers that know so many tokens of a truncated sequence each, where `joints` is the most that
-        the joints of the run may add to any."""
+        """The bounds of answers from the last n tokens of a truncated sequence, for each n in `known`; `joints` is the
+        most that the joints of the run may add to any."""
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
@@ -202,7 +202,7 @@ class Scorer:
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0
-        tokens = PATIENCE if plan.apart is None else plan.apart
+        tokens = MAX_TOKENS if plan.apart is None else plan.apart
         loop = asyncio.get_running_loop()
         apart = await loop.run_in_executor(self._executor, self.propagation.apart, plan.joints, tokens)
         if apart is None:

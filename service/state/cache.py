@@ -192,6 +192,6 @@ class StateCache(StatePool):
         self.recount()
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Asserts that there are no faults; for tests, and for whoever hunts a bug."""
+        """Asserts that there are no faults; for tests and for debugging."""
         found = self.faults(idle=idle)
         assert not found, "; ".join(fault.text for fault in found)

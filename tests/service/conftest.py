@@ -27,7 +27,7 @@ LIMIT = 64 * 1024
 
 
 def never(error: Exception) -> None:
-    raise AssertionError("a fake catalog always loads") from error
+    raise AssertionError("a fake registry always loads") from error
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def client(app: FastAPI, registry: FakeRegistry) -> AsyncIterator[httpx.As
 
 @pytest.fixture
 async def loading() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application whose real catalog has not begun to load."""
+    """A client of an application whose real registry has not begun to load."""
     settings, metrics = Settings(), Metrics()
     app = create_app(settings, ModelRegistry(settings, metrics), metrics, on_load_failure=never)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:

@@ -31,7 +31,7 @@ from wane.service.types import Answer
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
-PATIENCE_S = 120.0  # after which a test that waits for another thread has failed
+TIMEOUT_S = 120.0  # after which a test that waits for another thread has failed
 
 
 ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
@@ -152,7 +152,7 @@ class FakeRunner:
 
     async def until_busy(self) -> None:
         """Waits until a run has begun that had not when this was last asked."""
-        assert await asyncio.to_thread(self.busy.wait, PATIENCE_S)
+        assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
     def kill(self) -> None:
@@ -184,7 +184,7 @@ class FakeRunner:
             rows = [row[:end].tolist() for row, end in zip(columns, ends, strict=True)]
         self.calls.append((role, rows))
         self.busy.set()
-        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
         if any(self.poison in row for row in rows):
             raise RuntimeError("a poisoned token")
         if role == "head":

@@ -49,7 +49,7 @@ _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
 # Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
 # memory is handed out in steps of 16 bytes.
-BESIDE_BYTES = 200
+OVERHEAD_BYTES = 200
 
 
 Identity = tuple[str, str, Mode, int, str]
@@ -57,8 +57,8 @@ Identity = tuple[str, str, Mode, int, str]
 
 
 def entry_bytes(session: str, tail: int) -> int:
-    """Memory that a session takes whose tail is of so many bytes."""
-    return BESIDE_BYTES + len(session) + _HEADER.size + tail
+    """Memory that a session takes whose tail has `tail` bytes."""
+    return OVERHEAD_BYTES + len(session) + _HEADER.size + tail
 
 
 def tail_bytes(packed: bytes) -> int:

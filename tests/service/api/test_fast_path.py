@@ -36,7 +36,7 @@ WAIT_S = 120.0
 
 
 class OneEngine(FakeRegistry):
-    """A catalog of one real engine, on a store that answers at once."""
+    """A registry of one real engine, on a store that answers at once."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -525,9 +525,7 @@ async def test_a_run_that_fails_is_told(serve: Serve) -> None:
         assert (await client.ask(step({"tokens": [7]})))[1]["position"] == 2
 
 
-async def test_a_step_that_another_writer_was_before_is_tried_again(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_that_loses_to_another_writer_is_retried(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve() as server:
         lost = server.harness.lose_next_comparison(monkeypatch)
         status, document = await (await Client.of(server)).ask(step({"tokens": [6]}))

@@ -50,7 +50,7 @@ def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_
 ) -> None:
     for _ in range(4):
         requests.enter(6, 30)
-    with pytest.raises(Overloaded, match=r"may take 7\.5 s, and 37\.5 s beside .* deadline is in 30\.0 s") as refused:
+    with pytest.raises(Overloaded, match=r"may take 7\.5 s, and 37\.5 s with .* deadline is in 30\.0 s") as refused:
         requests.enter(6, 30)
     assert refused.value.retry_after_s == MARGIN * 30 - 30
     assert requests.refused == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Encoding as Encoded
 
-from tests.service.engine_harness import PATIENCE_S, EngineHarness, MakeHarness, name_vocabulary
+from tests.service.engine_harness import TIMEOUT_S, EngineHarness, MakeHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 
 LONG = "The history\nof the " * 500
@@ -28,7 +28,7 @@ class Encoding:
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         self.texts.append(text)
         self.busy.set()
-        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
         return self._encode(text, most)
 
 
@@ -92,7 +92,7 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
     late = asyncio.create_task(harness.engine.encode(LONG, deadline))
-    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
     waiting = asyncio.create_task(harness.engine.encode(LONG * 2, deadline))
     await asyncio.sleep(0)
     travel(2 * 3600)
@@ -106,8 +106,8 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
 
 async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: EngineHarness, encoding: Encoding) -> None:
     tasks = [asyncio.create_task(harness.engine.encode(LONG)) for _ in range(64)]
-    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), PATIENCE_S) == "free"
+    assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S) == "free"
     encoding.gate.set()
     assert len(set(await asyncio.gather(*tasks))) == 1
 
@@ -116,7 +116,7 @@ async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more
     harness: EngineHarness, encoding: Encoding
 ) -> None:
     admitted = asyncio.create_task(harness.engine.encode(LONG))
-    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
     draining = asyncio.create_task(harness.engine.drain())
     await asyncio.sleep(0)
     assert not draining.done()

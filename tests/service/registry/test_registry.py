@@ -13,7 +13,7 @@ import pytest
 
 from tests.models.bundles import edit_manifest
 from tests.models.rounding import rounding
-from tests.service.engine_harness import PATIENCE_S
+from tests.service.engine_harness import TIMEOUT_S
 from tests.service.shipped import FOLDER, PATHS, each_bundle
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
@@ -98,12 +98,12 @@ class Gate:
     def _held(self, bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
         self.names.append(bundle.manifest.name)
         self._begun.release()
-        assert self.opened.wait(PATIENCE_S), "nobody opened the gate"
+        assert self.opened.wait(TIMEOUT_S), "nobody opened the gate"
         return self._open_graphs(bundle, settings)
 
     async def reached(self) -> None:
         """Waits until one load more is begun."""
-        assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
+        assert await asyncio.to_thread(self._begun.acquire, timeout=TIMEOUT_S)
 
 
 async def test_the_default_model_answers_while_the_others_are_loaded(
@@ -301,7 +301,7 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
     await asyncio.to_thread(opening.wait)
     closing = asyncio.create_task(registry.close())
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await closed.wait()
         assert not closing.done()
     finally:

@@ -196,7 +196,7 @@ async def test_a_run_that_fails_is_told_and_closes(serve: Serve) -> None:  # noq
         assert await position(server, "a") == 1
 
 
-async def test_a_step_that_another_writer_was_before_is_tried_again(
+async def test_a_step_that_loses_to_another_writer_is_retried(
     serve: Serve,  # noqa: F811
     by_task: list[str | bytes],
     monkeypatch: pytest.MonkeyPatch,
