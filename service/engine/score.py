@@ -95,7 +95,7 @@ class Scorer:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
         await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
-        input_ids = await self._fed(request)
+        input_ids = await self._input_ids(request)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
@@ -144,7 +144,7 @@ class Scorer:
             latency=ticket.latency(),
         )
 
-    async def _fed(self, request: ScoreRequest) -> NDArray[np.int64]:
+    async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
         """The sequence that the model is fed, as `forward.sequence` makes it, in several turns of the event loop."""
         parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):

@@ -40,7 +40,7 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """The snapshot that was written; None for bytes that are not a snapshot: the state is then rebuilt from the tail."""
+    """The snapshot that was written; None for other bytes: the state is then rebuilt from the tail."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)

@@ -8,7 +8,8 @@ Each session:
     length  id     idle_s   length  session
     uint16  UTF-8  float64  uint32  as in codec.py
 
-A length is that of the field after it. Numbers are big-endian. The file takes the place of the one before at once and whole, and is read only if it is whole.
+Numbers are big-endian. `length` is that of the id, and of the session. The file replaces the one before in one act, and
+is read only if it is whole.
 """
 
 from __future__ import annotations
