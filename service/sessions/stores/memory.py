@@ -203,8 +203,8 @@ class MemoryStore:
         on_memory_eviction: Callable[[str], object] = lambda _: None,
         file: Path | None = None,
     ) -> None:
-        """`on_memory_eviction` is told the model of every session that was ended for lack of memory. `file`: where sessions
-        are saved when the store is closed, and read from when it is opened."""
+        """`on_memory_eviction` is told the model of every session that was ended for lack of memory. `file`: where
+        sessions are saved when the store is closed, and read from when it is opened."""
         self.session_history_tokens = session_history_tokens
         self.used_bytes = 0
         self._budget_bytes = budget_bytes
