@@ -5,7 +5,7 @@
 Of every bundle, a step from a resident state and a window of its own k, each in three ways that take turns:
 
 - bare: the runner in a loop, a full batch each time, the state fed back, the outputs dropped. One thread.
-- batcher: clients that each wait for a future of their own; states are gathered from the slab and written back to it.
+- batcher: clients that each wait for a future of their own; states are gathered from the pool and written back to it.
 - engine: the same clients, with sessions, limits, deadlines, predictions, bounds and reports: `Engine.step` and
   `Engine.predict`.
 
@@ -49,7 +49,7 @@ ROLES = ("step", "window")
 WAYS = ("bare", "batcher", "engine")
 BATCH = 64
 CLIENTS = 2 * BATCH
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 Ask = Callable[[int], Awaitable[object]]
 """One request of a client, by its number."""
@@ -121,7 +121,7 @@ class Subject:
             return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
 
         def by_engine(client: int) -> Awaitable[object]:
-            deadline = asyncio.get_running_loop().time() + PATIENCE_S  # as every request over HTTP has one
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # as every request over HTTP has one
             if role == "window":
                 return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
             return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.stack.stack import Stack, replicas
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepping
 from tests.stack.session_client import SessionClient
 from wane.models.bundle import Bundle
 from wane.service.settings import Settings
@@ -48,15 +48,15 @@ def slices(start_s: float, count: int, each_s: float) -> list[Span]:
     return [(start_s + number * each_s, start_s + (number + 1) * each_s) for number in range(count)]
 
 
-def p99_ms(players: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
+def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
     """The p99 of the steps that were due in `spans`, except those that were under way in any of `outside`.
 
     It is NaN if there is no such step.
     """
     latencies = [
         timed.latency_s * 1e3
-        for player in players
-        for timed in player.timed
+        for client in clients
+        for timed in client.timed
         if any(start <= timed.due_s < end for start, end in spans)
         and not any(timed.due_s < end and timed.ended_s > start for start, end in outside)
     ]
@@ -67,8 +67,8 @@ async def measure(stack: Stack, kills: int) -> dict[str, float]:
     """The figures by name. Ends the program if a step failed or was lost."""
     clock = asyncio.get_running_loop().time
     outages: list[Span] = []
-    async with crowd(stack.port, [FIRST_TOKENS] * SESSIONS) as players:
-        async with playing(players, RATE):
+    async with open_clients(stack.port, [FIRST_TOKENS] * SESSIONS) as clients:
+        async with stepping(clients, RATE):
             start_s = clock() + SETTLING_S
             calm = slices(start_s, int(UNDISTURBED_S / SLICE_S), SLICE_S)
             storm = slices(start_s + UNDISTURBED_S, kills, KILL_EVERY_S)
@@ -81,18 +81,18 @@ async def measure(stack: Stack, kills: int) -> dict[str, float]:
                 outages.append((killed_s, clock()))
             await asyncio.sleep(storm[-1][1] - clock())
         session_history_tokens = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-        if wrong := [*failures(players), *await histories(players, stack.store, session_history_tokens)]:
+        if wrong := [*failures(clients), *await histories(clients, stack.store, session_history_tokens)]:
             raise SystemExit("\n".join(wrong))
-    before = statistics.median(p99_ms(players, [span]) for span in calm)
-    beside = statistics.median(p99_ms(players, [span], outages) for span in storm)
+    before = statistics.median(p99_ms(clients, [span]) for span in calm)
+    beside = statistics.median(p99_ms(clients, [span], outages) for span in storm)
     return {
-        "steps": sum(len(player.timed) for player in players),
-        "steps sent again by clients": sum(player.repeated for player in players),
-        "longest latency, s": longest_gap_s(players),
+        "steps": sum(len(client.timed) for client in clients),
+        "steps sent again by clients": sum(client.repeated for client in clients),
+        "longest latency, s": longest_gap_s(clients),
         "longest outage, s": max(end - begun for begun, end in outages),
         "p99 before the kills, ms": before,
         "p99 outside the outages, ms": beside,
-        "p99 in the outages, ms": p99_ms(players, outages),
+        "p99 in the outages, ms": p99_ms(clients, outages),
         "p99 outside / before": beside / before,
     }
 

@@ -116,7 +116,7 @@ class Stored:
         record = await self.store.get(session)
         assert record is not None
         step = LastStep(record.position, of_tokens(tokens), None)
-        assert await self.store.append(session, record.revision, tokens, step)
+        assert await self.store.append(record, tokens, step)
 
     async def delete(self, session: str) -> None:
         assert await self.store.delete(session)
@@ -150,7 +150,7 @@ async def measure(way: str, count: int, tail: int) -> Result:
         await models.load()
         kept = Stored(tail, models)
     names = [secrets.token_urlsafe(16) for _ in range(count)]
-    # A name is one string, whoever else refers to it: those of the list are the sessions' own.
+    # A name is one string, however many refer to it: those of the list are the sessions' own.
     before = resident_bytes() - sum(map(sys.getsizeof, names))
     await fill(kept, names, tail)
     result: Result = {"way": way, "sessions": count, "session_history_tokens": tail, "before_bytes": before}

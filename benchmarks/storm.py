@@ -149,9 +149,11 @@ class Subject:
         for _ in range(count):
             self.opened += 1
             name = f"session-{self.opened}"
-            view = await self.engine.create_session(name)
+            await self.engine.create_session(name)
+            record = await self.store.get(name)
+            assert record is not None, "the session was just created"
             tokens = self.random.integers(2, size, size=TAIL).tolist()
-            await self.store.append(view.session, 0, tokens, LastStep(0, b"", None))
+            await self.store.append(record, tokens, LastStep(0, b"", None))
             names.append(name)
         return names
 

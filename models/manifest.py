@@ -300,7 +300,7 @@ class Certificate(Frozen):
 
 
 class Provenance(Frozen):
-    """Where the weights came from, as whoever trained them says; nothing here can be checked at load."""
+    """Where the weights came from, as claimed by those who trained them; nothing here can be checked at load."""
 
     created: str
     command: str

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 
-from research.proof_results import ModelFigures, Results, Spread
+from research.proof_results import MedianAndLargest, ModelFigures, Results
 
 LEAST = 1e-13
 """What is less is float64's rounding."""
@@ -78,7 +78,7 @@ def _distances(axes: Axes, name: str, model: ModelFigures, colour: str) -> None:
     axes.set_ylim(bottom=LEAST)
 
 
-def _band(axes: Axes, windows: list[int], spreads: list[Spread], colour: str, style: str) -> None:
+def _band(axes: Axes, windows: list[int], spreads: list[MedianAndLargest], colour: str, style: str) -> None:
     """The median, and a shade from there to the largest."""
     known = [
         (k, max(s.median, LEAST), max(s.largest if s.largest is not None else s.median, LEAST))

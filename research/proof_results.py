@@ -14,14 +14,14 @@ from wane.models.manifest import Contraction, Frozen
 Values = NDArray[np.float64]
 
 
-class Spread(Frozen):
+class MedianAndLargest(Frozen):
     """Median and largest of a number over positions; null where it is infinite."""
 
     median: float | None
     largest: float | None
 
     @classmethod
-    def of(cls, values: Values) -> Spread:
+    def of(cls, values: Values) -> MedianAndLargest:
         """values: (N)."""
         found = [float(np.median(values)), float(values.max())]
         median, largest = (value if np.isfinite(value) else None for value in found)
@@ -52,15 +52,15 @@ class WindowFigures(Frozen):
     """
 
     positions: int
-    observed: Spread
-    observed_variation: Spread
+    observed: MedianAndLargest
+    observed_variation: MedianAndLargest
     worst_case: float | None
     worst_case_variation: float | None
-    request: Spread
-    request_variation: Spread
-    direction_variation: Spread | None = None
-    over_worst_case: Spread | None
-    over_request: Spread
+    request: MedianAndLargest
+    request_variation: MedianAndLargest
+    direction_variation: MedianAndLargest | None = None
+    over_worst_case: MedianAndLargest | None
+    over_request: MedianAndLargest
     same_top1: float
     proved: Proved
     violations: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.page import markdown
-from research.proof_results import ModelFigures, Results, Spread
+from research.proof_results import MedianAndLargest, ModelFigures, Results
 
 SHOWN = 64
 
@@ -124,7 +124,7 @@ def _k(model: ModelFigures) -> str:
     return f"over {model.max_window}" if model.curve else "none"
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: MedianAndLargest) -> str:
     """Median (largest)."""
     return f"{_number(spread.median)} ({_number(spread.largest)})"
 

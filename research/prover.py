@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from research.proof_results import Proved, Spread, Values, WindowFigures
+from research.proof_results import MedianAndLargest, Proved, Values, WindowFigures
 from wane.models.bundle import Bundle
 from wane.models.certificate.request import RequestBound
 from wane.models.certificate.top1 import Top1
@@ -84,15 +84,15 @@ class Prover:
             wrong |= (of[name] > 0) & (of["same"] == 0)
         return WindowFigures(
             positions=len(never.ends),
-            observed=Spread.of(of["observed"]),
-            observed_variation=Spread.of(of["observed_variation"]),
+            observed=MedianAndLargest.of(of["observed"]),
+            observed_variation=MedianAndLargest.of(of["observed_variation"]),
             worst_case=worst,
             worst_case_variation=epsilon,
-            request=Spread.of(of["radius"]),
-            request_variation=Spread.of(of["variation"]),
-            direction_variation=Spread.of(of["direction_variation"]),
-            over_worst_case=None if worst is None else Spread.of(of["observed"] / worst),
-            over_request=Spread.of(of["observed"] / of["radius"]),
+            request=MedianAndLargest.of(of["radius"]),
+            request_variation=MedianAndLargest.of(of["variation"]),
+            direction_variation=MedianAndLargest.of(of["direction_variation"]),
+            over_worst_case=None if worst is None else MedianAndLargest.of(of["observed"] / worst),
+            over_request=MedianAndLargest.of(of["observed"] / of["radius"]),
             same_top1=float(of["same"].mean()),
             proved=Proved(**{name: float(of[name].mean()) for name in ("curve", "request", "direction")}),
             violations=int(wrong.sum()),

@@ -92,7 +92,7 @@ def create_app(
     on_ready: Callable[[], None] = lambda: None,
     tracing: Tracing | None = None,
 ) -> Application:
-    """The application around a catalog that is not loaded yet.
+    """The application around a registry that is not loaded yet.
 
     It answers at once; requests for models wait until they are loaded, verified and warmed up. If the server cannot go
     on without a model that was not loaded, `on_load_failure` is called with the reason, and is to end the process.

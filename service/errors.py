@@ -51,7 +51,7 @@ class WaneError(Exception):
         self.message = message
 
     def extra(self) -> dict[str, object]:
-        """Fields beside the message that help a client to go on."""
+        """Fields besides the message that help a client to go on."""
         return {}
 
 
@@ -77,7 +77,7 @@ class InvalidRequest(WaneError):
 
 
 class Unauthorized(WaneError):
-    """No key, or one that is not good. `basic`: whoever asks may be a browser, which asks its user for one."""
+    """No key, or one that is not good. `basic`: the client may be a browser, which asks its user for a key."""
 
     code = "unauthorized"
     http_status = 401

@@ -57,8 +57,8 @@ CLOSE_S = 5  # for connections to take their last bytes once everything is answe
 class Server(uvicorn.Server):
     """uvicorn, which drains before it stops listening.
 
-    On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that whoever spreads
-    the requests notices and sends them elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
+    On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that the load
+    balancer notices and sends requests elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
     as long as the settings allow; then it stops listening, and WebSockets are closed with 1012. Another SIGINT stops it
     without that. On SIGHUP it reads the file of its `keys`, if there is one.
     """

@@ -44,8 +44,7 @@ class Settings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one")
     api_keys: SecretStr | None = Field(
         default=None,
-        description="keys of whoever may ask, as NAME:KEY or NAME:KEY:SCOPE with commas between; scopes are use, "
-        "metrics, admin",
+        description="accepted keys, as NAME:KEY or NAME:KEY:SCOPE with commas between; scopes are use, metrics, admin",
     )
     api_keys_file: Path | None = Field(
         default=None,
@@ -54,8 +53,8 @@ class Settings(BaseModel):
     )
     trusted_proxies: str | None = Field(
         default=None,
-        description="addresses and networks of proxies, with commas between, that are believed when they say whose a "
-        "request is (x-forwarded-for), for the log; none: nobody is",
+        description="addresses and networks of proxies, with commas between, whose x-forwarded-for header "
+        "names the client in the log; not set: the log names the connection's peer",
     )
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
     require_all: bool = Field(
@@ -129,7 +128,7 @@ class Settings(BaseModel):
     session_budget_bytes: int = Field(
         default=2**30,
         ge=1,
-        description="memory for sessions beside their states: about 300 each, and 2 for each token of a tail (4 where "
+        description="memory for sessions besides their states: about 300 each, and 2 for each token of a tail (4 where "
         "a vocabulary has over 65536); where it is used up new sessions are answered 429",
     )
     store: str = Field(
@@ -161,7 +160,7 @@ class Settings(BaseModel):
     )
     store_policy: str = Field(
         default="auto",
-        description="what Redis keeps of a session beside its tail: nothing (tail) or its state now and then (state); "
+        description="what Redis keeps of a session besides its tail: nothing (tail) or its state now and then (state); "
         "auto keeps states of models that are not certified. For single models: auto,NAME=state,NAME=tail",
     )
     state_checkpoint_interval_tokens: int | None = Field(

@@ -27,7 +27,7 @@ from wane.training.errors import LostError, RunError, TrainingError
 
 T = TypeVar("T")
 
-PATIENCE_S = 10.0
+LAUNCHER_WAIT_S = 10.0
 """How long a process that did not fail itself waits for the launcher to end it; the one that failed is then named."""
 
 TRANSPORT = "gloo/transport"
@@ -187,7 +187,7 @@ class Group:
         """Leaves it to the launcher to end this process, because another one failed."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not self._ended:
-            time.sleep(PATIENCE_S)
+            time.sleep(LAUNCHER_WAIT_S)
 
     def _on_sigterm(self, *_: object) -> None:
         """The launcher ends what is left of a group in which a process has failed: said, unless that is being said."""

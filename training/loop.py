@@ -29,7 +29,7 @@ LOG_EVERY = 50
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a run tells whoever watches it, after every step."""
+    """What a run reports after every step."""
 
     step: int
     steps: int

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from wane.models.manifest import Quality
-from wane.training.audit.forgetting import Spread
+from wane.training.audit.forgetting import Quantiles
 from wane.training.audit.report import AuditReport
 
 FIGURE = (7.0, 4.2)
@@ -116,7 +116,7 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     plt.close(figure)
 
 
-def _spreads(axes: Axes, at: list[int], spreads: list[Spread]) -> None:
+def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
     """Median, p99 and maximum, on a logarithmic axis that starts above nothing, or on a linear one where all are 0."""
     if any(spread.max > 0 for spread in spreads):
         axes.set_yscale("log")

@@ -20,7 +20,7 @@ from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, c
 from benchmarks.bench.results import Timed
 
 CONNECTIONS = 64
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
@@ -57,12 +57,12 @@ def _drive(opened: list[socket.socket], requests: Iterator[bytes], due: list[flo
             asked[connection] = intended
             lags.append(time.perf_counter() - begun - intended)
             connection.sendall(next(requests))
-        timeout = PATIENCE_S
+        timeout = TIMEOUT_S
         if waiting and idle:
             timeout = max(0.0, waiting[0] - (time.perf_counter() - begun))
         readable = select.select(asked, [], [], timeout)[0]
-        if not readable and timeout == PATIENCE_S:
-            raise BadAnswer(f"{len(asked)} requests were not answered within {PATIENCE_S:.0f} s")
+        if not readable and timeout == TIMEOUT_S:
+            raise BadAnswer(f"{len(asked)} requests were not answered within {TIMEOUT_S:.0f} s")
         for connection in readable:
             if answers[connection].receive(connection.recv(READ_AT_ONCE)) is not None:
                 latencies.append(time.perf_counter() - begun - asked.pop(connection))

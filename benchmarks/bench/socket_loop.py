@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from benchmarks.bench.connections import BadAnswer, WebSocket
-from benchmarks.bench.open_loop import PATIENCE_S, summary
+from benchmarks.bench.open_loop import TIMEOUT_S, summary
 from benchmarks.bench.results import Timed
 
 
@@ -27,9 +27,9 @@ def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: byte
                 sent[opened] = time.perf_counter()
                 opened.send(next(frames))
             while sent:
-                ready = selector.select(PATIENCE_S)
+                ready = selector.select(TIMEOUT_S)
                 if not ready:
-                    raise BadAnswer(f"{len(sent)} messages were not answered within {PATIENCE_S:.0f} s")
+                    raise BadAnswer(f"{len(sent)} messages were not answered within {TIMEOUT_S:.0f} s")
                 for key, _ in ready:
                     answer = key.data.receive()
                     if answer is None:

@@ -18,7 +18,7 @@ class GatedCell(nn.Module):
 
     The gates see the input only, so all steps of a sequence are solved at once by a parallel scan; the state is
     a convex combination of values in (-1, 1) and forgets by the factor f at each step. Kin: SRU, QRNN, minGRU.
-    With `remember`, the forget gates of the latest run are kept in `gates`, (T, B, H), for whoever trains by them.
+    With `remember`, the forget gates of the latest run are kept in `gates`, (T, B, H), for training.
     The gates' biases start so that the units' memories reach from 2 to 50 tokens or as far as the cap lets them.
     """
 

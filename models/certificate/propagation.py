@@ -33,7 +33,7 @@ from wane.models.weights import Weights
 ROOM = 8
 """E is larger than rho by this part of it."""
 
-PATIENCE = 1024
+MAX_TOKENS = 1024
 """Tokens that F is followed at most."""
 
 
@@ -80,7 +80,7 @@ class Propagation:
         limit = np.concatenate([each.flat() for each in settled])
         before = np.concatenate([each.flat() for each in errors])
         furthest = 0.0
-        for _ in range(min(tokens, PATIENCE)):
+        for _ in range(min(tokens, MAX_TOKENS)):
             errors, apart = self._stack.step(errors)
             furthest = max(furthest, apart)
             now = np.concatenate([each.flat() for each in errors])

@@ -42,7 +42,7 @@ ROUNDS = (16, 48, 96, 192, 384, 768)
 ROOM = 2.0
 """The errors reached are tried times this as a bound of all that follow."""
 
-PATIENCE = 4096
+MAX_STEPS = 4096
 """Steps over which errors are followed at most, until a bound is found."""
 
 SETTLING, SETTLED = 1 << 12, 1e-11
@@ -82,7 +82,7 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Pertur
         return [moved + local for moved, local in zip(after, delta, strict=True)]
 
     errors = [replace(each, steps=stack.reach) for each in stack.at_rest()]
-    for count in range(1, PATIENCE + 1):
+    for count in range(1, MAX_STEPS + 1):
         errors = step(errors)
         if count & (count - 1):
             continue

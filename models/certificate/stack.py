@@ -11,7 +11,7 @@ LayerNorm by `layer_norm.py`, and the mean, which no LayerNorm sees, projected a
 first gated layer's exact maximum only ever falls, and is cut in). Hence, once no error of the whole stack is larger
 than a token before, none ever grows again: x_(j+1) <= x_j gives F(x_(j+1)) <= F(x_j). The curve is run on until that
 is so; it then holds for every longer window, and e_k is the largest value from k on. If it is not so within
-`PATIENCE` tokens, what is left of the curve is what can be reached at all.
+`MAX_TOKENS` tokens, what is left of the curve is what can be reached at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wane.models.certificate.perturbation import LinearMap, Perturbation
 from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
-PATIENCE = 1024
+MAX_TOKENS = 1024
 """Tokens beyond the largest window that a curve may take to start to fall for good."""
 
 NEGLIGIBLE = 1e-30
@@ -202,7 +202,7 @@ def state_error_curve(stack: Stack, max_window: int) -> Vector:
         falls = len(curve) > stack.reach and bool(np.all(now <= before))
         if falls and (len(curve) >= max_window or apart <= NEGLIGIBLE or np.array_equal(now, before)):
             break
-        if len(curve) >= max_window + PATIENCE:
+        if len(curve) >= max_window + MAX_TOKENS:
             curve.append(stack.furthest())
             break
         before = now

@@ -33,7 +33,7 @@ from research.scaling.memory import Found
 from research.scaling.record import Record
 from research.scaling.replica import Item, Replica
 from research.scaling.worker import Cores, Then, after
-from tests.stack.load_generator import crowd, failures, playing
+from tests.stack.load_generator import failures, open_clients, stepping
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.scheduler import FairScheduler, Scheduler
 
@@ -68,12 +68,12 @@ async def measured_kills(stack: Stack) -> Result:
     """Sessions that step on their own, and replicas that are killed one after the other."""
     clock = asyncio.get_running_loop().time
     record, outages = Record(), []
-    async with crowd(stack.port, [FIRST_TOKENS] * SESSIONS) as players:
-        async with playing(players, STEP_RATE):
+    async with open_clients(stack.port, [FIRST_TOKENS] * SESSIONS) as clients:
+        async with stepping(clients, STEP_RATE):
             await asyncio.sleep(SETTLING_S)
-            start_s, own_s, before = clock(), time.process_time(), sum(len(player.timed) for player in players)
+            start_s, own_s, before = clock(), time.process_time(), sum(len(client.timed) for client in clients)
             await asyncio.sleep(CALM_S)
-            own_s = (time.process_time() - own_s) / (sum(len(player.timed) for player in players) - before)
+            own_s = (time.process_time() - own_s) / (sum(len(client.timed) for client in clients) - before)
             for number in range(KILLS):
                 victim, killed_s = stack.replicas[number % len(stack.replicas)], clock()
                 await asyncio.to_thread(victim.kill)
@@ -81,12 +81,12 @@ async def measured_kills(stack: Stack) -> Result:
                 await asyncio.to_thread(victim.wait_ready)
                 outages.append((killed_s - start_s, clock() - start_s))
                 await asyncio.sleep(killed_s + EVERY_S - clock())
-        if failed := failures(players):
+        if failed := failures(clients):
             raise BadAnswer(failed[0])
-        for player in players:
-            own = sorted(player.answers)[-len(player.timed) :]
-            for timed, position in zip(player.timed, own, strict=True):
-                rebuilt = player.answers[position]["state"] == "rebuilt"
+        for client in clients:
+            own = sorted(client.answers)[-len(client.timed) :]
+            for timed, position in zip(client.timed, own, strict=True):
+                rebuilt = client.answers[position]["state"] == "rebuilt"
                 record.answer(timed.due_s - start_s, timed.ended_s - start_s, refused=False, rebuilt=rebuilt)
     return {"client_us": 1e6 * own_s, "outages": outages, **told(record, outages)}
 

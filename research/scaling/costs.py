@@ -145,7 +145,7 @@ class Limits:
     load: float = 0.6
     """Share of a thread's time that is planned with."""
 
-    slab_bytes: float = 256 * 2**20
+    state_budget_bytes: float = 256 * 2**20
     """States of a replica (WANE_STATE_BUDGET_BYTES)."""
 
     store_gib: float = 24.0

@@ -13,7 +13,7 @@ import numpy as np
 import simpy
 
 from research.scaling.costs import Costs
-from research.scaling.memory import Slab
+from research.scaling.memory import StateCache
 from research.scaling.record import Record
 from research.scaling.replica import Replica
 from research.scaling.ring import Places, Ring, full, spread, starting
@@ -88,8 +88,8 @@ class Fleet:
 
     def _replica(self) -> Replica:
         shape = self.shape
-        slab = Slab(shape.capacity)
-        return Replica(self.env, self.costs, slab, self._store, held=shape.tokens, cores=self.cores, turns=True)
+        cache = StateCache(shape.capacity)
+        return Replica(self.env, self.costs, cache, self._store, held=shape.tokens, cores=self.cores, turns=True)
 
     def _deal(self) -> None:
         """Every session to its replica."""

@@ -3,7 +3,7 @@
 Where every session steps as a Poisson process of the same rate, whichever steps next is any of them with the same
 probability, whatever happened before. Then only how many are resident matters, and not which: the count alone is a
 Markov chain (the sessions are exchangeable, the chain lumps), and nothing is approximated by keeping no more than it.
-A slab that drops the least recently used holds a uniform sample of them at any time, too."""
+A state cache that drops the least recently used holds a uniform sample of them at any time, too."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class States(Protocol):
         ...
 
 
-class Slab:
+class StateCache:
     """Every session by name; the one that was unused for longest is dropped."""
 
     def __init__(self, capacity: int) -> None:

@@ -34,7 +34,7 @@ def saturation(result: Result, path: Path) -> None:
     own = result["policies"]["tail"]["saturated_at"]
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (name, sessions) in enumerate(own.items()):
-        style = "--" if "memory" in name or "slab" in name else "-"
+        style = "--" if "memory" in name or "state pool" in name else "-"
         axes.loglog(result["thinks_s"], sessions, style, marker="o", markersize=3, color=f"C{number}", label=name)
     axes.set(xlabel="a session steps once in, seconds", ylabel="sessions that one of each carries")
     axes.set_title(
@@ -115,7 +115,7 @@ def money(result: Result, path: Path) -> None:
     """What a million sessions cost, by how often they step."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
-        for kind, style in (("all resident", "-"), ("slab as it is set", "--")):
+        for kind, style in (("all resident", "-"), ("state pool as it is set", "--")):
             costs = own["by_think"][kind]["an_hour"]
             axes.loglog(
                 result["thinks_s"],

@@ -68,7 +68,7 @@ class Replica:
         """`held`: tokens that are kept of a session. `turns`: steps of one session wait for each other, which takes
         sessions with names."""
         self._env = env
-        self._cost_model = costs
+        self._costs = costs
         self.states = states
         self._store = store
         self._held = held
@@ -86,7 +86,7 @@ class Replica:
 
     def step(self, session: int, then: Callable[[bool, bool], None]) -> None:
         """A step arrives."""
-        self.loop.do(self._cost_model.loop_step_s / 2, lambda: self._turn(session, then))
+        self.loop.do(self._costs.loop_step_s / 2, lambda: self._turn(session, then))
 
     def _turn(self, session: int, then: Callable[[bool, bool], None]) -> None:
         if self._locks is None:
@@ -113,9 +113,9 @@ class Replica:
         if found is Found.RESIDENT:
             self._enqueue(item)
             return
-        if self._cost_model.policy == "tail":
+        if self._costs.policy == "tail":
             item.work = work(self._rebuilt_from())
-        more_s = self._cost_model.loop_rebuilt_s
+        more_s = self._costs.loop_rebuilt_s
         if found is Found.AWAY:
             self.reads += 1
             self.loop.do(more_s, lambda: self._store(1, lambda: self._enqueue(item)))
@@ -132,7 +132,7 @@ class Replica:
         return WINDOW
 
     def _enqueue(self, item: Item) -> None:
-        if self._queue.before(item.work.role) >= self._cost_model.max_queue:
+        if self._queue.before(item.work.role) >= self._costs.max_queue:
             self._refuse(item)
             return
         self._queue.put(item)
@@ -162,15 +162,15 @@ class Replica:
         role = items[0].work.role
         seconds = self._run_s(role, items)
         self.runner.do(
-            seconds, lambda: self.loop.do(self._cost_model.loop_batch_s, lambda: self._finish(role, items, seconds))
+            seconds, lambda: self.loop.do(self._costs.loop_batch_s, lambda: self._finish(role, items, seconds))
         )
 
     def _run_s(self, role: Role, items: list[Item]) -> float:
         if role == "step":
             restored = sum(item.found is not Found.RESIDENT for item in items)
-            each_s = self._cost_model.run_batch_s + len(items) * self._cost_model.run_step_s
-            return each_s + restored * self._cost_model.restored_s
-        return sum(self._cost_model.window_s(item.work.length) for item in items)
+            each_s = self._costs.run_batch_s + len(items) * self._costs.run_step_s
+            return each_s + restored * self._costs.restored_s
+        return sum(self._costs.window_s(item.work.length) for item in items)
 
     def _finish(self, role: Role, items: list[Item], seconds: float) -> None:
         self._queue.ran(role, seconds)
@@ -181,7 +181,7 @@ class Replica:
 
     def _leave(self) -> None:
         """The next trip to the store, with all that waits for one."""
-        if not self._line or self._under_way >= self._cost_model.trips:
+        if not self._line or self._under_way >= self._costs.trips:
             return
         items, self._line = list(self._line), deque()
         self._under_way += 1
@@ -192,7 +192,7 @@ class Replica:
         self._under_way -= 1
         self._leave()
         for item in items:
-            self.loop.do(self._cost_model.loop_step_s / 2, lambda item=item: self._answer(item))  # type: ignore[misc]
+            self.loop.do(self._costs.loop_step_s / 2, lambda item=item: self._answer(item))  # type: ignore[misc]
 
     def _answer(self, item: Item) -> None:
         rebuilt = item.found is not Found.RESIDENT

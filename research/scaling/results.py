@@ -61,12 +61,12 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
     found["saturated_at"] = columns([saturated_at(costs, planned, limits, think_s) for think_s in THINKS_S])
     sizes = [size(costs, planned, limits, sessions, THINK_S) for sessions in SESSIONS]
     found["sizes"] = [document_of(one, prices) for one in sizes]
-    crowded = [share_of_slab(costs, limits, planned.steps_per_s * think_s) for think_s in THINKS_S]
+    crowded = [share_in_memory(costs, limits, planned.steps_per_s * think_s) for think_s in THINKS_S]
     found["by_think"] = {
         kind: columns([per_million(size(costs, planned, limits, 1e6, *one), prices) for one in given])
         for kind, given in (
             ("all resident", [(think_s,) for think_s in THINKS_S]),
-            ("slab as it is set", list(zip(THINKS_S, crowded, strict=True))),
+            ("state pool as it is set", list(zip(THINKS_S, crowded, strict=True))),
         )
     }
     settings = [Setting(costs, planned, limits, trips_s, one.shards, THINK_S) for one in sizes]
@@ -90,9 +90,9 @@ def without_slices(found: Result) -> Result:
     return {name: value for name, value in found.items() if name != "slices_p99_ms"}
 
 
-def share_of_slab(costs: Costs, limits: Limits, sessions: float) -> float:
+def share_in_memory(costs: Costs, limits: Limits, sessions: float) -> float:
     """Of a replica's sessions, the share whose states have room."""
-    return min(1.0, limits.slab_bytes / costs.state_bytes / sessions)
+    return min(1.0, limits.state_budget_bytes / costs.state_bytes / sessions)
 
 
 def document_of(one: Size, prices: Prices) -> Result:

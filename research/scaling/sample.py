@@ -1,7 +1,7 @@
 """One replica of many, in detail: its sessions are a population without names, and the rest of the fleet a background.
 
 Why that is enough. Sessions step on their own, at times that have nothing to do with each other: what reaches a
-replica is a Poisson process of the sum of their rates, whoever they are, and which session it is does not depend on
+replica is a Poisson process of the sum of their rates, whichever they are, and which session it is does not depend on
 the past (`memory.py`). Replicas share HAProxy and Redis only. Of these each has trips from so many replicas that one
 replica's own do not bear on what it meets there: the time of a trip is drawn from what one shard, simulated apart
 with the trips of all, takes for it (a mean field). What happens to other replicas comes as sessions that join and
@@ -54,7 +54,7 @@ class Sample:
         self.states = Population(sessions, capacity, self.random, away=away)
         self.replica = Replica(self.env, costs, self.states, self._store, held=held, queue=queue)
         self.cold: list[tuple[float, int]] = []
-        self._cost_model = costs
+        self._costs = costs
         self._trips_s = trips_s
         self._shards = shards
 
@@ -62,7 +62,7 @@ class Sample:
         parts = commands if self._shards == 1 else len(set(self.random.integers(0, self._shards, commands).tolist()))
         draws = 1 if self._shards == 1 else parts
         drawn = self._trips_s[self.random.integers(0, len(self._trips_s), draws)]
-        after(self.env, self._cost_model.wire_s + float(drawn.max()), then)
+        after(self.env, self._costs.wire_s + float(drawn.max()), then)
 
     def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
         """Steps until then, and then until all are answered."""
@@ -85,7 +85,7 @@ class Sample:
                 self.cold.append((due_s, self.states.away))
             number += 1
             self.record.ask()
-            after(self.env, self._cost_model.front_s, lambda due_s=due_s: self._step(due_s))  # type: ignore[misc]
+            after(self.env, self._costs.front_s, lambda due_s=due_s: self._step(due_s))  # type: ignore[misc]
 
     def _step(self, due_s: float) -> None:
         self.replica.step(0, lambda refused, rebuilt: self.record.answer(due_s, self.env.now, refused, rebuilt))

@@ -46,7 +46,7 @@ class Setting:
         return round(self.plan.steps_per_s * self.think_s)
 
     def sample(self, sessions: int, away: int, queue: str = "fair") -> Sample:
-        """One replica, whose slab has room for what it has."""
+        """One replica whose state cache holds all of its sessions."""
         return Sample(
             self.costs,
             sessions=sessions,

@@ -29,7 +29,7 @@ class Shard:
         cores: Cores | None = None,
     ) -> None:
         self._env = env
-        self._cost_model = costs
+        self._costs = costs
         self._thread = Worker(env, cores)
         self._write_s = np.array(costs.write_s[fsync]) if fsync == "always" else np.zeros(1)
         self._random = random
@@ -39,7 +39,7 @@ class Shard:
         self.busy_s = 0.0
 
     def submit(self, commands: int, then: Then) -> None:
-        """A trip arrives; what comes of it is what whoever sent it does with the answers."""
+        """A trip arrives; `then` is called once its answers are there."""
         self._waiting.append((commands, then))
         if not self._round:
             self._begin()
@@ -49,14 +49,14 @@ class Shard:
         self._round = True
         count = sum(commands for commands, _ in trips)
         self.commands += count
-        seconds = len(trips) * self._cost_model.store_trip_s + count * self._cost_model.store_command_s
+        seconds = len(trips) * self._costs.store_trip_s + count * self._costs.store_command_s
         written_s = float(self._write_s[self._random.integers(len(self._write_s))])
         self.busy_s += seconds + written_s
         self._thread.do(seconds, lambda: after(self._env, written_s, lambda: self._answer(trips)))
 
     def _answer(self, trips: list[tuple[int, Then]]) -> None:
         for _, then in trips:
-            after(self._env, self._cost_model.wire_s, then)
+            after(self._env, self._costs.wire_s, then)
         self._round = False
         if self._waiting:
             self._begin()

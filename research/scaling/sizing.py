@@ -1,7 +1,7 @@
 """How many of each for so many sessions, what each is used to, what saturates first, and what it costs.
 
 Demands are products of rates and measured costs, for one replica as it was simulated at the load that is planned with.
-Sessions step once in `think_s` seconds on average. A replica keeps as many states as its slab has room for; of sessions
+Sessions step once in `think_s` seconds on average. A replica keeps as many states as its pool has room for; of sessions
 that step alike, the share that is resident is the share of steps that find theirs (`memory.py`).
 """
 
@@ -76,7 +76,7 @@ def size(costs: Costs, plan: Plan, limits: Limits, sessions: float, think_s: flo
 
 
 def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> dict[str, float]:
-    """Sessions at which one of each is used to its limit: one replica with its slab as it is set, one Redis, one
+    """Sessions at which one of each is used to its limit: one replica with its state pool as it is set, one Redis, one
     HAProxy, one network. The least is what saturates first in a stack of one of each."""
     each = size(costs, plan, limits, 1e6, think_s)
     cores = {name: each.per_million(value) / 1e6 for name, value in each.cores.items()}
@@ -84,7 +84,7 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
     return {
         "replica's event loop": 1 / loop,
         "replica's runner": 1 / (think_s**-1 * plan.runner_s / limits.load),
-        "slab (256 MiB): all states resident": limits.slab_bytes / costs.state_bytes,
+        "state pool (256 MiB): all states resident": limits.state_budget_bytes / costs.state_bytes,
         "Redis's processor": 1 / cores["Redis"],
         f"Redis's memory ({limits.store_gib:.0f} GiB)": limits.store_gib * GIB / costs.store_session_bytes,
         f"HAProxy ({limits.front_cores:.0f} cores)": limits.front_cores / cores["HAProxy"],

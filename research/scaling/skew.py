@@ -1,7 +1,7 @@
 """Hot sessions: rates that fall with the rank as a power of it (Zipf), laid on the ring.
 
 The first million ranks are placed one by one; the rest of up to 10^8 is so even that each replica's part of it is its
-part of the ring. How often the slab has a state is Che's approximation for a cache that drops the least recently
+part of the ring. How often the cache has a state is Che's approximation for a cache that drops the least recently
 used."""
 
 from __future__ import annotations

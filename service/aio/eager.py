@@ -14,6 +14,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class Waiter(Generic[T]):
                     yield self
                 else:
                     future = asyncio.get_running_loop().create_future()
-                    self._callback = lambda: future.done() or future.set_result(None)
+                    self._callback = partial(_set, future)
                     yield from future
             except BaseException:
                 self.cancel()
@@ -100,6 +101,11 @@ class Waiter(Generic[T]):
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():  # else the task that waited was cancelled
+        future.set_result(None)
 
 
 class EagerTask(Waiter[T]):

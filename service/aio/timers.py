@@ -1,9 +1,9 @@
-"""Coarse timers: cheap to set and cheap to take back, for what hardly ever comes to pass.
+"""Coarse timers: cheap to set and cheap to cancel.
 
-Every request has a deadline and a client that may hang up, and next to none of them meets either. A timer of the event
-loop costs a request more than its decoding; here it is one entry of a set, and the loop has one timer for all that ring
-within the same hundredth of a second. An alarm rings up to that much late, or up to a sixty-fourth of the time that it
-is set for: those of minutes would else keep tens of thousands of timers, most of them for alarms that were taken back.
+Every request has a deadline and a client that may disconnect; few reach either. A timer of the event loop costs a
+request more than its decoding. Here a timer is one entry of a set, and the loop has one timer for all that fire within
+the same hundredth of a second. A timer fires up to a hundredth of a second late, or up to a sixty-fourth of its delay:
+otherwise delays of minutes would keep tens of thousands of loop timers, most of them for cancelled ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable
 TICK_S = 0.01
 
 EXACT_BITS = 7
-"""An alarm is set for fewer than 2 to this many ticks: of a hundredth of a second, or of 2, 4, 8, ... times that."""
+"""A delay is fewer than 2 to this many ticks: of a hundredth of a second, or of 2, 4, 8, ... times that."""
 
 
 def _nobody() -> None:
-    """What rings where nobody waits any more."""
+    """The callback of a cancelled timer."""
 
 
 class Timer:
-    """Calls `ring` once, on the event loop, unless it is taken back before."""
+    """Calls `ring` once, on the event loop, unless it is cancelled before."""
 
     __slots__ = ("_others", "ring")
 
@@ -33,20 +33,20 @@ class Timer:
         others.add(self)
 
     def cancel(self) -> None:
-        """Takes it back; nothing happens where it has rung. It lets go of whoever was to be called, who holds it."""
+        """Cancels the timer; does nothing if it has fired. Drops the callback, whose owner holds this timer."""
         self._others.discard(self)
         self.ring = _nobody
 
 
 class Timers:
-    """The alarms of one event loop, by the tick in which they ring."""
+    """The timers of one event loop, by the tick in which they fire."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._ticks: dict[int, set[Timer]] = {}
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
-        """`when` is seconds on the event loop's clock; what has passed rings in the loop's next turn."""
+        """`when` is seconds on the event loop's clock; a time that has passed fires in the loop's next turn."""
         loop = self.loop
         tick = math.ceil(when / TICK_S)
         wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS

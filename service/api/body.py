@@ -87,7 +87,7 @@ def _quotes(data: NDArray[np.uint8]) -> Mask:
 
 
 def _place_after(mask: Mask, count: int) -> int | None:
-    """Where the first is that is one too many; None if there is none."""
+    """Where the first value beyond the limit is; None if there are no more than the limit."""
     return int(np.flatnonzero(mask)[count]) if np.count_nonzero(mask) > count else None
 
 
@@ -222,7 +222,7 @@ def _told(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
 
 
 def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
-    """Where that is in the body: what is in `loc` beside the names of branches."""
+    """Where that is in the body: what is in `loc` besides the names of branches."""
     place: list[str] = []
     body: type[Body] | None = model
     for part in loc:

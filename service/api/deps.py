@@ -1,4 +1,4 @@
-"""What a route has at hand beside its request: the catalog, the deadline, and the access log's line."""
+"""What a route needs besides its request: the registry, the deadline, and the access log's line."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def header(request: HTTPConnection, name: str) -> str | None:
 
 
 def owner(request: HTTPConnection) -> Owner:
-    """Whoever asks."""
+    """The owner of the request's key."""
     return context(request.scope).owner
 
 
 def session_key(request: HTTPConnection, session: str) -> str:
-    """What a session of whoever asks goes by within. Raises InvalidRequest for what is no id."""
+    """A session's key in the engine: owner and id. Raises InvalidRequest for an invalid id."""
     return name_within(context(request.scope).owner.name, session)
 
 
 def charge(request: HTTPConnection, requests: int) -> None:
-    """Counts a call as so many requests, of which the door has counted one. Raises RateLimited, Unauthorized."""
+    """Counts a call as `requests` requests: the middleware has counted one. Raises RateLimited, Unauthorized."""
     principal = context(request.scope).principal
     if principal is not None and requests > 1:
         principal.charge(requests - 1, before=1)

@@ -14,7 +14,7 @@ from wane.service.aio.interrupt import Interrupt
 from wane.service.aio.timers import Timer, timers
 from wane.service.api.exchange import DISPATCHED
 from wane.service.errors import Abandoned
-from wane.service.net.websocket_protocol import MOST_EARLY, PATIENCE_S
+from wane.service.net.websocket_protocol import DISCONNECT_GRACE_S, MOST_EARLY
 
 
 class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
@@ -41,7 +41,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         if DISPATCHED in self._client.scope:
             return
         self._interrupt = Interrupt()
-        self._timer = timers().at(asyncio.get_running_loop().time() + PATIENCE_S, self._watch)
+        self._timer = timers().at(asyncio.get_running_loop().time() + DISCONNECT_GRACE_S, self._watch)
 
     def _watch(self) -> None:
         self._watcher = asyncio.create_task(self._wait())

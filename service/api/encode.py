@@ -358,7 +358,7 @@ def store(given: StoreHealth) -> StoreDocument:
 
 
 def _unix_time(iso: str) -> int:
-    """Seconds since 1970; 0 for a date that is none."""
+    """Seconds since 1970; 0 for an invalid date."""
     try:
         return int(datetime.fromisoformat(iso).timestamp())
     except ValueError:

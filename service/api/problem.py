@@ -45,7 +45,7 @@ INTERNAL = "internal"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 INFERENCE_PROTOCOL = "/v2/"
 NOWHERE = "there is nothing at this path; /docs lists what there is"
-UNEXPECTED = "something went wrong here, and it is not your request; the log has it under this request id"
+UNEXPECTED = "the server failed to handle the request; the server's log has the error under this request id"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Who may come through the door, and for what.
+"""Authenticates requests, and checks what their keys permit.
 
 A key comes as `Authorization: Bearer KEY`. What cannot set a header, which is a browser, sends it otherwise: a
 WebSocket as a subprotocol, `bearer.KEY` beside `wane`; a page that its user reads as the password of
@@ -68,7 +68,7 @@ def permission(path: str) -> Permission:
 
 
 def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key that comes with a request, good or not; None where there is none."""
+    """The key that a request carries, valid or not; None if it carries no key."""
     given = headers.get(b"authorization")
     if given is None:
         return None if scope["type"] == "http" else of_subprotocols(scope.get("subprotocols", ()))
@@ -93,7 +93,7 @@ def of_subprotocols(offered: Sequence[str]) -> bytes | None:
             encoded = one.removeprefix(ENCODED_KEY)
             try:
                 return b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
-            except ValueError:  # of letters that are none of its alphabet, too
+            except ValueError:  # also for characters outside the alphabet
                 return b""
     return None
 

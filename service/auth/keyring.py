@@ -53,8 +53,8 @@ a time that does not tell where two digests differ. Neither half tells anything 
 
 
 class Principal:
-    """Whoever has a key. It outlives changes of how much the key may do; once the key is good no more, or for less, or
-    for somebody else, it is `gone`, and whoever goes on with it, a WebSocket, has to come through the door again."""
+    """The holder of a key. It outlives changes of the key's rate, and further permissions. It is `gone` once the key is
+    revoked, has fewer permissions or belongs to another name: an open WebSocket then has to authenticate again."""
 
     __slots__ = ("_bucket", "_clock", "gone", "key", "owner")
 

@@ -36,7 +36,7 @@ ALGORITHM = "sha256"
 
 
 class KeysError(Exception):
-    """What should be keys is none; the message says where, and repeats nothing of it but names."""
+    """Invalid keys. The message says where, and repeats only names, never a key or a digest."""
 
 
 class Permission(StrEnum):
@@ -91,8 +91,10 @@ def new_key() -> str:
 
 
 def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
-    """A new key of `name`, to be given to whoever it is for, and what a file has of it. `words` as in the file. Raises
-    KeysError."""
+    """A new key of `name` for its holder, and the `Key` to write to a file. `words` as in the file.
+
+    Raises KeysError.
+    """
     key = new_key()
     return key, _key(name, digest(key.encode()), words)
 
@@ -151,7 +153,7 @@ def _key(name: str, told: bytes, words: Sequence[str]) -> Key:
     for word in words:
         option, equals, value = word.partition("=")
         if option not in ("scope", "rate", "burst", "sessions") or not equals:
-            raise KeysError(f"{name} has an option that is none; there are scope=, rate=, burst= and sessions=")
+            raise KeysError(f"{name} has an unknown option; there are scope=, rate=, burst= and sessions=")
         if option in options:
             raise KeysError(f"{name} has {option} twice")
         options[option] = value
@@ -171,11 +173,11 @@ def _permissions(name: str, scope: str) -> Iterator[Permission]:
             yield Permission(word)
         except ValueError:
             there = ", ".join(Permission)
-            raise KeysError(f"{name} has a scope that is none; there are {there}") from None
+            raise KeysError(f"{name} has an unknown scope; there are {there}") from None
 
 
 def _number(name: str, options: dict[str, str], option: str) -> float | None:
-    """The value of an option, over 0; None where there is none."""
+    """The value of an option, over 0; None if it is not given."""
     value = options.get(option)
     if value is None:
         return None
@@ -185,7 +187,7 @@ def _number(name: str, options: dict[str, str], option: str) -> float | None:
 
 
 def _checked(keys: list[Key]) -> list[Key]:
-    """Raises KeysError where there are none, or one is there twice."""
+    """Raises KeysError for an empty list, or for a key that is listed twice."""
     if not keys:
         raise KeysError("there is no key in it")
     if len({key.digest for key in keys}) < len(keys):

@@ -76,7 +76,7 @@ class Top(NamedTuple):
     row: int
 
     def first(self, count: int) -> Largest | None:
-        """At least so many of them; None where there are fewer."""
+        """At least `count` of them; None where there are fewer."""
         return self.outputs.largest(self.row, count)
 
 
@@ -90,7 +90,7 @@ FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that no item is answered with unless they are finite."""
 
 ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
-"""Outputs that items are answered with; the others are written to the slab, or read here."""
+"""Outputs that items are answered with; the others are written to the state pool, or read here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class Work:
     The state is read from slot `read` (window starts from zero whatever it says) and the next one written to
     slot `write`; None keeps nothing. `binding` work cannot be taken back once it is in a batch: its request is
     then carried through, whether or not anybody waits for it. A `chunk` is one of those that a sequence was cut into
-    to be run side by side: whoever did that knows how many make a batch.
+    to be run side by side: the code that cut it knows how many make a batch.
     """
 
     role: Role
@@ -193,7 +193,7 @@ def run(
 ) -> list[Row | Exception]:
     """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
 
-    `room`: of the slab, for states to be gathered in; nobody else's while this runs.
+    `room`: buffers of the state pool that states are gathered into; used by nothing else while this runs.
     """
     try:
         return _run(works, pool, runner, room)
@@ -283,8 +283,8 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
 def _padded(rows: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
     """int64 (B, width), every row filled up with 0 on the right.
 
-    Put together as bytes: numpy lets go of the interpreter's lock for every row that it copies, and beside a busy event
-    loop the runner's thread then waits for it again, each time for longer than the copy takes.
+    Put together as bytes: numpy releases the interpreter's lock for every row that it copies. While the event loop is
+    busy, the runner's thread then waits for the lock, each time for longer than the copy takes.
     """
     size = np.dtype(np.int64).itemsize * width
     whole = bytearray().join([ids.tobytes().ljust(size, b"\0") for ids in rows])

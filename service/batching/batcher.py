@@ -36,7 +36,7 @@ MOST_TAKEN = 2
 EMA_ALPHA = 1 / 8
 """Weight of the latest batch in an average."""
 
-PATIENCE_S, LOOK_S = 0.02, 0.002
+IDLE_WAIT_S, IDLE_POLL_S = 0.02, 0.002
 """How long measurements wait for an idle runner, and how often they look whether it is."""
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Batcher:
             waiting = self._waiting(work.role)
             if waiting >= self._max_queue:
                 self._refused.inc()
-                raise Overloaded(f"{waiting} requests are waiting, the most that may")
+                raise Overloaded(f"{waiting} requests are already waiting")
             if waiting >= self._max_batch and work.role not in ONE_TOKEN and ticket.deadline is not None:
                 self._check_turn(waiting, ticket.deadline)
             ticket.admitted = True
@@ -168,14 +168,14 @@ class Batcher:
             )
 
     async def run_between(self, call: Callable[[], T]) -> T:
-        """Runs `call` on the runner's thread, between batches: once it is idle, or after `PATIENCE_S`.
+        """Runs `call` on the runner's thread, between batches: once it is idle, or after `IDLE_WAIT_S`.
 
         Raises Unavailable after `close`, and what `call` raises.
         """
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + PATIENCE_S
+        until_s = loop.time() + IDLE_WAIT_S
         while not self.idle and loop.time() < until_s:  # noqa: ASYNC110  (an event would cost every batch)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(IDLE_POLL_S)
         if self._closed:
             raise Unavailable("the server is stopping")
         return await loop.run_in_executor(self._executor, call)
@@ -267,7 +267,7 @@ class Batcher:
         """Whether somebody still waits for it; if not, it is dropped."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.done:  # by a client who left, or by whoever watches the deadline
+        if item.done:  # by a client that disconnected, or by the deadline
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
@@ -295,7 +295,7 @@ class Batcher:
         self._hand_out(ran)
 
     def _hand_out(self, ran: _Ran) -> None:
-        """Tells whoever waits for a batch that was run."""
+        """Resolves the items of a batch that was run."""
         role, items, rows, cancelled, started_s, compute_s = ran
         for item in cancelled:
             deadline = item.ticket.deadline
@@ -339,7 +339,7 @@ class Batcher:
         observer.waited(sum([started_s - item.queued_s for item in items]))
 
     def _drop(self, item: WorkItem, error: WaneError | None) -> None:
-        """Lets go of what is not run, and tells whoever still waits for it."""
+        """Releases the slots of an item that is not run, and fails it if it is still waited for."""
         self._pool.release(item.work.read)
         if item.work.write is not None:
             self._pool.release(item.work.write)

@@ -29,7 +29,7 @@ RUN_EMA_ALPHA = 1 / 8
 
 
 class RunTimeModel:
-    """Kept for every power of two of the number of items, up to which a batch counts as one of so many.
+    """Seconds a run, by role and by the batch's size rounded up to a power of two.
 
     A run on the runner's thread takes turns with the event loop at the interpreter, and seems to take as long as it
     waits for that, too: of those only one that was quicker than is known says anything.
@@ -57,7 +57,7 @@ REPEATS = 3
 
 
 class Cost(TypedDict):
-    """What an item of about so many tokens takes of a run."""
+    """What an item of about `tokens` tokens takes of a run."""
 
     tokens: float
     compute_ms: float

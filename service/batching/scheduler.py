@@ -8,8 +8,7 @@ another replica dies. So that they hold up nobody:
   step has come since the last one. Larger ones win little: their intermediate values outgrow the caches. And where most
   of what clients wait for is in one batch, there is nothing to be read or answered while it runs, and nothing to be run
   while it is answered.
-- while both lines wait, each has as much of the runner's time as the other; and whoever comes to a line that was empty
-  finds that nothing was saved up against it.
+- while both lines wait, each has as much of the runner's time as the other; a line that was empty starts without debt.
 
 A step then waits for one slice at most, and for the steps before it; and sequences have half of the time however many
 steps come.
@@ -67,7 +66,7 @@ class Scheduler(Protocol[I]):
         ...
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
-        """The next batch, of one role; empty where there is none. What `runs` says no to is dropped."""
+        """The next batch, of one role; empty where nothing waits. Items that `runs` rejects are dropped."""
         ...
 
     @property
@@ -194,7 +193,7 @@ class FairScheduler(Scheduler[I]):
         return taken
 
     def _most(self, role: Role, longest: int) -> int:
-        """How many sequences a batch may hold whose longest is of so many tokens; at least one."""
+        """How many sequences a batch may hold whose longest has `longest` tokens; at least one."""
         each_s = self._cost_model.run(role, longest) if self._cost_model is not None and role in SLICED else 0.0
         slice_s = SLICE_S if self._stepped else ALONE_S
         return self._max_batch if self._max_batch * each_s <= slice_s else max(1, int(slice_s / each_s))

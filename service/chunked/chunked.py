@@ -155,7 +155,7 @@ class ChunkPlan:
     latest: int | None = None
 
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
-        """With a segment more, whose first token is at `start`, and of which so many cells were run again."""
+        """With a segment more, whose first token is at `start`, and of which `repeated` cells were run again."""
         residuals = segment.residuals()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
         if self.latest is not None:
@@ -224,7 +224,7 @@ class ChunkedRunner:
         return lay_out(tokens, warm_up, role, self._throughput.pace(role), self._throughput.pace("advance"))
 
     def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
-        """What `advance`, or `scan`, is expected to take over so many tokens. None: it runs them in order."""
+        """What `advance`, or `scan`, is expected to take over `tokens` tokens. None: it runs them in order."""
         first = self.layout(role, tokens, demand)
         if first is None:
             return None

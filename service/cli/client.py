@@ -28,7 +28,7 @@ class CommandError(Exception):
 
 
 class ClientError(Exception):
-    """The server could not be reached, refused, or is none of ours; the message is for a person to read."""
+    """The server could not be reached, refused, or is not a Wane server; the message is for a person to read."""
 
 
 class Client:

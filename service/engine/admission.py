@@ -30,7 +30,7 @@ class Admission:
         self._idle.clear()
 
     def leave(self) -> None:
-        """One is over."""
+        """One request has ended."""
         self.active -= 1
         if not self.active:
             self._idle.set()

@@ -162,7 +162,7 @@ class Backlog:
         finish_s = MARGIN * self._pace * (new.left_s + sum([min(share.left_s, new.left_s) for share in shares]))
         if 0 < left_s < finish_s:
             self._refuse(
-                f"the request may take {own_s:.1f} s, and {finish_s:.1f} s beside the requests that were admitted "
+                f"the request may take {own_s:.1f} s, and {finish_s:.1f} s with the requests that were admitted "
                 f"before it; its deadline is in {left_s:.1f} s",
                 finish_s - left_s,
             )

@@ -85,8 +85,8 @@ TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the ver
 class Engine:
     """Answers for one version of one model. Every method belongs to the event loop's thread.
 
-    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded beside what
-    it says itself. Cancelling a caller takes back what has not entered a batch.
+    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded besides
+    its own errors. Cancelling a caller takes back what has not entered a batch.
     """
 
     def __init__(
@@ -504,7 +504,7 @@ class Engine:
         self._keeping = asyncio.create_task(self._housekeeper.run())
 
     def retire(self) -> None:
-        """Another one has taken its place, or none: whoever holds on to it is to ask for that."""
+        """Marks the engine as replaced or unloaded: its holders must ask the registry again."""
         self.retired = True
         if self._shadow is not None:
             self._shadow.close()

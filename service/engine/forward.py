@@ -65,7 +65,7 @@ class RunResult:
 
 
 class Forward:
-    """One model's batcher and slab, used together. Sequences are int64 arrays; slots are the slab's."""
+    """One model's batcher and state pool, used together. Sequences are int64 arrays; slots are the pool's."""
 
     def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner) -> None:
         self._batcher = batcher

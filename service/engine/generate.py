@@ -107,12 +107,12 @@ class RecurrentSource:
 
     def __init__(self, forward: Forward, input_ids: NDArray[np.int64], slot: int, ticket: Ticket) -> None:
         self._forward = forward
-        self._fed = input_ids
+        self._input_ids = input_ids
         self._slot = slot
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
-        return await self._forward.full(self._fed, self._ticket, write=self._slot)
+        return await self._forward.full(self._input_ids, self._ticket, write=self._slot)
 
     async def feed(self, token: int) -> RunResult:
         tokens = np.array([token], np.int64)
@@ -129,16 +129,16 @@ class WindowSource:
         self.window = k
         self._forward = forward
         self._position = position
-        self._seen = tail(input_ids, position, k)
+        self._context_ids = tail(input_ids, position, k)
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
-        return await self._forward.window(self._seen, self._ticket)
+        return await self._forward.window(self._context_ids, self._ticket)
 
     async def feed(self, token: int) -> RunResult:
         self._position += 1
-        self._seen = tail(np.append(self._seen, token), self._position, self.window)
-        return await self._forward.window(self._seen, self._ticket)
+        self._context_ids = tail(np.append(self._context_ids, token), self._position, self.window)
+        return await self._forward.window(self._context_ids, self._ticket)
 
 
 class Generation:
@@ -232,7 +232,7 @@ class Generation:
         )
 
     def _bound(self, result: RunResult, tokens: int) -> float | None:
-        """The bound of one distribution, which follows so many tokens."""
+        """The bound of one distribution, which follows `tokens` tokens."""
         k = tokens if self._source.window is None else min(self._source.window, tokens)
         position = tokens + self._request.truncated
         found = bound(self._manifest.certificate, k, position, result.radius)

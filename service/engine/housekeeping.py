@@ -44,7 +44,7 @@ class Housekeeper:
             await asyncio.sleep(EVERY_S)
             try:
                 await self.look()
-            except Exception:  # a store that is away comes back, and so does the keeper
+            except Exception:  # an unreachable store comes back: housekeeping goes on
                 logger.exception("the housekeeping of model %s failed", self._model)
 
     async def look(self) -> None:

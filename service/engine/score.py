@@ -27,7 +27,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.certificate.propagation import PATIENCE, Propagation
+from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.service.aio.deadline import until
@@ -95,7 +95,7 @@ class Scorer:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
         await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
-        input_ids = await self._fed(request)
+        input_ids = await self._input_ids(request)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
@@ -144,7 +144,7 @@ class Scorer:
             latency=ticket.latency(),
         )
 
-    async def _fed(self, request: ScoreRequest) -> NDArray[np.int64]:
+    async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
         """The sequence that the model is fed, as `forward.sequence` makes it, in several turns of the event loop."""
         parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
@@ -153,8 +153,8 @@ class Scorer:
         return np.concatenate(parts)
 
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
-        """The bounds of answers that know so many tokens of a truncated sequence each, where `joints` is the most that
-        the joints of the run may add to any."""
+        """The bounds of answers from the last n tokens of a truncated sequence, for each n in `known`; `joints` is the
+        most that the joints of the run may add to any."""
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
@@ -202,7 +202,7 @@ class Scorer:
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0
-        tokens = PATIENCE if plan.apart is None else plan.apart
+        tokens = MAX_TOKENS if plan.apart is None else plan.apart
         loop = asyncio.get_running_loop()
         apart = await loop.run_in_executor(self._executor, self.propagation.apart, plan.joints, tokens)
         if apart is None:

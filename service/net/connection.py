@@ -35,7 +35,7 @@ class ReceiveBudget:
         self.taken = 0
 
     def has_room(self, count: int) -> bool:
-        """Whether so many bytes more could be taken now."""
+        """Whether `count` more bytes fit now."""
         return self.taken + count <= self.most
 
 
@@ -66,11 +66,11 @@ class RejectReason(StrEnum):
     LONG_HEAD = "long_head"  # 431
     LONG_TRAILERS = "long_trailers"  # or lengths of chunks, or what else comes with a body and is not the body: 431
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # that nobody waits for: where somebody does, the door answers 408 and counts the request;
-    # or a WebSocket's message: 1008
+    SLOW_BODY = "slow_body"  # no handler waits for it (where one does, the middleware answers 408 and counts the
+    # request); or a WebSocket's message: 1008
     FULL = "full"  # of bodies and messages that are not answered: 429; 1013
     MALFORMED = "malformed"  # no HTTP: 400; no frame: 1002; no text: 1007
-    HANDSHAKE = "handshake"  # of a WebSocket, which is none, or is not waited for: 400, 405, 414, 426, 431
+    HANDSHAKE = "handshake"  # of a WebSocket: invalid, or too late: 400, 405, 414, 426, 431
     UNREAD = "unread"  # what was sent: aborted by the kernel
     FRAMES = "frames"  # of a WebSocket, too many that end no message: 1008
 

@@ -43,7 +43,7 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self.delays_closing: Callable[[], bool] = _never  # whether whoever is asked will close it later
+        self.delays_closing: Callable[[], bool] = _never  # whether the protocol closes the connection later
 
     def write(self, data: bytes) -> None:
         """As a transport's."""
@@ -89,7 +89,7 @@ class BufferedTransport:
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def let_go(self) -> None:
-        """The connection is over. Whoever would be asked holds this, and would wait for the garbage collector."""
+        """Drops the callback into the protocol, which holds this transport: the garbage collector is not needed."""
         self.delays_closing = _never
 
     def __getattr__(self, name: str) -> Any:
@@ -360,7 +360,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
 
     def go_on(self, data: bytes) -> None:
-        """More of a body; or of what comes with one and is nobody's: how long its chunks are, and its trailers."""
+        """Counts received bytes of a body, of its chunk sizes and of its trailers."""
         cycle, before = self.cycle, len(self.cycle.body)
         if not cycle.response_complete and not self.takes(len(data)):
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
@@ -370,7 +370,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.framing_bytes = self.framing_bytes + len(data) if is_bare else 0
 
     def takes(self, count: int) -> bool:
-        """Whether there is room for so many bytes more, which are then taken."""
+        """Takes `count` bytes of the receive budget; False, taking nothing, if they do not fit."""
         if self.share.is_now(self.unanswered_bytes + count):
             self.unanswered_bytes += count
             return True
@@ -450,7 +450,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
 
     def too_slow(self) -> None:
-        """The time is up for what comes in: for a body once the door has had the time to say so itself."""
+        """Ends a connection that sends too slowly. The middleware is first given time to answer a slow body itself."""
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
@@ -507,7 +507,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
 
     def delays_closing(self) -> bool:
         """Whether the connection is closed a little later: while a request still comes in. A connection with something
-        unread in it is not closed but reset, and whoever sent too much would not be told so."""
+        unread in it is reset and not closed, and its client would not receive the answer."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True

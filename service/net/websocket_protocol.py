@@ -27,8 +27,8 @@ from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, Timeo
 CHANNEL = "wane.channel"
 """Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""
 
-PATIENCE_S = 0.05
-"""Time that an answer has before it is given up for a client that has left: most are there sooner."""
+DISCONNECT_GRACE_S = 0.05
+"""Time that an answer has after its client disconnected, before it is cancelled: most are there sooner."""
 
 MOST_EARLY = 16
 """Messages that are read while one is being answered: the rest stay in the network, which slows their sender down."""
@@ -104,7 +104,7 @@ class ReceiveQueue:
 
     def _interrupt_soon(self) -> None:
         if self._timer is None and self._interrupt is not None:
-            self._timer = timers().at(self._loop.time() + PATIENCE_S, self._interrupt.fire)
+            self._timer = timers().at(self._loop.time() + DISCONNECT_GRACE_S, self._interrupt.fire)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,7 +118,7 @@ class ReceiveQueue:
 
 
 PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
-MOST_FRAMES, FRAMES_S = 1000, 10.0  # that end no message, in so many seconds: fragments, pings
+MOST_FRAMES, FRAMES_S = 1000, 10.0  # frames that end no message (fragments, pings), within FRAMES_S seconds
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 WHOLE_TEXT = 0x81  # the first byte of a text in one frame
 MASKED = 0x80  # in the second, beside the length of what is short
@@ -128,7 +128,7 @@ WITHIN_FRAME = StreamReader.read_exact.__code__  # and for the rest of one
 
 
 class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket, with an end to patience."""
+    """A WebSocket with limits and timeouts."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TogetherHandler(logging.Handler):
-    """Writes the lines of a moment with one system call, on a thread of its own: whoever logs goes on at once.
+    """Writes the lines of a moment with one system call, on a thread of its own: the caller does not wait.
 
     A line is written `WAIT_S` late at most; one that warns, and those before it, at once.
     """

@@ -1,7 +1,7 @@
 """Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
 
-One `Metrics` is made by whoever builds the application and is passed on: there is no global registry, so tests may have
-as many servers as they like.
+The code that builds the application makes one `Metrics` and passes it on: there is no global registry, so tests may
+have as many servers as they like.
 
 `Histogram` is our own, for what is observed at every token: prometheus_client's takes a lock and walks through its
 buckets for each value. Ours is observed on the event loop's thread only, finds the bucket by bisection, and becomes a
@@ -139,7 +139,7 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(name, text, labels, buckets, registry)
 
-        # The door.
+        # HTTP and WebSocket requests.
         self.http_requests = counter("wane_http_requests", "HTTP requests answered.", "route", "method", "status")
         self.http_request_seconds = histogram(
             "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
@@ -300,7 +300,7 @@ class Metrics:
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All metrics as text, and its content type: OpenMetrics, which has the exemplars, for whoever accepts it,
-        else Prometheus's own."""
+        """All metrics as text, and its content type: OpenMetrics, which has the exemplars, if the client accepts
+        it, else Prometheus's own."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

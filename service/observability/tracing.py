@@ -1,6 +1,6 @@
 """Traces of requests, by OpenTelemetry: the extra `otel`, switched on by `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
-    POST /v1/sessions/{session}/tokens      the request: what the door knows of it; its parent is the client's span
+    POST /v1/sessions/{session}/tokens      the request, as the middleware sees it; its parent is the client's span
       queue                                 from queued until the runner begins; once for each batch that it waits for
       batch                                 from then until its results are handed out; linked to every sampled
                                             request in it
@@ -60,7 +60,7 @@ class Parent(NamedTuple):
 
     @classmethod
     def of(cls, traceparent: bytes | None) -> Parent | None:
-        """None where there is none, or none that the W3C's recommendation allows."""
+        """None if it is missing, or not valid by the W3C's recommendation."""
         found = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
         return None if found is None else cls(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
 

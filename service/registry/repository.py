@@ -125,7 +125,7 @@ class RepositoryPoller:
         self._known = self._seen = repository.signatures()
 
     async def run(self, every_s: float) -> None:
-        """Looks every so many seconds, until cancelled."""
+        """Polls the folder every `every_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             try:

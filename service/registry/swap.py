@@ -47,7 +47,7 @@ class Epoch:
             self._gone.set()
 
     def join(self) -> Epoch:
-        """One request more; it leaves the wave that this returns."""
+        """Counts one more request, which must leave the epoch that this returns."""
         self._count += 1
         return self
 
@@ -66,11 +66,11 @@ class Epochs:
         self._earlier: list[Epoch] = []
 
     def enter(self) -> Epoch:
-        """A request has come; it is to leave the wave that this returns."""
+        """Counts a new request, which must leave the epoch that this returns."""
         return self._latest.join()
 
     async def depart(self) -> None:
-        """Waits until everybody is gone who is here now, whoever comes meanwhile."""
+        """Waits until all requests that are in flight now have ended; later ones are not waited for."""
         here = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
         self._latest = Epoch()
@@ -106,7 +106,7 @@ class RetiredEngines:
         return next((one for one in self._lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
 
     def retire(self, engine: Engine) -> None:
-        """Ends an engine that nobody is given any more, once nobody is at it."""
+        """Closes a replaced engine after its last in-flight request."""
         lingering = self._lingering.pop(engine, None)
         if lingering is not None:
             lingering.cancel()
@@ -145,7 +145,7 @@ class RetiredEngines:
             await asyncio.wait(waited)
 
     def stop(self) -> list[Engine]:
-        """Ends nothing any more by itself; whoever asks is to end these."""
+        """Stops closing engines by itself; the caller must close those that it returns."""
         engines = [*self._leaving, *self._lingering]
         for task in (*self._leaving.values(), *self._lingering.values()):
             task.cancel()
@@ -159,7 +159,7 @@ async def tidy() -> None:
     when the server became ready is not looked at. And what is freed the C library may keep, in pieces: tens of
     megabytes of every engine, unless it is told to give them back.
     """
-    await asyncio.sleep(0)  # until whoever called has let go of the engine
+    await asyncio.sleep(0)  # until the caller has dropped its reference to the engine
     gc.collect()
     await asyncio.to_thread(loader.trim)
 
@@ -259,7 +259,7 @@ class ModelLifecycle:
     def _changed(self, task: asyncio.Task[Engine]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may have left
+            task.exception()  # the caller may have disconnected
 
     async def _load(self, name: str) -> Engine:
         async with self._one:

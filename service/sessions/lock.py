@@ -23,7 +23,7 @@ class SessionLocks:
         return SessionLock(self, self._waiting, session)
 
     def take(self, session: str) -> bool:
-        """Takes the session's turn if it is nobody's; then it must be left."""
+        """Takes the session's lock if it is free; the caller must then leave it."""
         if session in self._waiting:
             return False
         self._waiting[session] = None
@@ -60,7 +60,7 @@ class SessionLock:
         if queue is None:
             queue = self._waiting[session] = deque()
         if len(queue) >= MOST_WAITERS:
-            raise Overloaded(f"{MOST_WAITERS} requests are waiting for session {id_of(session)!r}, the most that may")
+            raise Overloaded(f"{MOST_WAITERS} requests are already waiting for session {id_of(session)!r}")
         mine = asyncio.get_running_loop().create_future()
         queue.append(mine)
         try:

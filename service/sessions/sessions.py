@@ -1,8 +1,8 @@
 """Sessions: one request at a time each, what a step is in the light of the last one, resident states, commit.
 
-The store is the truth and the slab a cache: a resident state counts only while the session still begins as it did when
+The store is the truth and the pool a cache: a resident state counts only while the session still begins as it did when
 the state was made. One that is behind is brought up by the tokens since; one that the store keeps may stand in for it.
-Without either, the state is rebuilt from the tail by whoever needs it.
+Without either, the next request that needs the state rebuilds it from the tail.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Sessions:
     ) -> None:
         """`vocabulary` tells whose token ids these are. `state_ttl_s`: idle time after which a state is no longer kept.
         `empty`: the tail of a sequence without tokens. `state_checkpoint_interval_tokens`: the store is given the
-        state once in so many tokens; `model_fingerprint` tells the weights and graphs that it is of.
+        state once in that many tokens; `model_fingerprint` tells the weights and graphs that it is of.
         `clock` in seconds, as the store's."""
         self._store = store
         self._state_cache = state_cache
@@ -222,7 +222,7 @@ class Sessions:
         return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
-        """The state that the store keeps beside the tail, if it is this model's and the tail goes on from it."""
+        """The state that the store keeps along with the tail, if it is this model's and the tail goes on from it."""
         snapshot = record.snapshot
         if (
             snapshot is None
@@ -266,8 +266,8 @@ class Sessions:
     ) -> SessionRecord | None:
         """Compare-and-append; the state in `slot` becomes the resident one.
 
-        None if the comparison was lost: then nothing was appended. A state that was resident before stays, here and
-        where nobody knows whether it was appended: what the store has next will tell what the state is good for.
+        None if the comparison was lost: then nothing was appended. The state that was resident before stays, also when
+        the store did not answer: the revision that is read next tells whether the state is still valid.
         """
         step = last_step(record, request)
         snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)

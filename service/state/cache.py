@@ -1,4 +1,4 @@
-"""The states of sessions, in a slab: a cache, of which nothing can be lost that could not be rebuilt.
+"""The states of sessions, in a pool of slots: a cache. Whatever is evicted can be rebuilt.
 
 A session's resident state is one user of its slot, and the only one that may be robbed: when no slot is free, the least
 recently used resident that nobody else is using goes.
@@ -22,7 +22,7 @@ NEXT_TO_GO = 64  # residents at the front of the order whose order is checked at
 
 
 class CachedState(NamedTuple):
-    """A session's state in the slab: it belongs to `revision`, is that at `position`, and knows nothing of the first
+    """A session's state in the pool: it belongs to `revision`, is that at `position`, and knows nothing of the first
     `dropped_tokens` tokens."""
 
     slot: int
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 class StateCache(StatePool):
-    """A slab with the states of sessions in it, least recently used first."""
+    """A state pool with the states of sessions in it, least recently used first."""
 
     def __init__(
         self,
@@ -192,6 +192,6 @@ class StateCache(StatePool):
         self.recount()
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Asserts that there are no faults; for tests, and for whoever hunts a bug."""
+        """Asserts that there are no faults; for tests and for debugging."""
         found = self.faults(idle=idle)
         assert not found, "; ".join(fault.text for fault in found)

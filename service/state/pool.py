@@ -1,6 +1,6 @@
 """Memory for states: one contiguous array for each state tensor, a row ("slot") for each state.
 
-A slot is counted: whoever uses it retains it and releases it, and it is free at zero. A state is written to a slot
+A slot is counted: its users retain it and release it, and it is free at zero. A state is written to a slot
 of its own and takes the place of its predecessor only once it is committed, so a run that fails has changed nothing.
 
 Counting belongs to the event loop's thread. `gather` and `scatter` may run on the runner's: they only touch slots
@@ -34,7 +34,7 @@ class StatePool:
     """Slots for states, within a budget in bytes."""
 
     def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:
-        """`hidden` is the width of the output layer's input, kept beside every state.
+        """`hidden` is the width of the output layer's input, kept with every state.
 
         Raises ValueError where the budget does not hold a handful of states.
         """
@@ -101,7 +101,7 @@ class StatePool:
 
     @contextmanager
     def lease(self) -> Iterator[int]:
-        """A slot to write a state to, until the end of the block (or longer, for whoever retains it).
+        """A slot to write a state to, until the end of the block (or longer, if it is retained).
 
         Raises Overloaded when every slot is in use by requests.
         """
@@ -138,7 +138,7 @@ class StatePool:
     # Values
 
     def room(self, rows: int) -> dict[str, Array]:
-        """Memory for the states of so many slots, for `gather`."""
+        """Memory for the states of `rows` slots, for `gather`."""
         return {name: np.empty((rows, *self._arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(self, slots: Sequence[int], room: Mapping[str, Array] | None = None) -> dict[str, Array]:

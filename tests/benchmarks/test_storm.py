@@ -11,7 +11,7 @@ import pytest
 from benchmarks.storm import FirstCome, Round, summary, timeline
 from wane.models.manifest import Role
 from wane.service.batching.batch import Work
-from wane.service.batching.ticket import Awaited, Ticket
+from wane.service.batching.ticket import Ticket, WorkItem
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_the_oldest_and_its_kind_are_a_batch_and_one_that_is_put_back_is_first_a
 ) -> None:
     queue = FirstCome(max_batch_size=2)
     roles: tuple[Role, ...] = ("window", "step", "window", "window")
-    items = [Awaited(Work(role, np.ones(1, np.int64)), Ticket(), loop.create_future()) for role in roles]
+    items = [WorkItem(Work(role, np.ones(1, np.int64)), Ticket()) for role in roles]
     window, step, second, third = items
     for one in items:
         queue.put(one)

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks.page import with_tables
 from research import proofs
-from research.proof_results import Results, Spread
+from research.proof_results import MedianAndLargest, Results
 from research.proof_tables import tables
 from research.prover import Never, Prover, Tokens, never_interrupted
 from wane.models.bundle import Bundle
@@ -113,7 +113,7 @@ def test_bad_options_are_named(words: list[str], fault: str, capsys: pytest.Capt
 
 
 def test_infinite_numbers_are_kept_as_none() -> None:
-    assert Spread.of(np.array([1.0, 2.0, np.inf])) == Spread(median=2.0, largest=None)
+    assert MedianAndLargest.of(np.array([1.0, 2.0, np.inf])) == MedianAndLargest(median=2.0, largest=None)
 
 
 def test_the_page_shows_the_figures_that_are_kept() -> None:

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
 from wane.service.app import create_app
@@ -27,7 +27,7 @@ LIMIT = 64 * 1024
 
 
 def never(error: Exception) -> None:
-    raise AssertionError("a fake catalog always loads") from error
+    raise AssertionError("a fake registry always loads") from error
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def client(app: FastAPI, registry: FakeRegistry) -> AsyncIterator[httpx.As
 
 @pytest.fixture
 async def loading() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application whose real catalog has not begun to load."""
+    """A client of an application whose real registry has not begun to load."""
     settings, metrics = Settings(), Metrics()
     app = create_app(settings, ModelRegistry(settings, metrics), metrics, on_load_failure=never)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
@@ -132,7 +132,7 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-async def make_harness() -> AsyncIterator[Callable[..., EngineHarness]]:
+async def make_harness() -> AsyncIterator[MakeHarness]:
     """Makes benches, and ends them: by then no slot may be in use but by a resident state."""
     harnesses: list[EngineHarness] = []
 
@@ -163,6 +163,6 @@ async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture
-def harness(make_harness: Callable[..., EngineHarness]) -> EngineHarness:
-    """A bench with the usual settings."""
+def harness(make_harness: MakeHarness) -> EngineHarness:
+    """An engine with the usual settings."""
     return make_harness()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,20 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
+from wane.service.types import Answer
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
-PATIENCE_S = 120.0  # after which a test that waits for another thread has failed
+TIMEOUT_S = 120.0  # after which a test that waits for another thread has failed
 
 
 ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
 CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), rounding=ROUNDING)
+
+
+def listed(answer: Answer) -> list[tuple[int, float]]:
+    """The predicted tokens with their log-probabilities, in the order of the answer."""
+    return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
 def known(values: Sequence[float | None]) -> list[float]:
@@ -146,7 +152,7 @@ class FakeRunner:
 
     async def until_busy(self) -> None:
         """Waits until a run has begun that had not when this was last asked."""
-        assert await asyncio.to_thread(self.busy.wait, PATIENCE_S)
+        assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
     def kill(self) -> None:
@@ -178,7 +184,7 @@ class FakeRunner:
             rows = [row[:end].tolist() for row, end in zip(columns, ends, strict=True)]
         self.calls.append((role, rows))
         self.busy.set()
-        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
         if any(self.poison in row for row in rows):
             raise RuntimeError("a poisoned token")
         if role == "head":
@@ -327,3 +333,6 @@ class EngineHarness:
         """The value of a metric of this engine; 0 where there is none yet."""
         value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
         return 0.0 if value is None else value
+
+
+MakeHarness = Callable[..., EngineHarness]

@@ -16,7 +16,7 @@ from wane.service.settings import Settings
 
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
-TAIL_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
+SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
 """What a replica keeps of a session."""
 
 Variables = Mapping[str, str]

@@ -21,7 +21,7 @@ LOOK_EVERY_S = 0.02
 
 
 @asynccontextmanager
-async def crowd(
+async def open_clients(
     port: int,
     first: Sequence[int],
     *,
@@ -30,33 +30,33 @@ async def crowd(
     name: str = "session",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[SessionClient]]:
-    """Players of as many sessions as there are numbers in `first`, each started with so many tokens."""
-    players = [
+    """Clients of as many sessions as there are numbers in `first`, each started with so many tokens."""
+    clients = [
         SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
         for number in range(len(first))
     ]
     turns = asyncio.Semaphore(AT_ONCE)
 
-    async def begin(player: SessionClient, tokens: int) -> None:
+    async def begin(client: SessionClient, tokens: int) -> None:
         async with turns:
-            await player.begin(tokens)
+            await client.begin(tokens)
 
     try:
-        await asyncio.gather(*map(begin, players, first))
-        yield players
+        await asyncio.gather(*map(begin, clients, first))
+        yield clients
     finally:
-        for player in players:
-            player.connection.close()
+        for client in clients:
+            client.connection.close()
 
 
 @asynccontextmanager
-async def playing(players: Iterable[SessionClient], rate: float) -> AsyncIterator[None]:
+async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterator[None]:
     """All of them send tokens, `rate` a second each on average, until the end of the block and its last answers. The
     garbage collector stands still: it would stop the clients for longer than most answers take."""
     over = asyncio.Event()
     gc.collect()
     gc.disable()
-    tasks = [asyncio.create_task(player.play(rate, over)) for player in players]
+    tasks = [asyncio.create_task(client.step_at_rate(rate, over)) for client in clients]
     try:
         yield
         over.set()
@@ -67,11 +67,11 @@ async def playing(players: Iterable[SessionClient], rate: float) -> AsyncIterato
             task.cancel()
 
 
-async def stepped(players: Sequence[SessionClient], steps: int = 1) -> None:
+async def stepped(clients: Sequence[SessionClient], steps: int = 1) -> None:
     """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
     been under way before."""
-    wanted = [len(player.history) + steps for player in players]
-    await until_true(lambda: all(len(player.history) >= enough for player, enough in zip(players, wanted, strict=True)))
+    wanted = [len(client.history) + steps for client in clients]
+    await until_true(lambda: all(len(client.history) >= enough for client, enough in zip(clients, wanted, strict=True)))
 
 
 async def until_true(condition: Callable[[], bool]) -> None:
@@ -81,13 +81,13 @@ async def until_true(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-def failures(players: Iterable[SessionClient]) -> list[str]:
+def failures(clients: Iterable[SessionClient]) -> list[str]:
     """What clients saw that was no answer."""
-    return [failure for player in players for failure in player.failures]
+    return [failure for client in clients for failure in client.failures]
 
 
 async def histories(
-    players: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
+    clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
     """Every session's history, held against what the store holds in the end. What is no longer in its tail, the
     beginning of one long first step, is taken to be as it was acknowledged. `owner` is the name of the clients' key."""
@@ -104,22 +104,22 @@ async def histories(
     )
     await reader.open()
     try:
-        for player in players:
-            record = await reader.get(player.session if owner is None else f"{owner}/{player.session}")
+        for client in clients:
+            record = await reader.get(client.session if owner is None else f"{owner}/{client.session}")
             if record is None:
-                found.append(f"{player.session} is lost")
+                found.append(f"{client.session} is lost")
                 continue
             tail = [int(token) for token in record.tail.ids()][-record.position or None :]
-            first = player.history[0].tokens
+            first = client.history[0].tokens
             cut = record.position - len(tail)
             assert cut <= len(first), "more is cut off than the first step: this is a bug of the test"
-            found += [f"{player.session}: {fault}" for fault in faults(player.history, [*first[:cut], *tail])]
+            found += [f"{client.session}: {fault}" for fault in faults(client.history, [*first[:cut], *tail])]
     finally:
         await reader.close()
     return found
 
 
-def longest_gap_s(players: Sequence[SessionClient]) -> float:
+def longest_gap_s(clients: Sequence[SessionClient]) -> float:
     """The longest that a session which wanted an answer went without: from when a step was due until it was answered,
     with every attempt in between."""
-    return max(timed.latency_s for player in players for timed in player.timed)
+    return max(timed.latency_s for client in clients for timed in client.timed)

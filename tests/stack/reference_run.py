@@ -25,8 +25,8 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of comparing answers with the twin. `broken` has a line for every claim that does not hold; `largest`
-    is the largest distance of a rebuilt answer, `of_bounds` how much of its bound any took, at most."""
+    """What came of comparing answers with the reference. `broken` has a line for every claim that does not hold;
+    `largest` is the largest distance of a rebuilt answer, `of_bounds` how much of its bound any took, at most."""
 
     answers: int
     rebuilt: int
@@ -50,7 +50,7 @@ class ReferenceRun:
         self._rounding = float(total_variation(certificate.head_diameter, between_runs))
 
     def compare(self, sessions: Sequence[tuple[Sequence[int], Answers]]) -> Compared:
-        """Every answer of every session, given its tokens, with what the twin says there."""
+        """Every answer of every session, given its tokens, with what the reference says there."""
         count = {"answers": 0, "rebuilt": 0, "bounded": 0, "proved": 0}
         largest = of_bounds = 0.0
         broken: list[str] = []
@@ -69,9 +69,9 @@ class ReferenceRun:
                 of_bounds = max(of_bounds, distance / (bound + self._rounding))
             where = f"session {session} at {position}, {answer['state']}"
             if distance > bound + self._rounding:
-                broken.append(f"{where}: {distance:g} from the twin, and claims {bound:g}")
+                broken.append(f"{where}: {distance:g} from the reference, and claims {bound:g}")
             if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
-                broken.append(f"{where}: its first token is claimed to be proved, and is not the twin's")
+                broken.append(f"{where}: its first token is claimed to be proved, and is not the reference's")
         return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
 
     def _distributions(

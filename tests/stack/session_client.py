@@ -12,7 +12,7 @@ from typing import Any
 from tests.stack.connection import Broken, Connection, Reply
 from tests.stack.history import Append, Outcome
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """How long a client waits for one answer, and goes on with one step if it retries. It only ends a test that hangs."""
 
 AGAIN_S = 0.02
@@ -77,7 +77,7 @@ class SessionClient:
         await self.step(tuple(self.random.randrange(1, self.vocabulary) for _ in range(first)))
         self.timed.clear()
 
-    async def play(self, rate: float, over: asyncio.Event) -> None:
+    async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
         """Sends single tokens until it is over, `rate` of them a second on average, each due on its own: one that has
         to wait for the one before it was due all the same."""
         due = asyncio.get_running_loop().time()
@@ -123,13 +123,13 @@ class SessionClient:
         self.answers = {at: answer for at, answer in self.answers.items() if at <= position}
 
     async def _once(self, tokens: tuple[int, ...], headers: dict[str, str] | None = None) -> Reply:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             path = f"/v1/sessions/{self.session}/tokens"
             return await self.connection.ask("POST", path, {"tokens": tokens}, {**self.headers, **(headers or {})})
 
     async def _until_answered(self, tokens: tuple[int, ...], clock: Callable[[], float]) -> Reply:
         """Asks again where nobody knows, or where the answer says that asking again may help."""
-        give_up = clock() + PATIENCE_S
+        give_up = clock() + TIMEOUT_S
         while True:
             try:
                 reply = await self._once(tokens, {"x-wane-position": str(self.position)})

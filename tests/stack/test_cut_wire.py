@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped
+from tests.stack.conftest import SESSION_HISTORY_TOKENS, Figures, MakeStack
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
 from tests.stack.states import until
 from tests.stack.wire import wire
 
@@ -24,19 +24,19 @@ async def test_a_replica_without_the_store_is_passed_over_until_it_has_it_again(
         stack = make_stack(own={"wane-2": {"WANE_STORE": f"redis://127.0.0.1:{carrying.port}/0"}})
         carrying.behind = stack.processes["redis"].port
         await asyncio.to_thread(stack.start)
-        async with crowd(stack.port, [40] * SESSIONS) as players:
-            async with playing(players, RATE):
-                await stepped(players)
+        async with open_clients(stack.port, [40] * SESSIONS) as clients:
+            async with stepping(clients, RATE):
+                await stepped(clients)
                 carrying.cut()
                 await until(stack.operations, wane_2="DOWN")
-                await stepped(players, 2)
+                await stepped(clients, 2)
                 carrying.mend()
                 await until(stack.operations, wane_2="UP")
-                await stepped(players, 2)
+                await stepped(clients, 2)
             figures(
-                steps=sum(len(player.timed) for player in players),
-                repeated_by_clients=sum(player.repeated for player in players),
-                longest_gap_s=longest_gap_s(players),
+                steps=sum(len(client.timed) for client in clients),
+                repeated_by_clients=sum(client.repeated for client in clients),
+                longest_gap_s=longest_gap_s(clients),
             )
-            assert failures(players) == []
-            assert await histories(players, stack.store, TAIL_TOKENS) == []
+            assert failures(clients) == []
+            assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []

@@ -23,9 +23,9 @@ import yaml
 from deploy.stack import secrets
 from deploy.stack.local import ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, STORE, replicas, run_here
-from tests.stack.conftest import BUNDLE, MODEL, TAIL_TOKENS, Figures
+from tests.stack.conftest import BUNDLE, MODEL, SESSION_HISTORY_TOKENS, Figures
 from tests.stack.docker_engine import docker, engine, python_stand_in, run, stand_in, tagged
-from tests.stack.load_generator import crowd, failures, histories, playing, stepped
+from tests.stack.load_generator import failures, histories, open_clients, stepped, stepping
 from tests.stack.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -224,19 +224,19 @@ async def test_a_replica_that_is_killed_is_started_again_and_no_step_is_lost(
     server = victim.replace("-", "_")
     await until(OPERATIONS, **{server: "UP"})
     before = deployment.inspect(victim)
-    async with crowd(8000, [40] * SESSIONS, headers=deployment.key) as players:
-        async with playing(players, RATE):
-            await stepped(players, 2)
+    async with open_clients(8000, [40] * SESSIONS, headers=deployment.key) as clients:
+        async with stepping(clients, RATE):
+            await stepped(clients, 2)
             os.kill(before["State"]["Pid"], signal.SIGKILL)
             await until(OPERATIONS, **{server: "DOWN"})
-            await stepped(players, 2)
+            await stepped(clients, 2)
             await until(OPERATIONS, **{server: "UP"})
-            await stepped(players, 2)
+            await stepped(clients, 2)
         wrong = [
-            *failures(players),
-            *await histories(players, deployment.store, TAIL_TOKENS, owner="client"),
+            *failures(clients),
+            *await histories(clients, deployment.store, SESSION_HISTORY_TOKENS, owner="client"),
         ]
-    figures(steps=sum(len(player.timed) for player in players), repeated=sum(player.repeated for player in players))
+    figures(steps=sum(len(client.timed) for client in clients), repeated=sum(client.repeated for client in clients))
     after = await asyncio.to_thread(deployment.inspect, victim)
     assert wrong == []
     assert after["RestartCount"] == before["RestartCount"] + 1

@@ -9,8 +9,8 @@ import asyncio
 
 import pytest
 
-from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures, MakeStack
-from tests.stack.load_generator import crowd, failures, histories, playing, stepped
+from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures, MakeStack
+from tests.stack.load_generator import failures, histories, open_clients, stepped, stepping
 from tests.stack.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -27,24 +27,24 @@ async def test_two_hundred_sessions_outlive_replicas_that_are_killed_one_after_a
     stack = make_stack()
     await asyncio.to_thread(stack.start)
     # A tenth of the sessions is longer than what is kept of one: their states can only be rebuilt within a bound.
-    first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
-    async with crowd(stack.port, first) as players:
-        async with playing(players, RATE):
+    first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
+    async with open_clients(stack.port, first) as clients:
+        async with stepping(clients, RATE):
             for number in range(KILLS):
-                await stepped(players)
+                await stepped(clients)
                 victim = stack.replicas[number % len(stack.replicas)]
                 await asyncio.to_thread(victim.kill)
                 victim.start()
                 await asyncio.to_thread(victim.wait_ready)
-            await stepped(players, 2)
-        wrong = [*failures(players), *await histories(players, stack.store, TAIL_TOKENS)]
+            await stepped(clients, 2)
+        wrong = [*failures(clients), *await histories(clients, stack.store, SESSION_HISTORY_TOKENS)]
 
     compared = await asyncio.to_thread(
-        ReferenceRun(BUNDLE).compare, [(player.tokens, player.answers) for player in players]
+        ReferenceRun(BUNDLE).compare, [(client.tokens, client.answers) for client in clients]
     )
     figures(
-        steps=sum(len(player.timed) for player in players),
-        repeated_by_clients=sum(player.repeated for player in players),
+        steps=sum(len(client.timed) for client in clients),
+        repeated_by_clients=sum(client.repeated for client in clients),
         compared=compared,
     )
     assert wrong == []

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
+from tests.stack.conftest import SESSION_HISTORY_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
 from tests.stack.history import Outcome
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping, until_true
 from tests.stack.session_client import SessionClient
 from tests.stack.states import until
 
@@ -29,30 +29,30 @@ async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_i
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "reject"})
     await asyncio.to_thread(stack.start)
     redis = stack.processes["redis"]
-    async with crowd(stack.port, [40] * SESSIONS) as players:
-        async with playing(players, RATE):
-            await stepped(players)
+    async with open_clients(stack.port, [40] * SESSIONS) as clients:
+        async with stepping(clients, RATE):
+            await stepped(clients)
             await asyncio.to_thread(redis.kill)
             await until(stack.operations, **DOWN)
             asking = Connection(stack.port)
-            refused = await asking.ask("POST", f"/v1/sessions/{players[0].session}/tokens", {"tokens": [1]})
+            refused = await asking.ask("POST", f"/v1/sessions/{clients[0].session}/tokens", {"tokens": [1]})
             predicted = await asking.ask("POST", "/v1/predict", {"tokens": [1, 2, 3]})
             asking.close()
             redis.start()
             await until(stack.operations, **UP)
-            await stepped(players, 2)
+            await stepped(clients, 2)
 
         assert (refused.status, refused.document["code"]) == (503, "unavailable")
         assert int(refused.headers["retry-after"]) >= 1
         assert predicted.status == 200, "what needs no session needs no store"
         figures(
-            steps=sum(len(player.timed) for player in players),
-            repeated_by_clients=sum(player.repeated for player in players),
-            longest_gap_s=longest_gap_s(players),
+            steps=sum(len(client.timed) for client in clients),
+            repeated_by_clients=sum(client.repeated for client in clients),
+            longest_gap_s=longest_gap_s(clients),
         )
-        assert failures(players) == []
-        assert outcomes(players) == {Outcome.ACKNOWLEDGED}
-        assert await histories(players, stack.store, TAIL_TOKENS) == []
+        assert failures(clients) == []
+        assert outcomes(clients) == {Outcome.ACKNOWLEDGED}
+        assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
 
 
 async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
@@ -61,48 +61,48 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "degrade"})
     await asyncio.to_thread(stack.start)
     redis, victim = stack.processes["redis"], stack.replicas[0]
-    async with crowd(stack.port, [40] * SESSIONS, yields=True) as players:
-        async with playing(players, RATE):
-            await stepped(players)
+    async with open_clients(stack.port, [40] * SESSIONS, yields=True) as clients:
+        async with stepping(clients, RATE):
+            await stepped(clients)
             await asyncio.to_thread(redis.kill)
-            await until_true(lambda: all(map(has_undurable, players)))
+            await until_true(lambda: all(map(has_undurable, clients)))
             # What it alone has is lost with it: histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
-            before = [(len(player.history), player.repeated) for player in players]
-            await until_true(lambda: all(map(went_on, players, before)))
+            before = [(len(client.history), client.repeated) for client in clients]
+            await until_true(lambda: all(map(went_on, clients, before)))
             redis.start()
             await asyncio.to_thread(redis.wait_ready)
             await asyncio.to_thread(victim.wait_ready)
             await until(stack.operations, **UP)
-            await stepped(players, 2)
-        for player in players:  # every session ends with a durable step, or would be looked at too early
-            await player.step((Random(player.session).randrange(1, player.vocabulary),))
-            if player.history[-1].outcome is Outcome.UNKNOWN:
-                await player.step((Random(player.session).randrange(1, player.vocabulary),))
+            await stepped(clients, 2)
+        for client in clients:  # every session ends with a durable step, or would be looked at too early
+            await client.step((Random(client.session).randrange(1, client.vocabulary),))
+            if client.history[-1].outcome is Outcome.UNKNOWN:
+                await client.step((Random(client.session).randrange(1, client.vocabulary),))
 
-        found = Counter(append.outcome for player in players for append in player.history)
+        found = Counter(append.outcome for client in clients for append in client.history)
         figures(
             durable=found[Outcome.ACKNOWLEDGED],
             not_durable=found[Outcome.NOT_DURABLE],
-            conflicts=sum(player.conflicts for player in players),
-            repeated_by_clients=sum(player.repeated for player in players),
+            conflicts=sum(client.conflicts for client in clients),
+            repeated_by_clients=sum(client.repeated for client in clients),
         )
-        assert failures(players) == []
-        assert all(player.history[-1].outcome is Outcome.ACKNOWLEDGED for player in players)
-        assert sum(player.conflicts for player in players) > 0
-        assert await histories(players, stack.store, TAIL_TOKENS) == []
+        assert failures(clients) == []
+        assert all(client.history[-1].outcome is Outcome.ACKNOWLEDGED for client in clients)
+        assert sum(client.conflicts for client in clients) > 0
+        assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
 
 
-def has_undurable(player: SessionClient) -> bool:
+def has_undurable(client: SessionClient) -> bool:
     """Whether a step was answered that is not durable."""
-    return any(append.outcome is Outcome.NOT_DURABLE for append in player.history)
+    return any(append.outcome is Outcome.NOT_DURABLE for append in client.history)
 
 
-def went_on(player: SessionClient, before: tuple[int, int]) -> bool:
+def went_on(client: SessionClient, before: tuple[int, int]) -> bool:
     """Whether a step has ended, or had to be sent again, since the numbers of both were `before`."""
-    return len(player.history) > before[0] or player.repeated > before[1]
+    return len(client.history) > before[0] or client.repeated > before[1]
 
 
-def outcomes(players: list[SessionClient]) -> set[Outcome]:
-    return {append.outcome for player in players for append in player.history}
+def outcomes(clients: list[SessionClient]) -> set[Outcome]:
+    return {append.outcome for client in clients for append in client.history}

@@ -14,8 +14,8 @@ from deploy.stack import secrets
 from deploy.stack.local import ROOT
 from tests.deploy.test_kubernetes import PODS, get
 from tests.service.sessions.stores.redis_server import free_port, program
-from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped
+from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
 from tests.stack.names import Names, names
 from tests.stack.pods import Pod
 from tests.stack.states import until
@@ -81,8 +81,8 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
         await until(addresses["haproxy", 8404], wane_1="UP", wane_2="UP")
 
         bearer = {"authorization": f"Bearer {key}"}
-        async with crowd(entrance.port, [40] * SESSIONS, retries=False, headers=bearer) as players:
-            async with playing(players, RATE):
+        async with open_clients(entrance.port, [40] * SESSIONS, retries=False, headers=bearer) as clients:
+            async with stepping(clients, RATE):
                 third = replica()
                 await third.ready()
                 await until(addresses["haproxy", 8404], wane_3="UP")
@@ -90,12 +90,12 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))
                 dns.ports.remove(first[1].port)
-                await stepped(players, 2)
-            figures(steps=sum(len(player.timed) for player in players), longest_gap_s=longest_gap_s(players))
+                await stepped(clients, 2)
+            figures(steps=sum(len(client.timed) for client in clients), longest_gap_s=longest_gap_s(clients))
             assert codes == [0, 0]
-            assert failures(players) == []
+            assert failures(clients) == []
             store = f"redis://:{password}@127.0.0.1:{addresses['redis', 6379]}/0"
-            assert await histories(players, store, TAIL_TOKENS, OWNER) == []
-        rebuilt = sum(answer["state"] == "rebuilt" for player in players for answer in player.answers.values())
+            assert await histories(clients, store, SESSION_HISTORY_TOKENS, OWNER) == []
+        rebuilt = sum(answer["state"] == "rebuilt" for client in clients for answer in client.answers.values())
         figures(rebuilt=rebuilt)
         assert rebuilt >= SESSIONS

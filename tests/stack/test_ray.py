@@ -16,12 +16,12 @@ import pytest
 from websockets.asyncio.client import connect
 
 from tests.stack.command import WAIT_S
-from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing
+from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepping
 from tests.stack.ray_command import OTHERS, OWN, OWNER, RayCommand
 from tests.stack.reference_run import ReferenceRun
 from tests.stack.session_client import SessionClient
-from tests.stack.test_streams import RESTART, Streaming, play
+from tests.stack.test_streams import RESTART, Streaming, step_each
 from wane.service.api.middleware import POLICY
 from wane.service.api.routes.stream import NO_SESSION
 
@@ -52,20 +52,20 @@ def command(folder: Path) -> Iterator[RayCommand]:
         started.end()
 
 
-async def a_step_each(players: list[SessionClient]) -> None:
-    await asyncio.gather(*(player.step((player.random.randrange(1, player.vocabulary),)) for player in players))
+async def a_step_each(clients: list[SessionClient]) -> None:
+    await asyncio.gather(*(client.step((client.random.randrange(1, client.vocabulary),)) for client in clients))
 
 
-async def asks_for_a_key(player: SessionClient) -> None:
-    """Without one, or with another's, whoever asks is told so, and nothing becomes of the player's session."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{player.port}", timeout=WAIT_S) as client:
-        path = f"/v1/sessions/{player.session}"
+async def asks_for_a_key(client: SessionClient) -> None:
+    """Without one, or with another's, whoever asks is told so, and nothing becomes of the client's session."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{client.port}", timeout=WAIT_S) as http:
+        path = f"/v1/sessions/{client.session}"
         for keys, status in (({}, 401), ({"authorization": "Bearer none"}, 401), (OTHERS, 404), (OWN, 200)):
-            answer = await client.get(path, headers=keys | SPOOFED)
+            answer = await http.get(path, headers=keys | SPOOFED)
             assert answer.status_code == status, answer.text
-    assert answer.json()["position"] == player.position
+    assert answer.json()["position"] == client.position
     for keys, code in (({}, POLICY), (OTHERS, NO_SESSION)):
-        async with connect(f"ws://127.0.0.1:{player.port}{path}/stream", additional_headers=keys) as socket:
+        async with connect(f"ws://127.0.0.1:{client.port}{path}/stream", additional_headers=keys) as socket:
             assert "error" in json.loads(await socket.recv())
             await socket.wait_closed()
         assert socket.close_code == code
@@ -76,49 +76,49 @@ async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replic
 ) -> None:
     store = await asyncio.to_thread(command.until_store)
     pids = await asyncio.to_thread(command.until_ready, 2)
-    first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
+    first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with (
-        crowd(command.port, first, headers=OWN) as players,
-        crowd(command.port, [40] * STREAMS, name="stream", headers=OWN) as others,
+        open_clients(command.port, first, headers=OWN) as clients,
+        open_clients(command.port, [40] * STREAMS, name="stream", headers=OWN) as others,
     ):
-        await asks_for_a_key(players[0])
-        streams = [Streaming(player) for player in others]
-        await play(streams)
+        await asks_for_a_key(clients[0])
+        streams = [Streaming(client) for client in others]
+        await step_each(streams)
         sockets = [await stream.open() for stream in streams]
 
-        positions = [player.position for player in players]
-        async with playing(players, RATE):
+        positions = [client.position for client in clients]
+        async with stepping(clients, RATE):
             os.kill(pids[0], signal.SIGKILL)
-            await play(streams)
+            await step_each(streams)
             after = await asyncio.to_thread(command.until_ready, 2, [pids[0]])
-        await a_step_each(players)
-        assert all(player.position > before for player, before in zip(players, positions, strict=True))
-        killed_gap_s = longest_gap_s(players)
+        await a_step_each(clients)
+        assert all(client.position > before for client, before in zip(clients, positions, strict=True))
+        killed_gap_s = longest_gap_s(clients)
         assert {stream.opened for stream in streams} == {1, 2}
         assert {socket.close_code for socket in sockets} == {None, RESTART}
 
-        for player in players:
-            player.retries = False
-            player.timed.clear()
-        async with playing(players, RATE):
+        for client in clients:
+            client.retries = False
+            client.timed.clear()
+        async with stepping(clients, RATE):
             await asyncio.to_thread(command.scale, 1)
             for stream in streams:  # a replica waits for its WebSockets before it ends
                 await stream.close()
             remaining = await asyncio.to_thread(command.until_ready, 1)
             await asyncio.to_thread(command.scale, 2)
             grown = await asyncio.to_thread(command.until_ready, 2)
-        await a_step_each(players)
+        await a_step_each(clients)
         assert set(remaining) < set(after) and set(remaining) < set(grown)
 
         figures(
-            repeated_by_clients=sum(player.repeated for player in players),
+            repeated_by_clients=sum(client.repeated for client in clients),
             longest_gap_of_the_killed_s=killed_gap_s,
-            longest_gap_while_scaled_s=longest_gap_s(players),
+            longest_gap_while_scaled_s=longest_gap_s(clients),
         )
-        assert failures(players) == []
-        assert await histories([*players, *others], store, TAIL_TOKENS, OWNER) == []
+        assert failures(clients) == []
+        assert await histories([*clients, *others], store, SESSION_HISTORY_TOKENS, OWNER) == []
     compared = await asyncio.to_thread(
-        ReferenceRun(BUNDLE).compare, [(one.tokens, one.answers) for one in (*players, *others)]
+        ReferenceRun(BUNDLE).compare, [(one.tokens, one.answers) for one in (*clients, *others)]
     )
     figures(compared=compared)
     assert compared.broken == ()

@@ -14,7 +14,7 @@ TOKENS = (5, 6, 7, 8, 9)
 
 
 @pytest.fixture(scope="module")
-def twin() -> ReferenceRun:
+def reference_run() -> ReferenceRun:
     return ReferenceRun(BUNDLE)
 
 
@@ -39,32 +39,32 @@ def shifted(document: dict[str, Any], by: float) -> dict[str, Any]:
     return {**document, "predictions": [{**first, "probability": first["probability"] + by}, *rest]}
 
 
-def test_right_answers_hold_of_several_sessions_of_any_length(twin: ReferenceRun) -> None:
+def test_right_answers_hold_of_several_sessions_of_any_length(reference_run: ReferenceRun) -> None:
     sessions = [(TOKENS[:2], {2: answer(2)}), (TOKENS, {1: answer(1), 5: answer(5)})]
-    compared = twin.compare(sessions)
+    compared = reference_run.compare(sessions)
     assert (compared.answers, compared.proved, compared.broken) == (3, 3, ())
 
 
 @pytest.mark.parametrize(("bound", "distance", "holds"), [(0.01, 0.009, True), (0.01, 0.02, False), (0.0, 0.01, False)])
 def test_an_answer_holds_as_far_as_its_bound_goes(
-    twin: ReferenceRun, bound: float, distance: float, holds: bool
+    reference_run: ReferenceRun, bound: float, distance: float, holds: bool
 ) -> None:
     document = shifted(answer(3, state="rebuilt", error_bound=bound), distance)
-    compared = twin.compare([(TOKENS, {3: document})])
+    compared = reference_run.compare([(TOKENS, {3: document})])
     assert (not compared.broken) == holds
     assert compared.largest == pytest.approx(distance, abs=1e-6)
     assert (compared.rebuilt, compared.bounded) == (1, int(bound > 0))
 
 
-def test_an_answer_of_another_place_does_not_hold(twin: ReferenceRun) -> None:
-    compared = twin.compare([(TOKENS, {4: answer(3)})])
+def test_an_answer_of_another_place_does_not_hold(reference_run: ReferenceRun) -> None:
+    compared = reference_run.compare([(TOKENS, {4: answer(3)})])
     assert len(compared.broken) >= 1 and "session 0 at 4" in compared.broken[0]
 
 
-def test_a_first_token_that_is_called_proved_must_be_the_twin_s(twin: ReferenceRun) -> None:
+def test_a_first_token_that_is_called_proved_must_be_the_twin_s(reference_run: ReferenceRun) -> None:
     document = answer(3, error_bound=1.0)
     first, second, *rest = document["predictions"]
     document["predictions"] = [second, first, *rest]
-    (broken,) = twin.compare([(TOKENS, {3: document})]).broken
+    (broken,) = reference_run.compare([(TOKENS, {3: document})]).broken
     assert "proved" in broken
-    assert twin.compare([(TOKENS, {3: {**document, "top1_proved": False}})]).broken == ()
+    assert reference_run.compare([(TOKENS, {3: {**document, "top1_proved": False}})]).broken == ()

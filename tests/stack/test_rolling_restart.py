@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped
+from tests.stack.conftest import SESSION_HISTORY_TOKENS, Figures, MakeStack
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
 from tests.stack.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -22,16 +22,16 @@ async def test_no_request_fails_while_all_replicas_are_restarted_and_no_client_a
     stack = make_stack()
     await asyncio.to_thread(stack.start)
     codes = []
-    async with crowd(stack.port, [40] * SESSIONS, retries=False) as players:
-        async with playing(players, RATE):
+    async with open_clients(stack.port, [40] * SESSIONS, retries=False) as clients:
+        async with stepping(clients, RATE):
             for replica in stack.replicas:
                 replica.terminate()
                 codes.append(await asyncio.to_thread(replica.wait))
                 replica.start()
                 await asyncio.to_thread(replica.wait_ready)
                 await until(stack.operations, **{replica.name.replace("-", "_"): "UP"})
-                await stepped(players)
-        figures(steps=sum(len(player.timed) for player in players), longest_gap_s=longest_gap_s(players))
+                await stepped(clients)
+        figures(steps=sum(len(client.timed) for client in clients), longest_gap_s=longest_gap_s(clients))
         assert codes == [0, 0, 0]
-        assert failures(players) == []
-        assert await histories(players, stack.store, TAIL_TOKENS) == []
+        assert failures(clients) == []
+        assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.stack.conftest import BUNDLE, TAIL_TOKENS, Figures, MakeStack
-from tests.stack.load_generator import crowd, failures, histories, playing, stepped
+from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures, MakeStack
+from tests.stack.load_generator import failures, histories, open_clients, stepped, stepping
 from tests.stack.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -23,14 +23,14 @@ async def test_sessions_whose_every_step_goes_to_another_replica_are_right(
 ) -> None:
     stack = make_stack(balance="roundrobin")
     await asyncio.to_thread(stack.start)
-    first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
-    async with crowd(stack.port, first) as players:
-        async with playing(players, RATE):
-            await stepped(players, STEPS)
-        assert failures(players) == []
-        assert await histories(players, stack.store, TAIL_TOKENS) == []
+    first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
+    async with open_clients(stack.port, first) as clients:
+        async with stepping(clients, RATE):
+            await stepped(clients, STEPS)
+        assert failures(clients) == []
+        assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
     compared = await asyncio.to_thread(
-        ReferenceRun(BUNDLE).compare, [(player.tokens, player.answers) for player in players]
+        ReferenceRun(BUNDLE).compare, [(client.tokens, client.answers) for client in clients]
     )
     figures(compared=compared)
     assert compared.broken == ()

@@ -11,9 +11,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from tests.stack.conftest import BUNDLE, TAIL_TOKENS, MakeStack
+from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, MakeStack
 from tests.stack.history import Append, Outcome
-from tests.stack.load_generator import VOCABULARY, crowd, histories
+from tests.stack.load_generator import VOCABULARY, histories, open_clients
 from tests.stack.reference_run import ReferenceRun
 from tests.stack.session_client import SessionClient
 
@@ -28,9 +28,9 @@ class Streaming:
     """A session's client that goes on over a WebSocket, with each message's position in it, and opens another where
     one ends."""
 
-    def __init__(self, player: SessionClient) -> None:
-        self.player = player
-        self.random = Random(player.session)
+    def __init__(self, client: SessionClient) -> None:
+        self.client = client
+        self.random = Random(client.session)
         self.opened = 0
         self.socket: ClientConnection | None = None
 
@@ -39,8 +39,8 @@ class Streaming:
         while self.socket is None:
             try:
                 self.socket = await connect(
-                    f"ws://127.0.0.1:{self.player.port}/v1/sessions/{self.player.session}/stream",
-                    additional_headers=self.player.headers,
+                    f"ws://127.0.0.1:{self.client.port}/v1/sessions/{self.client.session}/stream",
+                    additional_headers=self.client.headers,
                 )
                 self.opened += 1
             except (OSError, InvalidHandshake):
@@ -49,13 +49,13 @@ class Streaming:
 
     async def step(self) -> None:
         """One token, sent until it is answered."""
-        player = self.player
+        client = self.client
         token = self.random.randrange(1, VOCABULARY)
         invoked = asyncio.get_running_loop().time()
         while True:
             socket = await self.open()
             try:
-                await socket.send(json.dumps({"tokens": [token], "expected_position": player.position}))
+                await socket.send(json.dumps({"tokens": [token], "expected_position": client.position}))
                 answer = json.loads(await socket.recv())
             except ConnectionClosed:
                 self.socket = None
@@ -65,10 +65,10 @@ class Streaming:
             assert "error" not in answer, answer
             break
         ended = asyncio.get_running_loop().time()
-        player.history.append(Append((token,), Outcome.ACKNOWLEDGED, player.position, invoked, ended))
-        player.position = answer["position"]
-        player.tokens.append(token)
-        player.answers[player.position] = answer
+        client.history.append(Append((token,), Outcome.ACKNOWLEDGED, client.position, invoked, ended))
+        client.position = answer["position"]
+        client.tokens.append(token)
+        client.answers[client.position] = answer
 
     async def closed(self) -> int | None:
         """The code with which the other side has closed the socket; None where it still answers."""
@@ -88,30 +88,30 @@ class Streaming:
 async def test_streams_are_cut_off_by_a_killed_replica_and_go_on_at_another(make_stack: MakeStack) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
-    async with crowd(stack.port, [40] * SESSIONS) as players:
-        streams = [Streaming(player) for player in players]
-        await play(streams)
+    async with open_clients(stack.port, [40] * SESSIONS) as clients:
+        streams = [Streaming(client) for client in clients]
+        await step_each(streams)
         assert [stream.opened for stream in streams] == [1] * SESSIONS
 
         await asyncio.to_thread(stack.replicas[0].kill)
-        await play(streams)
+        await step_each(streams)
         assert {stream.opened for stream in streams} == {1, 2}
 
         stack.replicas[1].terminate()
         assert await asyncio.to_thread(stack.replicas[1].wait) == 0
         closed = [code for stream in streams if (code := await stream.closed()) is not None]
         assert closed and set(closed) == {RESTART}
-        await play(streams)
+        await step_each(streams)
         for stream in streams:
             await stream.close()
-        assert await histories(players, stack.store, TAIL_TOKENS) == []
+        assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
     compared = await asyncio.to_thread(
-        ReferenceRun(BUNDLE).compare, [(player.tokens, player.answers) for player in players]
+        ReferenceRun(BUNDLE).compare, [(client.tokens, client.answers) for client in clients]
     )
     assert compared.broken == () and compared.rebuilt > 0
 
 
-async def play(streams: Sequence[Streaming]) -> None:
+async def step_each(streams: Sequence[Streaming]) -> None:
     """Some steps of each."""
     for _ in range(STEPS):
         await asyncio.gather(*(stream.step() for stream in streams))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.models.bundles import edit_manifest
-from tests.stack.conftest import BUNDLE, MODEL, TAIL_TOKENS, Figures, MakeStack
+from tests.stack.conftest import BUNDLE, MODEL, SESSION_HISTORY_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped
+from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
 from tests.stack.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -39,10 +39,10 @@ async def test_no_request_fails_while_each_replica_takes_a_new_version(
     coming = next_version(tmp_path / "coming")
     stack = make_stack({"WANE_BUNDLES": str(served.parent)})
     await asyncio.to_thread(stack.start)
-    first = [TAIL_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
-    async with crowd(stack.port, first, retries=False) as players:
-        async with playing(players, RATE):
-            await stepped(players)
+    first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
+    async with open_clients(stack.port, first, retries=False) as clients:
+        async with stepping(clients, RATE):
+            await stepped(clients)
             old = served.rename(tmp_path / "old")
             coming.rename(served)
             for replica in stack.replicas:
@@ -50,24 +50,24 @@ async def test_no_request_fails_while_each_replica_takes_a_new_version(
                 reply = await asking.ask("POST", f"/v2/repository/models/{MODEL}/load")
                 asking.close()
                 assert reply.status == 200 and reply.document["version"] == "2", reply
-            await stepped(players, 2)
-        assert failures(players) == []
-        assert await histories(players, stack.store, TAIL_TOKENS) == []
+            await stepped(clients, 2)
+        assert failures(clients) == []
+        assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
 
-    for player in players:
-        versions = [player.answers[position]["model_version"] for position in sorted(player.answers)]
+    for client in clients:
+        versions = [client.answers[position]["model_version"] for position in sorted(client.answers)]
         assert versions == sorted(versions), "a session that had the new version had the old one again"
-        rebuilt = [one for one in player.answers.values() if one["state"] == "rebuilt"]
+        rebuilt = [one for one in client.answers.values() if one["state"] == "rebuilt"]
         assert len(rebuilt) <= 1, "a session was rebuilt more than once for one new version"
     for version, bundle in (("1", old), ("2", served)):
         answers = [
-            {position: answer for position, answer in player.answers.items() if answer["model_version"] == version}
-            for player in players
+            {position: answer for position, answer in client.answers.items() if answer["model_version"] == version}
+            for client in clients
         ]
         compared = await asyncio.to_thread(
             ReferenceRun(bundle).compare,
-            [(player.tokens, given) for player, given in zip(players, answers, strict=True)],
+            [(client.tokens, given) for client, given in zip(clients, answers, strict=True)],
         )
-        figures(version=version, longest_gap_s=longest_gap_s(players), compared=compared)
+        figures(version=version, longest_gap_s=longest_gap_s(clients), compared=compared)
         assert compared.answers >= SESSIONS
         assert compared.broken == ()

@@ -37,7 +37,7 @@ class Unmeasurable(FloatingPointError):
     """A model whose runs leave the range of their numbers; the message says which run does, and after which token."""
 
 
-class Spread(Frozen):
+class Quantiles(Frozen):
     """A quantity over all positions."""
 
     median: float = Field(ge=0)
@@ -52,8 +52,8 @@ class AtWindow(Frozen):
     """
 
     k: Positive
-    distance: Spread
-    total_variation: Spread
+    distance: Quantiles
+    total_variation: Quantiles
     top1_match: float = Field(ge=0, le=1)
     perplexity: Perplexity
     perplexity_ratio: float = Field(gt=0)
@@ -63,7 +63,7 @@ class AtLag(Frozen):
     """|d p_{t+i} / d x_t|: p the probability of the token that came after t+i, x_t the embedding of token t."""
 
     i: int = Field(ge=0)
-    gradient: Spread
+    gradient: Quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def _check(what: str, ends: NDArray[np.int64], *found: Tensor) -> None:
         raise Unmeasurable(f"{what} overflows float32 at token {ends[~finite][0] + 1}")
 
 
-def _spread(values: Tensor) -> Spread:
+def _spread(values: Tensor) -> Quantiles:
     array = values.double().cpu().numpy()
     median, p99 = np.quantile(array, [0.5, 0.99])
-    return Spread(median=float(median), p99=float(p99), max=float(array.max()))
+    return Quantiles(median=float(median), p99=float(p99), max=float(array.max()))

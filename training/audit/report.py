@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wane.models.manifest import Architecture, Certificate, Frozen, Perplexity, Positive, Sha256
-from wane.training.audit.forgetting import AtLag, AtWindow, Spread
+from wane.training.audit.forgetting import AtLag, AtWindow, Quantiles
 
 
 class AuditedModel(Frozen):
@@ -195,7 +195,7 @@ def _forgetting(report: AuditReport) -> Table:
     return table
 
 
-def _cells(spread: Spread) -> list[str]:
+def _cells(spread: Quantiles) -> list[str]:
     return [_short(value) for value in (spread.median, spread.p99, spread.max)]
 
 

@@ -47,7 +47,7 @@ class ScoreBody(SequenceBody):
 
 
 class ScoreProgressDocument(TypedDict):
-    """In a stream: so many of all tokens were run."""
+    """In a stream: how many of all tokens were run."""
 
     done: int
     total: int

@@ -1,4 +1,4 @@
--- Counts a session among its owner's, if there are fewer than so many, or it is one of them already: 1. Else the first
+-- Counts a session among its owner's, if there are fewer than the most, or it is one of them already: 1. Else the first
 -- of those whose time has come or is in doubt, each with its score; none where there are none.
 --
 -- Before that, those that were looked at are given the time that they have left, or are forgotten if they have none:

@@ -2,18 +2,18 @@
 
 A session:
 
-    revision  run     length  format  stamp   position  start  tokens' digest  key's digest  identity  tail
-    uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes each at most         JSON      token ids
+    revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
+    uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
 Numbers are big-endian, token ids little-endian. `run` is what the store's scripts tell one start of Redis from another
 by, 0 elsewhere. `length` counts the head, which is what is between it and the tail. `stamp` is drawn for every change:
 no other writer writes the same. `start` is the last step's position, -1 if there is none. The identity is what does not
 change: model, version, mode, the width of an id, vocabulary. Digests stand after their lengths.
 
-A state (`Snapshot`), which is kept beside a session's last tokens once in so many tokens:
+A state (`Snapshot`), which is kept with a session's last tokens at every checkpoint:
 
     position  dropped_tokens  length  model_fingerprint  state
-    uint64    uint64          uint16                     float32, as the pool holds it
+    uint64    uint64          uint16  `length` bytes     float32, as the pool holds it
 
 Numbers are big-endian, states as this machine has them.
 """
@@ -40,7 +40,7 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """The snapshot that was written; None for what is none: then the tail will do."""
+    """The snapshot that was written; None for other bytes: the state is then rebuilt from the tail."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
@@ -76,7 +76,7 @@ class Unreadable(ValueError):
 
 
 def head(record: SessionRecord) -> bytes:
-    """What a session is beside its revision and its tail; every call's is another one."""
+    """A session without its revision and its tail. The stamp differs from call to call."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)

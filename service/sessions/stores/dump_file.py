@@ -1,9 +1,15 @@
 """Sessions in a file, from one process to the next: written when a server has drained, read when the next one starts.
 
-    "wane sessions 1\\n"  unix time  count    then for each: length  id  idle_s   length  session    SHA-256 of all
-                         float64    uint64                  uint16      float64  uint32  codec.py
+    "wane sessions 1\\n"  unix time  count   sessions  SHA-256 of all
+                         float64    uint64            32 bytes
 
-Numbers are big-endian. The file takes the place of the one before at once and whole, and is read only if it is whole.
+Each session:
+
+    length  id     idle_s   length  session
+    uint16  UTF-8  float64  uint32  as in codec.py
+
+Numbers are big-endian. `length` is that of the id, and of the session. The file replaces the one before in one act, and
+is read only if it is whole.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
             session_history_tokens=session_history_tokens,
             ttl_s=settings.session_ttl_s,
             budget_bytes=settings.session_budget_bytes,
-            on_squeeze=lambda model: metrics.sessions_evicted_memory.labels(model).inc(),
+            on_memory_eviction=lambda model: metrics.sessions_evicted_memory.labels(model).inc(),
             file=settings.session_file,
         )
     # They take a while to import, and most servers keep sessions in memory.

@@ -30,7 +30,7 @@ AT_ONCE = 256  # sessions that the store is given side by side when it is back
 class UnsyncedSession:
     """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
     `since` is the earliest position that it was at meanwhile: up to there it is what the store has. `counts`: it was
-    made here, and is among those that its owner may have only so many of."""
+    made here, and counts against its owner's limit."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -267,7 +267,7 @@ class FallbackStore:
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
-            self._shared.trips.tell(*self._shared.counting(session))  # again, as whoever makes one does
+            self._shared.trips.tell(*self._shared.counting(session))  # again, as for a session that is made
         if kept is None:
             self._conflict_discarded_metric.inc()
             now = self._shared.get_cached(session)

@@ -49,7 +49,7 @@ _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
 # Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
 # memory is handed out in steps of 16 bytes.
-BESIDE_BYTES = 200
+OVERHEAD_BYTES = 200
 
 
 Identity = tuple[str, str, Mode, int, str]
@@ -57,8 +57,8 @@ Identity = tuple[str, str, Mode, int, str]
 
 
 def entry_bytes(session: str, tail: int) -> int:
-    """Memory that a session takes whose tail is of so many bytes."""
-    return BESIDE_BYTES + len(session) + _HEADER.size + tail
+    """Memory that a session takes whose tail has `tail` bytes."""
+    return OVERHEAD_BYTES + len(session) + _HEADER.size + tail
 
 
 def tail_bytes(packed: bytes) -> int:
@@ -200,16 +200,16 @@ class MemoryStore:
         ttl_s: float,
         budget_bytes: int,
         clock: Callable[[], float] = time.monotonic,
-        on_squeeze: Callable[[str], object] = lambda _: None,
+        on_memory_eviction: Callable[[str], object] = lambda _: None,
         file: Path | None = None,
     ) -> None:
-        """`on_squeeze` is told the model of every session that had to end for lack of room. `file`: where sessions are
-        saved when the store is closed, and were when it is opened."""
+        """`on_memory_eviction` is told the model of every session that was ended for lack of memory. `file`: where
+        sessions are saved when the store is closed, and read from when it is opened."""
         self.session_history_tokens = session_history_tokens
         self.used_bytes = 0
         self._budget_bytes = budget_bytes
         self._clock = clock
-        self._on_squeeze = on_squeeze
+        self._on_memory_eviction = on_memory_eviction
         self._file = file
         self._is_open = self._is_closed = False
         self._packing = Packing()
@@ -398,4 +398,4 @@ class MemoryStore:
         oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
         session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
         self._forget(session)
-        self._on_squeeze(self._packing.model(packed))
+        self._on_memory_eviction(self._packing.model(packed))

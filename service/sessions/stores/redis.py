@@ -4,14 +4,14 @@ A session is one key, `wane:<namespace>:{<session>}`, laid out as in `codec.py`;
 is another, with `:state` behind it. The braces put both on one node of a cluster. Both end when the session has been
 idle for its time to live.
 
-Where an owner may have so many sessions and no more, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts them.
+Where an owner's sessions are limited, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts them.
 It may be on another node than a session, and is changed before and after it, never with it. No session is there and
-does not count, whatever else runs: whoever makes one counts it before, and again afterwards; and one is taken out of
+does not count, whatever else runs: its maker counts it before, and again afterwards; and one is taken out of
 the set only if it was found to be over, and has the score that it had before it was looked for. What makes a session
 changes its score after that, and a score that has come is never there twice.
 
-Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. Whoever
-gets no answer may run it again: what it did it will not do twice, for it finds the revision that it would have set.
+Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. A
+caller without an answer may run it again: a script that finds the revision that it would set changes nothing.
 Hence revisions are never used twice: the upper half of one is random, drawn anew for a session that is created or
 rewound, and by the first change after Redis was started anew, which may have lost what it had acknowledged.
 """
@@ -97,7 +97,7 @@ class RedisStore:
         return made
 
     async def claim(self, session: str, most: int) -> None:
-        """Counts a session that is to be made among its owner's, of which there may be so many. Raises QuotaExceeded.
+        """Counts a new session among its owner's, of which there may be `most`. Raises QuotaExceeded.
 
         Sessions end by themselves in Redis, which tells nobody: so they are counted in a sorted set, by when each ends
         if it is not used. Those whose time has come, or whose time is in doubt, are looked for when the set is full,

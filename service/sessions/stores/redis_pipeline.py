@@ -51,7 +51,7 @@ AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDo
 
 
 class Script:
-    """A Lua script beside this file. Redis is asked for it by its digest; one that does not have it is sent it."""
+    """A Lua script in this file's folder. Redis is asked for it by its digest; one that does not have it is sent it."""
 
     def __init__(self, name: str) -> None:
         self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ class RedisPipeline:
             await self._client.aclose()
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
-        """What a script says. Whoever gets no answer must take it that it may have run, and may run it again.
+        """The reply of a script. A script that was not answered may have run, and may be run again.
 
         Raises Unavailable where Redis cannot be reached, or `tells` of a reply that it leaves that open; Overloaded
         where it is full.
@@ -198,7 +198,7 @@ class RedisPipeline:
         return replies
 
     def _settle(self, call: _Call, reply: Any) -> None:
-        if call.reply.done():  # whoever asked has left
+        if call.reply.done():  # the caller was cancelled
             return
         if not isinstance(reply, Exception):
             if call.again and call.tells is not None and not call.tells(reply):

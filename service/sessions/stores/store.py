@@ -58,7 +58,7 @@ class LastStep(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A state that is kept beside a tail: that at `position`, which knows all but the first `dropped_tokens` tokens.
+    """A state that is kept with a tail: that at `position`, which knows all but the first `dropped_tokens` tokens.
 
     `model_fingerprint` tells which weights and graphs made it: no others may go on from it.
     """
@@ -77,7 +77,7 @@ class SessionRecord(NamedTuple):
     self. `idle_s` is the time since it was last touched, as of reading. `model_version` is the one that it was started
     under, for information; `vocabulary` tells whose token ids its tail holds, and no version of another may run them.
     `durable`: of a store that others share, whether it has the session so; no other promises anything. `snapshot`: the
-    latest state that was kept beside the tail, if there is one and it was asked for.
+    latest state that was kept along with the tail, if there is one and it was asked for.
     """
 
     session: str
@@ -175,7 +175,7 @@ class Store(Protocol):
 
     @property
     def standing(self) -> StoreHealth:
-        """How the store is, for whoever wants to know whether this process can be used."""
+        """The store's health, for the readiness probe."""
         ...
 
     async def open(self) -> None:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from research.scaling.memory import Found, Population, Slab
+from research.scaling.memory import Found, Population, StateCache
 from research.scaling.skew import resident, skew, weights
 
 USES = 40_000
 
 
-def test_a_slab_drops_who_was_unused_for_longest() -> None:
-    slab = Slab(2)
-    assert [slab.use(session) for session in (1, 2, 1, 3, 2)] == [
+def test_a_state_cache_drops_who_was_unused_for_longest() -> None:
+    cache = StateCache(2)
+    assert [cache.use(session) for session in (1, 2, 1, 3, 2)] == [
         Found.AWAY,
         Found.AWAY,
         Found.RESIDENT,
         Found.AWAY,
         Found.REMEMBERED,
     ]
-    assert slab.resident == 2
+    assert cache.resident == 2
 
 
 @pytest.mark.parametrize("room", [100, 500, 900])
-def test_a_population_finds_as_many_resident_as_a_slab_with_names(room: int) -> None:
+def test_a_population_finds_as_many_resident_as_a_state_cache_with_names(room: int) -> None:
     random = np.random.default_rng(0)
-    slab, population = Slab(room), Population(1000, room, np.random.default_rng(1))
-    named = [slab.use(int(session)) for session in random.integers(0, 1000, USES)]
+    cache, population = StateCache(room), Population(1000, room, np.random.default_rng(1))
+    named = [cache.use(int(session)) for session in random.integers(0, 1000, USES)]
     counted = [population.use(0) for _ in range(USES)]
     share = named[USES // 2 :].count(Found.RESIDENT) / (USES // 2)
     assert share == pytest.approx(room / 1000, abs=0.02)
@@ -46,11 +46,11 @@ def test_sessions_that_join_are_away_until_they_step_and_go_as_they_are() -> Non
 
 
 @pytest.mark.parametrize("exponent", [0.6, 1.0])
-def test_the_approximation_for_hot_sessions_is_what_a_slab_does(exponent: float) -> None:
+def test_the_approximation_for_hot_sessions_is_what_a_state_cache_does(exponent: float) -> None:
     first, rest = weights(2000, exponent)
     assert first.sum() + rest == pytest.approx(1.0)
-    slab, random = Slab(200), np.random.default_rng(0)
-    found = [slab.use(int(session)) for session in random.choice(2000, USES, p=first)]
+    cache, random = StateCache(200), np.random.default_rng(0)
+    found = [cache.use(int(session)) for session in random.choice(2000, USES, p=first)]
     share = found[USES // 2 :].count(Found.RESIDENT) / (USES // 2)
     assert resident(first, rest, 2000, 200) == pytest.approx(share, abs=0.02)
 

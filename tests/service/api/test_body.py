@@ -32,7 +32,7 @@ from wane.service.settings import Settings
 
 UNKNOWN = {f"unknown {index}": 1 for index in range(1000)}
 BODY_BYTES = 4 * 2**20
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +233,13 @@ async def test_a_large_body_waits_for_its_turn_no_longer_than_its_deadline(
 
     def wait(*given: Any) -> Any:
         busy.set()
-        assert gate.wait(PATIENCE_S)
+        assert gate.wait(TIMEOUT_S)
         return excess(*given)
 
     monkeypatch.setattr(decoding, "excess", wait)
     raw = b'{"tokens": [1' + b" " * LARGE_BYTES + b"]}"
     first = asyncio.create_task(usual.decode(raw, PredictBody))
-    assert await asyncio.to_thread(busy.wait, PATIENCE_S)
+    assert await asyncio.to_thread(busy.wait, TIMEOUT_S)
     with pytest.raises(DeadlineExceeded):
         await usual.decode(raw, PredictBody, asyncio.get_running_loop().time())
     assert (await usual.decode(b'{"tokens": [2]}', PredictBody)).tokens == [2]

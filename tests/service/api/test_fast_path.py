@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tests.service.conftest import SocketServer, never
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.fake_engine import FakeRegistry
 from tests.service.slow_client import HANDSHAKE, MALFORMED, frame, statuses, until
 from wane.service.api import encode
@@ -34,11 +34,9 @@ PATH = "/v1/sessions/a/tokens"
 ROUTE = "/v1/sessions/{session}/tokens"
 WAIT_S = 120.0
 
-MakeBench = Callable[..., EngineHarness]
-
 
 class OneEngine(FakeRegistry):
-    """A catalog of one real engine, on a store that answers at once."""
+    """A registry of one real engine, on a store that answers at once."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -54,11 +52,11 @@ class OneEngine(FakeRegistry):
         return cast(Engine, self.engine)
 
     async def close(self) -> None:
-        """The bench's fixture ends the engine."""
+        """The harness's fixture ends the engine."""
 
 
 class ServerHarness(SocketServer):
-    """The server over a bench's engine; `asked` has the paths of the requests that came to the application."""
+    """The server over a harness's engine; `asked` has the paths of the requests that came to the application."""
 
     def __init__(self, harness: EngineHarness, **changes: Any) -> None:
         settings = Settings(**changes)
@@ -89,8 +87,8 @@ Serve = Callable[..., Any]
 
 
 @pytest.fixture
-def serve(make_harness: MakeBench) -> Serve:
-    """Serves a bench's engine with sessions a, b and c, whose states are resident."""
+def serve(make_harness: MakeHarness) -> Serve:
+    """Serves a harness's engine with sessions a, b and c, whose states are resident."""
 
     @asynccontextmanager
     async def serving(harness: EngineHarness | None = None, **changes: Any) -> AsyncIterator[ServerHarness]:
@@ -98,16 +96,16 @@ def serve(make_harness: MakeBench) -> Serve:
         for name in "abc":
             await harness.engine.create_session(name)
             await harness.engine.submit(StepRequest(name, (5,)))
-        stage = ServerHarness(harness, **changes)
-        task = asyncio.create_task(stage.serve())
-        await stage.listening.wait()
+        server = ServerHarness(harness, **changes)
+        task = asyncio.create_task(server.serve())
+        await server.listening.wait()
         try:
             async with asyncio.timeout(WAIT_S):
-                yield stage
+                yield server
         finally:
-            for client in stage.clients:
+            for client in server.clients:
                 client.writer.close()
-            stage.should_exit = True
+            server.should_exit = True
             await task
 
     return serving
@@ -116,20 +114,20 @@ def serve(make_harness: MakeBench) -> Serve:
 class Client:
     """One connection, which is spoken to in bytes."""
 
-    def __init__(self, stage: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.stage = stage
+    def __init__(self, server: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.server = server
         self.reader = reader
         self.writer = writer
 
     @classmethod
-    async def of(cls, stage: ServerHarness) -> Client:
-        """One of the stage, which closes it in the end."""
-        stage.clients.append(cls(stage, *await asyncio.open_connection(*stage.address)))
-        return stage.clients[-1]
+    async def of(cls, server: ServerHarness) -> Client:
+        """One of the server, which closes it in the end."""
+        server.clients.append(cls(server, *await asyncio.open_connection(*server.address)))
+        return server.clients[-1]
 
     async def say(self, *parts: bytes) -> None:
         """Every part in a packet of its own, once the one before it was looked at."""
-        await self.stage.say(self.writer, *parts)
+        await self.server.say(self.writer, *parts)
 
     async def hear(self) -> tuple[int, dict[str, str], dict[str, Any]]:
         """The next answer: status, headers, document."""
@@ -163,20 +161,20 @@ def shown(document: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_step_never_reaches_the_application_and_is_answered_as_it_would_answer(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         await client.say(step({"tokens": [6]}, "x-request-id: mine"))
         status, headers, fast = await client.hear()
-        assert (status, headers["x-request-id"], stage.asked) == (200, "mine", [])
+        assert (status, headers["x-request-id"], server.asked) == (200, "mine", [])
         other = "/v1/sessions/b/tokens"
         await client.say(*in_two(step({"tokens": [6]}, "x-request-id: mine", path=other)))
         status, general, slow = await client.hear()
-        assert (status, stage.asked) == (200, [other])
+        assert (status, server.asked) == (200, [other])
         assert shown(fast) == shown(slow)
         assert (fast["session"], fast["position"], fast["latency"].keys()) == ("a", 2, slow["latency"].keys())
         assert headers.keys() == general.keys()
         assert headers["content-type"] == general["content-type"]
-        assert stage.counted(200) == 2
+        assert server.counted(200) == 2
 
 
 @pytest.mark.parametrize(
@@ -192,12 +190,12 @@ async def test_a_step_never_reaches_the_application_and_is_answered_as_it_would_
 async def test_a_prediction_never_reaches_the_application_and_is_answered_as_it_would_answer(
     serve: Serve, body: dict[str, Any]
 ) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         status, fast = await client.ask(step(body, path=PREDICT))
-        assert (status, stage.asked) == (200, [])
+        assert (status, server.asked) == (200, [])
         status, slow = await client.ask(*in_two(step(body, path=PREDICT)))
-        assert (status, stage.asked) == (200, [PREDICT])
+        assert (status, server.asked) == (200, [PREDICT])
         for document in (fast, slow):
             for part in document.get("modes", {}).values():
                 del part["latency"]
@@ -220,47 +218,47 @@ async def test_a_prediction_never_reaches_the_application_and_is_answered_as_it_
 async def test_what_is_not_one_plain_prediction_is_left_to_the_application(
     serve: Serve, body: dict[str, Any], status: int
 ) -> None:
-    async with serve() as stage:
-        assert (await (await Client.of(stage)).ask(step(body, path=PREDICT)))[0] == status
-        assert stage.asked == [PREDICT]
+    async with serve() as server:
+        assert (await (await Client.of(server)).ask(step(body, path=PREDICT)))[0] == status
+        assert server.asked == [PREDICT]
 
 
 async def test_a_prediction_that_is_refused_is_answered_as_the_application_would(serve: Serve) -> None:
     refused = step({"tokens": [10_000]}, path=PREDICT)
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         status, fast = await client.ask(refused)
-        assert (status, stage.asked) == (422, [])
+        assert (status, server.asked) == (422, [])
         assert shown(fast) == shown((await client.ask(*in_two(refused)))[1])
 
 
 async def test_a_prediction_whose_deadline_passes_is_told(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         late = step({"tokens": [6], "mode": "window"}, "x-request-timeout-ms: 30", path=PREDICT)
         status, document = await client.ask(late)
-        assert (status, document["code"], stage.asked) == (504, "deadline_exceeded", [])
-        stage.harness.runner.gate.set()
+        assert (status, document["code"], server.asked) == (504, "deadline_exceeded", [])
+        server.harness.runner.gate.set()
         assert (await client.ask(step({"tokens": [6]}, path=PREDICT)))[0] == 200
 
 
 async def test_a_client_that_hangs_up_takes_its_prediction_back(serve: Serve) -> None:
-    async with serve() as stage:
-        first, second = await Client.of(stage), await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        first, second = await Client.of(server), await Client.of(server)
+        hold(server)
         await first.say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         await second.say(step({"tokens": [6], "mode": "window"}, path=PREDICT))
-        await until(lambda: stage.harness.engine._batcher.waiting == 1)
+        await until(lambda: server.harness.engine._batcher.waiting == 1)
         second.writer.close()
-        await until(lambda: stage.counted(499, PREDICT) == 1)
-        stage.harness.runner.calls.clear()
-        stage.harness.runner.gate.set()
+        await until(lambda: server.counted(499, PREDICT) == 1)
+        server.harness.runner.calls.clear()
+        server.harness.runner.gate.set()
         assert (await first.hear())[0] == 200
         assert (await first.ask(step({"tokens": [7]})))[0] == 200
-        assert [role for role, _ in stage.harness.runner.calls] == ["step"]
-        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
+        assert [role for role, _ in server.harness.runner.calls] == ["step"]
+        await asyncio.wait_for(server.catalog_.epochs.depart(), WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +267,9 @@ async def test_a_client_that_hangs_up_takes_its_prediction_back(serve: Serve) ->
     ids=["position", "key", "timeout"],
 )
 async def test_headers_that_a_step_may_have_are_taken(serve: Serve, headers: list[str]) -> None:
-    async with serve() as stage:
-        assert (await (await Client.of(stage)).ask(step({"tokens": [6], "top_k": 2}, *headers)))[0] == 200
-        assert stage.asked == []
+    async with serve() as server:
+        assert (await (await Client.of(server)).ask(step({"tokens": [6], "top_k": 2}, *headers)))[0] == 200
+        assert server.asked == []
 
 
 @pytest.mark.parametrize(
@@ -314,23 +312,23 @@ async def test_headers_that_a_step_may_have_are_taken(serve: Serve, headers: lis
 async def test_what_is_not_one_plain_step_is_left_to_the_application(
     serve: Serve, parts: list[bytes], status: int, code: str | None
 ) -> None:
-    async with serve(max_body_bytes=16_384) as stage:
-        answered, document = await (await Client.of(stage)).ask(*parts)
+    async with serve(max_body_bytes=16_384) as server:
+        answered, document = await (await Client.of(server)).ask(*parts)
         assert (answered, document.get("code")) == (status, code)
-        assert len(stage.asked) == 1
+        assert len(server.asked) == 1
 
 
 async def test_a_chunked_step_is_left_to_the_application_or_means_the_same(serve: Serve) -> None:
     chunked = b"POST %s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" % PATH.encode()
-    async with serve() as stage:
-        status, document = await (await Client.of(stage)).ask(chunked + b'e\r\n{"tokens": [6]\r\n1\r\n}\r\n0\r\n\r\n')
+    async with serve() as server:
+        status, document = await (await Client.of(server)).ask(chunked + b'e\r\n{"tokens": [6]\r\n1\r\n}\r\n0\r\n\r\n')
         assert (status, document["position"]) == (200, 2)
 
 
 async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(serve: Serve) -> None:
     head, body = in_two(step({"tokens": [6]}, "expect: 100-continue"))
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         await client.say(head)
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
         assert (await client.ask(body))[0] == 200
@@ -348,27 +346,27 @@ async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(serve: Serv
 async def test_a_step_that_is_refused_is_answered_as_the_application_would(
     serve: Serve, request_: bytes, status: int, code: str
 ) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         answered, fast = await client.ask(request_)
-        assert (answered, fast["code"], stage.asked) == (status, code, [])
+        assert (answered, fast["code"], server.asked) == (status, code, [])
         answered, slow = await client.ask(*in_two(request_))
-        assert len(stage.asked) == 1
+        assert len(server.asked) == 1
         assert shown(fast) == shown(slow)
-        assert stage.counted(status) == 2
+        assert server.counted(status) == 2
 
 
 async def test_a_key_that_comes_again_with_another_step_is_refused_whichever_way_the_step_goes(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         keyed = step({"tokens": [6], "expected_position": 1}, "idempotency-key: k")
         assert (await client.ask(keyed))[0] == 200
         for body in ({"tokens": [7], "expected_position": 1}, {"tokens": [6], "expected_position": 2}):
             again = step(body, "idempotency-key: k")
-            before = len(stage.asked)
+            before = len(server.asked)
             answered, fast = await client.ask(again)
             assert (answered, fast["code"], fast["position"]) == (409, "idempotency_key_reused", 2)
-            assert len(stage.asked) == before
+            assert len(server.asked) == before
             answered, slow = await client.ask(*in_two(again))
             assert (answered, shown(slow)) == (409, shown(fast))
         status, replay = await client.ask(keyed)
@@ -376,8 +374,8 @@ async def test_a_key_that_comes_again_with_another_step_is_refused_whichever_way
 
 
 async def test_requests_in_one_packet_are_answered_in_their_order(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         await client.say(step({"tokens": [6]}) + step({"tokens": [7]}) + b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n")
         positions = [(await client.hear())[2]["position"] for _ in range(2)]
         assert (positions, (await client.hear())[0]) == ([2, 3], 200)
@@ -388,22 +386,22 @@ async def test_requests_in_one_packet_are_answered_in_their_order(serve: Serve) 
 async def test_a_malformed_request_is_answered_behind_the_steps_that_came_with_it(
     serve: Serve, bad: bytes, goods: int
 ) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         await client.say(b"".join(step({"tokens": [6 + one]}) for one in range(goods)) + bad)
         assert statuses(await client.reader.read()) == [200] * goods + [400]
-        assert (await position(stage, "a"), stage.counted(200)) == (1 + goods, goods)
+        assert (await position(server, "a"), server.counted(200)) == (1 + goods, goods)
 
 
 async def test_a_websocket_begins_behind_the_answer_to_a_step(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         await client.say(step({"tokens": [6]}) + HANDSHAKE.replace(b"/s/", b"/a/"))
-        await stage.harness.runner.until_busy()
-        stage.harness.runner.gate.set()
+        await server.harness.runner.until_busy()
+        server.harness.runner.gate.set()
         status, _, document = await client.hear()
-        assert (status, document["position"], stage.asked) == (200, 2, [])
+        assert (status, document["position"], server.asked) == (200, 2, [])
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         client.writer.write(frame(0x81, b'{"tokens": [7]}'))
         assert b'"position":3' in await client.reader.readuntil(b'"replayed":false}')
@@ -411,16 +409,16 @@ async def test_a_websocket_begins_behind_the_answer_to_a_step(serve: Serve) -> N
 
 @pytest.mark.parametrize("first", [step({"tokens": [6]}, "connection: close"), step({"tokens": [6]}, version="1.0")])
 async def test_a_step_behind_the_last_of_its_connection_is_not_applied(serve: Serve, first: bytes) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         await client.say(first + step({"tokens": [7]}))
         assert statuses(await client.reader.read()) == [200]
-        assert await position(stage, "a") == 2
+        assert await position(server, "a") == 2
 
 
 async def test_white_space_around_a_header_is_no_part_of_it(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         padded = step({"tokens": [6]}, "x-wane-position:\t 1\t ", "idempotency-key: k ")
         assert (await client.ask(padded))[1]["replayed"] is False
         again = step({"tokens": [6]}, "x-wane-position: 1", "idempotency-key: k")
@@ -429,13 +427,13 @@ async def test_white_space_around_a_header_is_no_part_of_it(serve: Serve) -> Non
 
 
 async def test_a_request_that_comes_while_one_is_answered_waits_for_it(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         await client.say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n")
-        stage.harness.runner.gate.set()
+        server.harness.runner.gate.set()
         assert (await client.hear())[2]["position"] == 2
         assert (await client.hear())[0] == 200
 
@@ -446,94 +444,92 @@ async def test_a_request_that_comes_while_one_is_answered_waits_for_it(serve: Se
     ids=["close", "HTTP/1.0"],
 )
 async def test_a_connection_that_is_to_be_closed_is(serve: Serve, request_: bytes) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         await client.say(request_)
         status, headers, _ = await client.hear()
-        assert (status, headers["connection"], stage.asked) == (200, "close", [])
+        assert (status, headers["connection"], server.asked) == (200, "close", [])
         assert await client.reader.read() == b""
 
 
-def hold(stage: ServerHarness) -> None:
+def hold(server: ServerHarness) -> None:
     """From now on no run ends."""
-    stage.harness.runner.busy.clear()
-    stage.harness.runner.gate.clear()
+    server.harness.runner.busy.clear()
+    server.harness.runner.gate.clear()
 
 
-async def position(stage: ServerHarness, session: str) -> int:
-    return (await stage.harness.engine.get_session(session)).position
+async def position(server: ServerHarness, session: str) -> int:
+    return (await server.harness.engine.get_session(session)).position
 
 
 async def test_a_step_whose_deadline_passes_in_the_queue_leaves_no_trace(serve: Serve) -> None:
-    async with serve() as stage:
-        first, second = await Client.of(stage), await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        first, second = await Client.of(server), await Client.of(server)
+        hold(server)
         await first.say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         status, document = await second.ask(
             step({"tokens": [6]}, "x-request-timeout-ms: 30", path="/v1/sessions/b/tokens")
         )
-        assert (status, document["code"], stage.counted(504)) == (504, "deadline_exceeded", 1)
-        stage.harness.runner.gate.set()
+        assert (status, document["code"], server.counted(504)) == (504, "deadline_exceeded", 1)
+        server.harness.runner.gate.set()
         assert (await first.hear())[0] == 200
-        assert await position(stage, "b") == 1
+        assert await position(server, "b") == 1
 
 
 async def test_a_step_whose_deadline_passes_while_it_runs_is_appended_and_told_so(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         status, document = await client.ask(step({"tokens": [6]}, "x-request-timeout-ms: 1000"))
         assert (status, "it still commits" in document["detail"]) == (504, True)
-        stage.harness.runner.gate.set()
+        server.harness.runner.gate.set()
         status, document = await client.ask(step({"tokens": [6], "expected_position": 1}))
         assert (status, document["replayed"], document["position"]) == (200, True, 2)
 
 
 async def test_a_client_that_hangs_up_takes_back_what_has_not_begun(serve: Serve) -> None:
-    async with serve() as stage:
-        first, second = await Client.of(stage), await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        first, second = await Client.of(server), await Client.of(server)
+        hold(server)
         await first.say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         await second.say(step({"tokens": [6]}, path="/v1/sessions/b/tokens"))
-        await until(lambda: stage.harness.engine._batcher.waiting == 1)
+        await until(lambda: server.harness.engine._batcher.waiting == 1)
         second.writer.close()
-        await until(lambda: stage.counted(499) == 1)
-        stage.harness.runner.gate.set()
+        await until(lambda: server.counted(499) == 1)
+        server.harness.runner.gate.set()
         assert (await first.hear())[0] == 200
-        assert await position(stage, "b") == 1
-        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
+        assert await position(server, "b") == 1
+        await asyncio.wait_for(server.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_step_whose_client_hangs_up_while_it_runs_is_appended(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         await client.say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         client.writer.close()
-        await until(lambda: stage.counted(499) == 1)
-        stage.harness.runner.gate.set()
-        status, document = await (await Client.of(stage)).ask(step({"tokens": [7]}))
-        assert (status, document["position"], stage.counted(200)) == (200, 3, 1)
+        await until(lambda: server.counted(499) == 1)
+        server.harness.runner.gate.set()
+        status, document = await (await Client.of(server)).ask(step({"tokens": [7]}))
+        assert (status, document["position"], server.counted(200)) == (200, 3, 1)
 
 
 async def test_a_run_that_fails_is_told(serve: Serve) -> None:
-    async with serve() as stage:
-        stage.harness.runner.poison = 6
-        client = await Client.of(stage)
+    async with serve() as server:
+        server.harness.runner.poison = 6
+        client = await Client.of(server)
         assert (await client.ask(step({"tokens": [6]})))[0] == 500
         assert (await client.ask(step({"tokens": [7]})))[1]["position"] == 2
 
 
-async def test_a_step_that_another_writer_was_before_is_tried_again(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serve() as stage:
-        lost = stage.harness.lose_next_comparison(monkeypatch)
-        status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}))
-        assert (status, document["position"], len(lost), stage.asked) == (200, 2, 1, [])
+async def test_a_step_that_loses_to_another_writer_is_retried(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as server:
+        lost = server.harness.lose_next_comparison(monkeypatch)
+        status, document = await (await Client.of(server)).ask(step({"tokens": [6]}))
+        assert (status, document["position"], len(lost), server.asked) == (200, 2, 1, [])
 
 
 KEY = "alice-0123456789abcdefgh"
@@ -544,17 +540,17 @@ async def test_a_key_is_asked_for_and_charged_once_whichever_way_a_step_goes(
 ) -> None:
     charged: list[float] = []
     monkeypatch.setattr(Principal, "charge", lambda _, requests, before=0.0: charged.append(requests))
-    async with serve(api_keys=f"alice:{KEY}") as stage:
-        client, held = await Client.of(stage), f"authorization: Bearer {KEY}"
+    async with serve(api_keys=f"alice:{KEY}") as server:
+        client, held = await Client.of(server), f"authorization: Bearer {KEY}"
         status, document = await client.ask(step({"tokens": [6]}))
         assert (status, document["code"], charged) == (401, "unauthorized", [])
-        client = await Client.of(stage)
+        client = await Client.of(server)
         assert (await client.ask(step({"session": "a"}, held, path="/v1/sessions")))[0] == 201
-        stage.asked.clear()
+        server.asked.clear()
         status, document = await client.ask(step({"tokens": [6]}, held))
-        assert (status, document["session"], document["position"], stage.asked) == (200, "a", 1, [])
+        assert (status, document["session"], document["position"], server.asked) == (200, "a", 1, [])
         assert (await client.ask(step({"tokens": [6, 7]}, held)))[1]["position"] == 3
-        assert (stage.asked, charged) == ([PATH], [1.0, 1.0, 1.0])
+        assert (server.asked, charged) == ([PATH], [1.0, 1.0, 1.0])
 
 
 async def test_a_step_over_the_rate_of_its_key_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,8 +558,8 @@ async def test_a_step_over_the_rate_of_its_key_is_refused(serve: Serve, monkeypa
         raise RateLimited(f"{requests:g} too many, after {before:g}", 1.0)
 
     monkeypatch.setattr(Principal, "charge", refuse)
-    async with serve(api_keys=f"alice:{KEY}") as stage:
-        status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}, f"authorization: Bearer {KEY}"))
+    async with serve(api_keys=f"alice:{KEY}") as server:
+        status, document = await (await Client.of(server)).ask(step({"tokens": [6]}, f"authorization: Bearer {KEY}"))
         assert (status, document["code"]) == (429, "rate_limited")
 
 
@@ -572,8 +568,8 @@ async def test_the_access_log_says_of_a_step_what_it_says_on_the_other_way(
 ) -> None:
     caplog.set_level("INFO", "wane.access")
     conflict = step({"tokens": [6], "expected_position": 9})
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         for request in ([step({"tokens": [6]})], in_two(step({"tokens": [7]}))):
             assert (await client.ask(*request))[0] == 200
         for request in ([conflict], in_two(conflict)):
@@ -588,40 +584,40 @@ async def test_the_access_log_says_of_a_step_what_it_says_on_the_other_way(
 
 async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "wane.access")
-    async with serve(trusted_proxies="127.0.0.1") as stage:
-        client = await Client.of(stage)
+    async with serve(trusted_proxies="127.0.0.1") as server:
+        client = await Client.of(server)
         for request in ([step({"tokens": [6]}, "x-forwarded-for: 192.0.2.7")], [step({"tokens": [6, 7]})]):
             assert (await client.ask(*request))[0] == 200
-        assert stage.asked == [PATH]
+        assert server.asked == [PATH]
     clients = [vars(record)["fields"]["client"] for record in caplog.records if record.name == "wane.access"]
     assert clients == ["192.0.2.7", "127.0.0.1"]
 
 
-async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeBench) -> None:
-    async with serve(make_harness(max_queue=1)) as stage:
-        clients = [await Client.of(stage) for _ in range(3)]
-        hold(stage)
+async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeHarness) -> None:
+    async with serve(make_harness(max_queue=1)) as server:
+        clients = [await Client.of(server) for _ in range(3)]
+        hold(server)
         await clients[0].say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         await clients[1].say(step({"tokens": [6]}, path="/v1/sessions/b/tokens"))
-        await until(lambda: stage.harness.engine._batcher.waiting == 1)
+        await until(lambda: server.harness.engine._batcher.waiting == 1)
         await clients[2].say(step({"tokens": [6]}, path="/v1/sessions/c/tokens"))
         status, headers, _ = await clients[2].hear()
-        assert (status, "retry-after" in headers, stage.asked) == (429, True, [])
-        assert stage.harness.sample("wane_queue_rejected_total") == 1
-        stage.harness.runner.gate.set()
+        assert (status, "retry-after" in headers, server.asked) == (429, True, [])
+        assert server.harness.sample("wane_queue_rejected_total") == 1
+        server.harness.runner.gate.set()
         assert [(await client.hear())[0] for client in clients[:2]] == [200, 200]
 
 
 async def test_a_server_that_ends_answers_what_it_has_begun_and_closes(serve: Serve) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         await client.say(step({"tokens": [6]}))
-        await stage.harness.runner.until_busy()
-        for connection in stage.server_state.connections:
+        await server.harness.runner.until_busy()
+        for connection in server.server_state.connections:
             connection.shutdown()
-        stage.harness.runner.gate.set()
+        server.harness.runner.gate.set()
         status, headers, _ = await client.hear()
         assert (status, headers["connection"]) == (200, "close")
         assert await client.reader.read() == b""
@@ -630,8 +626,8 @@ async def test_a_server_that_ends_answers_what_it_has_begun_and_closes(serve: Se
 @pytest.mark.parametrize("path", [PATH, PREDICT])
 async def test_a_body_over_the_limit_is_refused_however_it_comes(serve: Serve, path: str) -> None:
     padded = step(b'{"tokens": [6]}' + b" " * 2000, path=path)
-    async with serve(max_body_bytes=1024) as stage:
-        status, document = await (await Client.of(stage)).ask(padded)
+    async with serve(max_body_bytes=1024) as server:
+        status, document = await (await Client.of(server)).ask(padded)
         assert (status, document["code"]) == (413, "too_large")
 
 
@@ -642,11 +638,11 @@ async def test_what_nobody_expected_is_told_whenever_it_happens(
     def fails(*_: object) -> None:
         raise LookupError("this is a bug")
 
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         with monkeypatch.context() as patched:  # before the engine is asked
-            patched.setattr(stage.catalog_, "engine_at_once", fails)
-            patched.setattr(stage.catalog_, "get", fails)
+            patched.setattr(server.catalog_, "engine_at_once", fails)
+            patched.setattr(server.catalog_, "get", fails)
             status, document = await client.ask(step({"tokens": [6]}, path=path))
             assert (status, document["code"]) == (500, "internal")
         with monkeypatch.context() as patched:  # and when it has answered
@@ -654,11 +650,11 @@ async def test_what_nobody_expected_is_told_whenever_it_happens(
             status, document = await client.ask(step({"tokens": [6]}, path=path))
             assert (status, document["code"]) == (500, "internal")
         assert (await client.ask(step({"tokens": [6]}, path=path)))[0] == 200
-        assert (stage.counted(500, ROUTE if path == PATH else PREDICT), stage.counted(200, PREDICT)) == (
+        assert (server.counted(500, ROUTE if path == PATH else PREDICT), server.counted(200, PREDICT)) == (
             2,
             int(path == PREDICT),
         )
-        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
+        await asyncio.wait_for(server.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_prediction_that_the_server_cancels_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,9 +662,9 @@ async def test_a_prediction_that_the_server_cancels_is_answered(serve: Serve, mo
         raise asyncio.CancelledError
 
     monkeypatch.setattr(Engine, "predict", cancelled)
-    async with serve() as stage:
-        status, document = await (await Client.of(stage)).ask(step({"tokens": [6]}, path=PREDICT))
-        assert (status, document["code"], stage.asked) == (503, "unavailable", [])
+    async with serve() as server:
+        status, document = await (await Client.of(server)).ask(step({"tokens": [6]}, path=PREDICT))
+        assert (status, document["code"], server.asked) == (503, "unavailable", [])
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -676,17 +672,17 @@ async def test_a_malformed_request_is_answered_behind_the_step_that_runs(
     serve: Serve, caplog: pytest.LogCaptureFixture, whole: bool
 ) -> None:
     first = step({"tokens": [6]})
-    async with serve() as stage:
-        client = await Client.of(stage)
-        hold(stage)
+    async with serve() as server:
+        client = await Client.of(server)
+        hold(server)
         await client.say(*([first] if whole else in_two(first)))
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         await client.say(b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\nPOST /v1/predict HT\r\n")
-        await until(lambda: all(connection.discarding for connection in stage.server_state.connections))
-        stage.harness.runner.gate.set()
+        await until(lambda: all(connection.discarding for connection in server.server_state.connections))
+        server.harness.runner.gate.set()
         said = await client.reader.read()
-        assert statuses(said) == [200, 200, 400] and stage.counted(200) == 1
-        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
+        assert statuses(said) == [200, 200, 400] and server.counted(200) == 1
+        await asyncio.wait_for(server.catalog_.epochs.depart(), WAIT_S)
     assert "asyncio" not in {record.name for record in caplog.records}
 
 
@@ -694,12 +690,12 @@ async def test_a_malformed_request_is_answered_behind_the_step_that_runs(
 async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collector(
     serve: Serve, body: dict[str, Any]
 ) -> None:
-    async with serve() as stage:
-        client = await Client.of(stage)
+    async with serve() as server:
+        client = await Client.of(server)
         gc.disable()
         try:
             await client.ask(step(body))
-            connection = weakref.ref(*stage.server_state.connections)
+            connection = weakref.ref(*server.server_state.connections)
             client.writer.close()
             await until(lambda: connection() is None)
         finally:

@@ -1,4 +1,4 @@
-"""Routes that are called without the framework are the ones that it describes, behind the same door."""
+"""Routes that are called without the framework are the ones that it describes, behind the same middleware."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_direct_route_is_counted_by_its_template(client: httpx.AsyncClie
 
 
 @pytest.mark.parametrize("path", [f"{STEP}/", f"{STEP}/x", "/v1/sessions/a/b/tokens", "/v1/predict/"])
-async def test_a_path_beside_a_direct_route_is_none(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_path_that_only_resembles_a_hot_route_is_not_found(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.post(path, json={"tokens": [1]}), 404, "not_found")
 
 

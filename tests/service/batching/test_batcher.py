@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import HIDDEN, PATIENCE_S, Clock, FakeRunner, byte_vocabulary, make_manifest
+from tests.service.engine_harness import HIDDEN, TIMEOUT_S, Clock, FakeRunner, byte_vocabulary, make_manifest
 from wane.models.manifest import Role
 from wane.service.batching import batcher
 from wane.service.batching.batch import Row, Work, fits
@@ -137,7 +137,7 @@ async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
     await turn()
-    with pytest.raises(Overloaded, match="16 requests are waiting") as caught:
+    with pytest.raises(Overloaded, match="16 requests are already waiting") as caught:
         await rig.ask(99)
     assert caught.value.retry_after_s > 0
     rig.runner.gate.set()
@@ -155,7 +155,7 @@ async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_
     now = asyncio.get_running_loop().time()
     first = await rig.hold()
     in_time, too_late = now + 9 * each_s + 3600, now + 3600
-    waiting = [rig.ask(token, deadline=now + PATIENCE_S) for token in range(2, 10)]  # as many as a batch
+    waiting = [rig.ask(token, deadline=now + TIMEOUT_S) for token in range(2, 10)]  # as many as a batch
     await turn()
     rig.batcher._sequence_s *= 3600
     with pytest.raises(Overloaded, match=r"8 requests are ahead, which take about 3600\.0 s; .* is in 3") as caught:
@@ -191,7 +191,7 @@ async def test_a_batch_that_would_not_grow_follows_the_one_that_runs_without_wai
     await turn()
     rig.runner.busy.clear()
     rig.runner.gate.set()
-    assert rig.runner.busy.wait(PATIENCE_S)  # on this thread, which is the event loop's
+    assert rig.runner.busy.wait(TIMEOUT_S)  # on this thread, which is the event loop's
     assert rig.sizes() == [1, 8]
     assert not first.done()
     await asyncio.gather(first, *others)

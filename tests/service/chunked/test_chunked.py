@@ -321,7 +321,7 @@ async def test_a_scoring_that_is_given_up_gives_back_its_states(make_harness: Ca
     async with aclosing(await harness.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
         await anext(streamed)
         await anext(streamed)
-    # That nothing is held is seen when the bench ends.
+    # That nothing is held is seen when the harness closes.
 
 
 async def test_a_deadline_in_the_middle_of_a_document_ends_it(

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from random import Random
 from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import Clock, EngineHarness, LinearCosts
+from tests.service.engine_harness import Clock, EngineHarness, LinearCosts, MakeHarness
 from wane.models.manifest import Role
 from wane.service.engine.backlog import EMA_ALPHA, LONG_S, MARGIN, MEASURED_S, Backlog, Share
 from wane.service.engine.engine import BEGUN_AT_ONCE, Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.errors import DeadlineExceeded, Overloaded
 from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictRequest, ScoreRequest, StepRequest
-
-MakeBench = Callable[..., EngineHarness]
 
 
 class Requests:
@@ -40,136 +38,136 @@ class Requests:
 
 
 @pytest.fixture
-def stage() -> Iterator[Requests]:
-    stage = Requests()
-    yield stage
-    stage.held.close()
-    assert stage.backlog.seconds == 0
+def requests() -> Iterator[Requests]:
+    requests = Requests()
+    yield requests
+    requests.held.close()
+    assert requests.backlog.seconds == 0
 
 
 def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_to_come_again(
-    stage: Requests,
+    requests: Requests,
 ) -> None:
     for _ in range(4):
-        stage.enter(6, 30)
-    with pytest.raises(Overloaded, match=r"may take 7\.5 s, and 37\.5 s beside .* deadline is in 30\.0 s") as refused:
-        stage.enter(6, 30)
+        requests.enter(6, 30)
+    with pytest.raises(Overloaded, match=r"may take 7\.5 s, and 37\.5 s with .* deadline is in 30\.0 s") as refused:
+        requests.enter(6, 30)
     assert refused.value.retry_after_s == MARGIN * 30 - 30
-    assert stage.refused == 1
-    assert stage.backlog.seconds == 24
+    assert requests.refused == 1
+    assert requests.backlog.seconds == 24
 
 
-def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(stage: Requests) -> None:
-    stage.enter(1000, 30)
+def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(requests: Requests) -> None:
+    requests.enter(1000, 30)
 
 
 def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway_holds_up_nobody(
-    stage: Requests,
+    requests: Requests,
 ) -> None:
-    stage.enter(10, 15)
+    requests.enter(10, 15)
     with pytest.raises(Overloaded, match="a request that was admitted before it would miss its deadline") as refused:
-        stage.enter(6, None)
+        requests.enter(6, None)
     assert refused.value.retry_after_s == 10
-    stage.enter(1, None)
-    stage.held.close()
-    stage.enter(100, 30)
-    stage.enter(6, 30)
+    requests.enter(1, None)
+    requests.held.close()
+    requests.enter(100, 30)
+    requests.enter(6, 30)
 
 
-def test_a_short_request_is_neither_refused_nor_counted(stage: Requests) -> None:
-    stage.enter(10, 12)
+def test_a_short_request_is_neither_refused_nor_counted(requests: Requests) -> None:
+    requests.enter(10, 12)
     for _ in range(1000):
-        stage.enter(LONG_S / 2, 1)
-    assert stage.backlog.seconds == 10
+        requests.enter(LONG_S / 2, 1)
+    assert requests.backlog.seconds == 10
 
 
-def test_a_shorter_one_is_over_before_the_longer_ones_are(stage: Requests) -> None:
+def test_a_shorter_one_is_over_before_the_longer_ones_are(requests: Requests) -> None:
     for _ in range(2):
-        stage.enter(10, None)
-    stage.enter(1, MARGIN * 3 + 0.01)  # three take turns until it is over
+        requests.enter(10, None)
+    requests.enter(1, MARGIN * 3 + 0.01)  # three take turns until it is over
     with pytest.raises(Overloaded):
-        stage.enter(1, MARGIN * 3)
+        requests.enter(1, MARGIN * 3)
 
 
-def test_what_is_done_is_expected_no_more(stage: Requests) -> None:
-    first = stage.enter(20, 30)
+def test_what_is_done_is_expected_no_more(requests: Requests) -> None:
+    first = requests.enter(20, 30)
     with pytest.raises(Overloaded):
-        stage.enter(10, 30)
-    stage.clock.now_s += 10
+        requests.enter(10, 30)
+    requests.clock.now_s += 10
     first.progress(0.5)
-    assert stage.backlog.seconds == 10
+    assert requests.backlog.seconds == 10
     first.progress(0.25)  # what was done stays done
-    assert stage.backlog.seconds == 10
-    stage.enter(4, 30)
+    assert requests.backlog.seconds == 10
+    requests.enter(4, 30)
 
 
-def test_what_takes_longer_than_expected_makes_the_others_expected_to(stage: Requests) -> None:
-    first = stage.enter(10, None)
-    stage.clock.now_s += 3 * MEASURED_S
+def test_what_takes_longer_than_expected_makes_the_others_expected_to(requests: Requests) -> None:
+    first = requests.enter(10, None)
+    requests.clock.now_s += 3 * MEASURED_S
     first.progress(MEASURED_S / 10)
-    assert stage.backlog.seconds == pytest.approx((1 + EMA_ALPHA * 2) * (10 - MEASURED_S))
+    assert requests.backlog.seconds == pytest.approx((1 + EMA_ALPHA * 2) * (10 - MEASURED_S))
     with pytest.raises(Overloaded):
-        stage.enter(5, MARGIN * 14)
+        requests.enter(5, MARGIN * 14)
 
 
-def test_a_request_that_fails_leaves_nothing_behind(stage: Requests) -> None:
-    with pytest.raises(KeyError), stage.backlog.share(10, None):
+def test_a_request_that_fails_leaves_nothing_behind(requests: Requests) -> None:
+    with pytest.raises(KeyError), requests.backlog.share(10, None):
         raise KeyError
-    assert stage.backlog.seconds == 0
+    assert requests.backlog.seconds == 0
 
 
-def test_a_request_that_ends_early_leaves_the_pace_alone(stage: Requests) -> None:
+def test_a_request_that_ends_early_leaves_the_pace_alone(requests: Requests) -> None:
     for _ in range(12):
-        with stage.backlog.share(10, None):
-            stage.clock.now_s += 1
-    assert stage.backlog._pace == 1
+        with requests.backlog.share(10, None):
+            requests.clock.now_s += 1
+    assert requests.backlog._pace == 1
 
 
-def test_the_end_of_one_request_does_not_move_the_pace_of_another(stage: Requests) -> None:
-    first = stage.enter(10, None)
-    with stage.backlog.share(10, None):
-        stage.clock.now_s += 16  # 8 s for each
-    stage.clock.now_s += 2
+def test_the_end_of_one_request_does_not_move_the_pace_of_another(requests: Requests) -> None:
+    first = requests.enter(10, None)
+    with requests.backlog.share(10, None):
+        requests.clock.now_s += 16  # 8 s for each
+    requests.clock.now_s += 2
     first.progress(1)
-    assert stage.backlog._pace == 1
+    assert requests.backlog._pace == 1
 
 
-def test_time_in_which_a_request_waits_for_its_client_does_not_count(stage: Requests) -> None:
-    first = stage.enter(10, None)
-    second = stage.enter(10, None)
+def test_time_in_which_a_request_waits_for_its_client_does_not_count(requests: Requests) -> None:
+    first = requests.enter(10, None)
+    second = requests.enter(10, None)
     for share in (first, second):
         share.pause()
-    stage.clock.now_s += 100
+    requests.clock.now_s += 100
     first.resume()
-    stage.clock.now_s += 1
+    requests.clock.now_s += 1
     second.resume()
-    stage.clock.now_s += 2  # 1 s for each
+    requests.clock.now_s += 2  # 1 s for each
     first.progress(0.2)
     second.progress(0.1)
-    assert stage.backlog._pace == 1
+    assert requests.backlog._pace == 1
 
 
-def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(stage: Requests) -> None:
-    first = stage.enter(100, None)
+def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(requests: Requests) -> None:
+    first = requests.enter(100, None)
     first.pause()
-    stage.enter(6, 5).pause()
-    assert stage.backlog.seconds == 106
+    requests.enter(6, 5).pause()
+    assert requests.backlog.seconds == 106
     first.resume()
     with pytest.raises(Overloaded):
-        stage.enter(6, 5)
+        requests.enter(6, 5)
 
 
-def test_requests_whose_deadlines_have_passed_hold_up_nobody(stage: Requests) -> None:
-    stage.enter(100, 5)
-    stage.enter(1, None)
-    stage.clock.now_s += 6
-    stage.enter(6, MARGIN * 7 + 0.01)
-    assert stage.backlog.seconds == 7
+def test_requests_whose_deadlines_have_passed_hold_up_nobody(requests: Requests) -> None:
+    requests.enter(100, 5)
+    requests.enter(1, None)
+    requests.clock.now_s += 6
+    requests.enter(6, MARGIN * 7 + 0.01)
+    assert requests.backlog.seconds == 7
 
 
-def test_a_check_looks_at_each_request_a_few_times(stage: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_looks_at_each_request_a_few_times(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in range(1, 401):
-        stage.enter(seconds, None)
+        requests.enter(seconds, None)
     reads, left = 0, vars(Share)["left_s"]
 
     def read(share: Share) -> float:
@@ -179,12 +177,12 @@ def test_a_check_looks_at_each_request_a_few_times(stage: Requests, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr(Share, "left_s", property(read, left.__set__))
-        stage.enter(200, 1e9)
+        requests.enter(200, 1e9)
     assert 400 <= reads <= 400 * 8
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_are_admitted_by_the_formula(stage: Requests, seed: int) -> None:
+def test_requests_are_admitted_by_the_formula(requests: Requests, seed: int) -> None:
     random, admitted, answers = Random(seed), list[tuple[float, float]](), set[bool]()
 
     def finish_s(left: float, *others: float) -> float:
@@ -198,11 +196,11 @@ def test_requests_are_admitted_by_the_formula(stage: Requests, seed: int) -> Non
         )
         answers.add(fits or not admitted)
         if fits or not admitted:
-            stage.enter(seconds, within_s)
+            requests.enter(seconds, within_s)
             admitted.append((seconds, within_s))
         else:
             with pytest.raises(Overloaded):
-                stage.enter(seconds, within_s)
+                requests.enter(seconds, within_s)
     assert answers == {True, False}
 
 
@@ -214,7 +212,7 @@ class Slow(LinearCosts):
 
 
 LONG = (7,) * (2 * PIECE_TOKENS)
-Ask = Callable[[Engine, float | None], Coroutine[Any, Any, object]]
+Ask = Callable[[Engine, float | None], Awaitable[object]]
 
 
 async def streamed(engine: Engine, deadline: float | None) -> None:
@@ -236,7 +234,7 @@ ASKED: dict[str, Ask] = {
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_would_be_late(
-    make_harness: MakeBench, asked: Ask
+    make_harness: MakeHarness, asked: Ask
 ) -> None:
     harness = make_harness(cost_model=Slow())
     engine, runner, loop = harness.engine, harness.runner, asyncio.get_running_loop()
@@ -258,7 +256,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
 
 
 async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_work_of_all(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(cost_model=Slow())
     engine, loop = harness.engine, asyncio.get_running_loop()
@@ -303,7 +301,7 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
     assert max(begun.values()) == BEGUN_AT_ONCE
 
 
-async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeBench) -> None:
+async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeHarness) -> None:
     harness = make_harness(cost_model=Slow())
     engine, loop = harness.engine, asyncio.get_running_loop()
     await engine.create_session("s")
@@ -315,13 +313,13 @@ async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeB
         await engine.score(ScoreRequest((7,) * 40, deadline=deadline))
 
 
-async def test_a_request_whose_deadline_has_passed_is_told_so(make_harness: MakeBench) -> None:
+async def test_a_request_whose_deadline_has_passed_is_told_so(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
     with engine._backlog.share(1000, None), pytest.raises(DeadlineExceeded):
         await engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
 
 
-async def test_a_score_tells_how_far_it_is(make_harness: MakeBench) -> None:
+async def test_a_score_tells_how_far_it_is(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
     async with aclosing(await engine.scoring(ScoreRequest(LONG))) as scoring:
         left = [round(engine._backlog.seconds / engine._backlog._pace, 3) async for _ in scoring]
@@ -345,7 +343,7 @@ async def score_closed_after_a_piece(engine: Engine) -> None:
     ids=["generate", "score"],
 )
 async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
     ask: Callable[[Engine], Coroutine[Any, Any, None]],
     expected_s: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -359,7 +357,7 @@ async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 async def test_a_request_that_was_run_counts_as_worked_off(
-    make_harness: MakeBench, asked: Ask, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, asked: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
@@ -380,7 +378,7 @@ async def test_a_request_that_was_run_counts_as_worked_off(
     assert worked
 
 
-async def test_a_replayed_step_counts_for_nothing(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replayed_step_counts_for_nothing(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
     await engine.submit(StepRequest("s", LONG, expected_position=0))
@@ -391,7 +389,9 @@ async def test_a_replayed_step_counts_for_nothing(make_harness: MakeBench, monke
     assert not worked
 
 
-async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(make_harness: MakeBench) -> None:
+async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(
+    make_harness: MakeHarness,
+) -> None:
     engine, clock = make_harness(cost_model=Slow()).engine, Clock()
     engine._backlog = Backlog(lambda: None, clock)
     async with aclosing(await engine.generate(GenerateRequest((7,), max_tokens=1500))) as generation:

@@ -6,11 +6,10 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.service.engine_harness import EngineHarness, name_vocabulary
+from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, WaneError
 from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource
 
-MakeBench = Callable[..., EngineHarness]
 EOS = 0
 PROMPT = tuple(range(10, 20))
 
@@ -62,7 +61,7 @@ async def test_a_window_that_still_covers_everything_at_the_end_is_exact(harness
     assert finish.error_bound == 0.0
 
 
-async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_harness: MakeBench) -> None:
+async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=140)
     epsilon = harness.manifest.certificate.error_bound_at(130)
     for length, bound in ((127, 0.0), (128, epsilon), (135, epsilon)):  # the last is from three tokens more
@@ -71,7 +70,9 @@ async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_ha
 
 
 @pytest.mark.parametrize("k", [None, 3, 12, 100])
-async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(make_harness: MakeBench, k: int | None) -> None:
+async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(
+    make_harness: MakeHarness, k: int | None
+) -> None:
     harness = make_harness(certified=True, window=4, max_window=140)
     mode = Mode.AUTO if k is None else Mode.WINDOW
     request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=mode, window=k, truncated=True)
@@ -108,7 +109,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(harness:
     assert len(harness.runner.calls) == len(finish.tokens)
 
 
-async def test_a_sequence_of_events_stops_at_its_end(make_harness: MakeBench) -> None:
+async def test_a_sequence_of_events_stops_at_its_end(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary("events"))
     _, finish = await generate(harness, GenerateRequest((2, 3), max_tokens=200, seed=3))
     assert finish.reason is FinishReason.STOP

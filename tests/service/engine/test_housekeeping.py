@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from tests.service.engine.test_step import expected, start
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from wane.service.engine import housekeeping
 from wane.service.engine.housekeeping import SLOTS_AT_ONCE
 from wane.service.errors import Unavailable
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.state.pool import RESERVED
 from wane.service.types import StateSource, StepRequest
-
-MakeBench = Callable[..., EngineHarness]
 
 
 async def integrity(harness: EngineHarness) -> tuple[int, int]:
@@ -59,7 +56,7 @@ async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
         answer = await harness.engine.submit(StepRequest(session, (8,)))
         assert answer.state is origin
-        assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, token, 8])
+        assert listed(answer) == expected(harness, [5, token, 8])
     await harness.engine._housekeeper.look()
     assert await integrity(harness) == (3, 1)
 
@@ -86,7 +83,9 @@ async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHa
     assert (await step).position == 2
 
 
-async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_sessions_stay(make_harness: MakeBench) -> None:
+async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_sessions_stay(
+    make_harness: MakeHarness,
+) -> None:
     harness = make_harness(state_ttl_s=60)
     idle, used = await start(harness, 5), await start(harness, 5)
     harness.clock.now_s += 40
@@ -97,7 +96,7 @@ async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_session
     assert harness.engine._pool.peek(used) is not None
     answer = await harness.engine.submit(StepRequest(idle, (6,)))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 2)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
+    assert listed(answer) == expected(harness, [5, 6])
 
 
 async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(harness: EngineHarness) -> None:

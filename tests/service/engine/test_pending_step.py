@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, MakeHarness
 from wane.service.engine.step_many import step_many
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownSession, WaneError
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types import Answer, Mode, StateSource, StepRequest
-
-MakeBench = Callable[..., EngineHarness]
 
 
 async def started(harness: EngineHarness, *names: str) -> None:
@@ -118,7 +115,7 @@ async def test_a_run_that_fails_changes_nothing(harness: EngineHarness) -> None:
     harness.engine._pool.check_integrity(idle=True)
 
 
-async def test_a_full_queue_refuses_and_the_session_is_free_again(make_harness: MakeBench) -> None:
+async def test_a_full_queue_refuses_and_the_session_is_free_again(make_harness: MakeHarness) -> None:
     harness = make_harness(max_queue=1)
     await started(harness, "a", "b", "c")
     first = await held(harness, StepRequest("a", (6,)))
@@ -198,7 +195,7 @@ async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(harne
     assert few.predictions[:top_k] == many.predictions[:2]
 
 
-async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(make_harness: MakeBench) -> None:
+async def test_of_steps_of_one_call_that_is_left_none_that_waits_is_appended(make_harness: MakeHarness) -> None:
     harness = make_harness(max_batch_size=1)
     await started(harness, "a", "b", "c")
     harness.runner.busy.clear()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.service.engine.test_top1_proof_by_direction import VOCABULARY, model
-from tests.service.engine_harness import PATIENCE_S, EngineHarness
+from tests.service.engine_harness import TIMEOUT_S, EngineHarness
 from tests.service.oracle import Small
 from wane.service.engine.pending import Pending
 from wane.service.errors import InvalidRequest, Unavailable, WaneError
@@ -137,7 +137,7 @@ def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_begu
     engine, go = small.engine, threading.Event()
 
     async def ask() -> Pending[Answer]:
-        engine._prover.submit(go.wait, PATIENCE_S)  # as a document that is scored has it
+        engine._prover.submit(go.wait, TIMEOUT_S)  # as a document that is scored has it
         while True:
             tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
             window = begun(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))

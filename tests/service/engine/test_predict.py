@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import CONTRACTIVE, EngineHarness, name_vocabulary
+from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness, name_vocabulary
 from wane.models.manifest import Certificate
 from wane.service.engine.logits import predictions
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
 from wane.service.types import Answer, Mode, PredictRequest, StateSource
 
-MakeBench = Callable[..., EngineHarness]
 EOS = 0
 TOKENS = tuple(range(10, 20))
 SIZE = 258
@@ -79,7 +78,7 @@ async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for
     ],
 )
 async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_its_tokens(
-    make_harness: MakeBench, mode: Mode, window: int | None, tolerance: float | None, used: Mode, k: int | None
+    make_harness: MakeHarness, mode: Mode, window: int | None, tolerance: float | None, used: Mode, k: int | None
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=200)
     certificate = harness.manifest.certificate
@@ -109,7 +108,7 @@ async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(harness
 
 
 async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_a_sequence_of_their_own(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=200)
     window = await harness.engine.submit(PredictRequest(TOKENS * 15, mode=Mode.WINDOW, window=9))
@@ -119,7 +118,7 @@ async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_
     assert (begun.predictions == window.predictions, begun.error_bound) == (False, 0.0)
 
 
-async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeBench) -> None:
+async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=200, session_history_tokens=200)
     assert harness.manifest.certificate.certified
     tokens = TOKENS * 20
@@ -131,7 +130,7 @@ async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeBen
 
 
 async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises_too_little(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=64, max_window=200)
     curve = harness.manifest.certificate.error_bound_at
@@ -150,7 +149,7 @@ async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.1, 1e-3])
 async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
-    make_harness: MakeBench, tolerance: float
+    make_harness: MakeHarness, tolerance: float
 ) -> None:
     harness = make_harness(certified=True, window=4, max_window=200)
     answer = await harness.engine.submit(PredictRequest(TOKENS * 30, tolerance=tolerance))
@@ -163,7 +162,7 @@ async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
     assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
-async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_harness: MakeBench) -> None:
+async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=200, radius=1e-5)
     tokens = TOKENS * 30
     answer = await harness.engine.submit(PredictRequest(tokens, tolerance=1e-3))
@@ -173,7 +172,7 @@ async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(m
     assert answer.state_error_bound == pytest.approx(1e-5 + 1e-6)
 
 
-async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_harness: MakeBench) -> None:
+async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=200, radius=1.0)
     tokens = TOKENS * 30
     answer = await harness.engine.submit(PredictRequest(tokens, tolerance=1e-3))
@@ -187,7 +186,7 @@ async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(m
     assert {mode: part["requests"] for mode, part in report["modes"].items()} == {"recurrent": 1, "window": 1}
 
 
-async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_harness: MakeBench) -> None:
+async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_harness: MakeHarness) -> None:
     tokens = TOKENS * 30
     plain = make_harness(certified=True, window=130, max_window=200)
     curve = await plain.engine.submit(PredictRequest(tokens))
@@ -213,14 +212,14 @@ async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_ha
 )
 @pytest.mark.parametrize("certificate", [CONTRACTIVE, Certificate(contractive=False, layers=())])
 async def test_auto_runs_everything_where_the_model_is_not_certified(
-    make_harness: MakeBench, certificate: Certificate, request_: PredictRequest
+    make_harness: MakeHarness, certificate: Certificate, request_: PredictRequest
 ) -> None:
     harness = make_harness(certificate=certificate, radius=1e-9)
     answer = await harness.engine.submit(request_)
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
-async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_harness: MakeBench) -> None:
+async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_harness: MakeHarness) -> None:
     harness = make_harness(certificate=Certificate(contractive=False, layers=()), radius=1e-9)
     answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
     assert answer.agreement is not None
@@ -316,14 +315,14 @@ async def test_a_window_over_the_models_limit_is_refused_with_the_limit(harness:
         await harness.engine.submit(PredictRequest(TOKENS, mode=mode, window=17))
 
 
-async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_harness: MakeBench) -> None:
+async def test_the_servers_limit_on_windows_can_be_lower_than_the_models(make_harness: MakeHarness) -> None:
     harness = make_harness(window=8, settings_max_window=6)
     assert (await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW))).window == 6
     with pytest.raises(InvalidRequest, match="1 to 6 tokens"):
         await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=7))
 
 
-async def test_an_input_over_the_limit_is_too_large(make_harness: MakeBench) -> None:
+async def test_an_input_over_the_limit_is_too_large(make_harness: MakeHarness) -> None:
     harness = make_harness(max_input_tokens=9)
     with pytest.raises(TooLarge, match="the input has 10 tokens, but at most 9 are taken"):
         await harness.engine.submit(PredictRequest(TOKENS))
@@ -359,7 +358,7 @@ async def test_bytes_stand_beside_a_token_that_is_no_whole_character(harness: En
     assert any(one.token_bytes for one in answer.predictions)
 
 
-async def test_a_full_queue_refuses_a_prediction(make_harness: MakeBench) -> None:
+async def test_a_full_queue_refuses_a_prediction(make_harness: MakeHarness) -> None:
     harness = make_harness(max_queue=1)
     harness.runner.gate.clear()
     first = asyncio.ensure_future(harness.engine.submit(PredictRequest((5,))))

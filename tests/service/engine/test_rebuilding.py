@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import MakeHarness
 from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
-
-MakeBench = Callable[..., EngineHarness]
 
 
 async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_window_has(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)
     epsilon = harness.manifest.certificate.error_bound_at
@@ -30,7 +26,7 @@ async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_
 
 
 async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_own_k_promises_too_little(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=64, max_window=140, session_history_tokens=400)
     session = (await harness.engine.create_session()).session
@@ -42,7 +38,7 @@ async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_
 
 
 async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)
     epsilon = harness.manifest.certificate.error_bound_at

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.service.engine.test_step import MakeBench, expected, ranked
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine.test_step import expected, ranked
+from tests.service.engine_harness import EngineHarness, MakeHarness, listed
 from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
 from tests.service.sessions.stores.test_redis import until
@@ -37,11 +37,11 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def make_replica(make_harness: MakeBench, redis: RedisServer) -> AsyncIterator[MakeReplica]:
+async def make_replica(make_harness: MakeHarness, redis: RedisServer) -> AsyncIterator[MakeReplica]:
     """Makes engines that share what `redis` keeps, reached by its own address or by another port."""
     stores: list[Store] = []
 
-    async def make(port: int = 0, of_bench: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
+    async def make(port: int = 0, harness_options: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
         # At a port of its own is a proxy that may be cut, which only a time-out tells.
         timeout_ms = 1000 if port else 60_000
         given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": timeout_ms, **changes}
@@ -49,7 +49,7 @@ async def make_replica(make_harness: MakeBench, redis: RedisServer) -> AsyncIter
         await store.open()
         stores.append(store)
         settings = {f"settings_{name}": value for name, value in given.items()}
-        return make_harness(store=store, **(of_bench or {}), **settings)
+        return make_harness(store=store, **(harness_options or {}), **settings)
 
     yield make
     for store in stores:
@@ -58,10 +58,6 @@ async def make_replica(make_harness: MakeBench, redis: RedisServer) -> AsyncIter
 
 async def step(harness: EngineHarness, token: int, position: int | None = None, key: str | None = None) -> Answer:
     return await harness.engine.submit(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
-
-
-def context_ids(answer: Answer) -> list[tuple[int, float]]:
-    return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
 async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_not_rebuilt(
@@ -74,7 +70,7 @@ async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_
     for index in range(30):
         input_ids.append(5 + index)
         answer = await step(harnesses[index % 3], input_ids[-1], index)
-        assert context_ids(answer) == expected(harnesses[0], input_ids)
+        assert listed(answer) == expected(harnesses[0], input_ids)
         assert (answer.position, answer.durable, answer.replayed) == (index + 1, True, False)
         assert answer.state is (StateSource.REBUILT if index in (1, 2) else StateSource.RESIDENT)
     assert [harness.sample("wane_state_rebuilds_total") for harness in harnesses] == [0, 1, 1]
@@ -107,7 +103,7 @@ async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_
     first = await step(one, 5, 0)
     again = await step(other, 5, 0)
     assert (again.replayed, again.position, again.durable) == (True, 1, True)
-    assert context_ids(again) == context_ids(first)
+    assert listed(again) == listed(first)
     await step(other, 6, key="k")
     assert (await step(one, 6, key="k")).replayed is True
     assert (await step(one, 6, 1, key="k")).replayed is True
@@ -144,7 +140,7 @@ async def test_what_a_replica_remembers_does_not_refuse_a_key_that_the_store_has
 
 async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: MakeReplica) -> None:
     certified = {"certified": True, "window": 4, "max_window": 140}
-    one, other = await make_replica(of_bench=certified), await make_replica(of_bench=certified)
+    one, other = await make_replica(harness_options=certified), await make_replica(harness_options=certified)
     epsilon = one.manifest.certificate.error_bound_at
     history = History((5, 6, 7), 10)
     view = await one.engine.create_session("s", history=history)
@@ -155,7 +151,7 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
     for position, harness in ((10, other), (11, one), (12, other)):
         input_ids.append(position)
         answer = await step(harness, position, position)
-        assert context_ids(answer) == ranked(one.runner.logits(input_ids))
+        assert listed(answer) == ranked(one.runner.logits(input_ids))
         assert (answer.position, answer.error_bound) == (position + 1, epsilon(len(input_ids)))
     for harness in (one, other):
         with pytest.raises(SessionExists):
@@ -167,14 +163,14 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
 async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_history(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
-    harness = await make_replica(store_failure_mode="degrade", of_bench={"certified": True, "max_window": 140})
+    harness = await make_replica(store_failure_mode="degrade", harness_options={"certified": True, "max_window": 140})
     redis.kill()
     with suppress(Unavailable):
         await harness.engine.get_session("nobody")
     view = await harness.engine.create_session("s", history=History((5, 6), 4))
     assert (view.durable, view.error_bound) == (False, harness.manifest.certificate.error_bound_at(2))
     assert not (await harness.engine.create_session("s", history=History((5, 6), 4))).created
-    assert context_ids(await step(harness, 7, 4)) == ranked(harness.runner.logits([5, 6, 7]))
+    assert listed(await step(harness, 7, 4)) == ranked(harness.runner.logits([5, 6, 7]))
     with pytest.raises(SessionExists):
         await harness.engine.create_session("s", history=History((5, 6), 4))
 
@@ -192,7 +188,7 @@ async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica
     with pytest.raises(PositionConflict):
         await step(one, 12, 3)
     answer = await step(one, 12, 4)
-    assert context_ids(answer) == expected(one, [5, 9, 10, 11, 12])
+    assert listed(answer) == expected(one, [5, 9, 10, 11, 12])
     assert answer.state is StateSource.REBUILT
     await one.engine.delete_session("s")
     with pytest.raises(UnknownSession):
@@ -207,7 +203,7 @@ async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeRe
     await step(one, 5)
     await step(other, 6)
     answer = await one.engine.submit(PredictRequest(session="s"))
-    assert (answer.position, context_ids(answer)) == (2, expected(one, [5, 6]))
+    assert (answer.position, listed(answer)) == (2, expected(one, [5, 6]))
 
 
 async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_however_long_its_past(
@@ -221,12 +217,12 @@ async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_howev
     other = await make_replica(state_checkpoint_interval_tokens=8)
     answer = await step(other, 3, 100)
     assert (answer.state, answer.error_bound, answer.durable) == (StateSource.REBUILT, 0.0, True)
-    assert context_ids(answer) == expected(one, [*input_ids, 3])
+    assert listed(answer) == expected(one, [*input_ids, 3])
     assert other.runner.calls == [("advance", [[*input_ids[96:], 3]]), ("head", [])]
     other.engine._pool.drop("s")
     view = await other.engine.get_session("s")
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
-    assert context_ids(await other.engine.submit(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
+    assert listed(await other.engine.submit(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
 
 
 async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost(make_replica: MakeReplica) -> None:
@@ -241,7 +237,7 @@ async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost
 
 async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(make_replica: MakeReplica) -> None:
     certified = {"certified": True, "max_window": 200}
-    one, other = [await make_replica(of_bench=certified) for _ in range(2)]
+    one, other = [await make_replica(harness_options=certified) for _ in range(2)]
     await one.engine.create_session("s")
     for index in range(40):
         await step(one, 5 + index)
@@ -373,7 +369,7 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
         await until(lambda: severed.store.standing.ready)
         assert (await step(severed, 6, 1)).replayed is True
         answer = await step(severed, 7, 2)
-        assert (context_ids(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
+        assert (listed(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
 
 
 async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_and_the_client_is_told(
@@ -386,7 +382,7 @@ async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_
         between.sever()
         for position, token in enumerate((6, 7), start=1):
             answer = await step(severed, token, position)
-            assert (answer.durable, context_ids(answer)) == (False, expected(severed, [5, 6, 7][: position + 1]))
+            assert (answer.durable, listed(answer)) == (False, expected(severed, [5, 6, 7][: position + 1]))
         for position, token in enumerate((8, 9), start=1):
             assert (await step(whole, token, position)).durable is True
         between.mend()
@@ -395,4 +391,4 @@ async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_
             await step(severed, 10, 3)
         assert caught.value.position == 3
         answer = await step(severed, 10, 3)
-        assert (answer.durable, context_ids(answer)) == (True, expected(severed, [5, 8, 9, 10]))
+        assert (answer.durable, listed(answer)) == (True, expected(severed, [5, 8, 9, 10]))

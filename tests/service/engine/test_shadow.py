@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.shipped import PATHS
 from wane.models.manifest import Role
 from wane.service.engine import shadow
@@ -21,7 +21,6 @@ from wane.service.runners.subprocess import RunnerLost
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., EngineHarness]
 EOS = 0
 NOWHERE = np.zeros(4, np.float32)
 
@@ -61,7 +60,7 @@ async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = N
 
 
 async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hears_of_it(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 12))
@@ -90,7 +89,7 @@ async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hear
 
 
 async def test_a_step_of_one_token_is_compared_with_its_own_window(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 9))
@@ -118,7 +117,7 @@ async def test_a_step_of_one_token_is_compared_with_its_own_window(
     assert agreement["max_logit_difference"] == pytest.approx(max(one.max_logit_difference for one in expected))
 
 
-async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: MakeBench) -> None:
+async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6)))
@@ -134,7 +133,7 @@ async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: Mak
 
 
 async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
     harness = make_harness(shadow_rate=1.0, certified=True, window=100, max_window=140)
@@ -157,7 +156,7 @@ async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
     assert agreement["bound_violations"] == 0
 
 
-async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harness: MakeBench) -> None:
+async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 32))
     session, _ = await session_of(harness, *tokens[:20], mode=Mode.WINDOW)
@@ -168,7 +167,7 @@ async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harne
     assert input_ids == list(tokens[4:])  # the tail of 16, and what was appended
 
 
-async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness: MakeBench) -> None:
+async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
     tokens = list(range(2, 12))
@@ -186,7 +185,7 @@ async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness
     assert agreement["max_logit_difference"] == pytest.approx(float(np.abs(recurrent - window).max()))
 
 
-async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: MakeBench) -> None:
+async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
     await asyncio.gather(*(harness.engine.submit(PredictRequest((token,))) for token in range(2, 8)))
@@ -194,13 +193,17 @@ async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: Ma
     cases = list(shadow_of(harness)._cases)
     assert cases
     assert all(
-        array.base.size == array.size for case in cases for array in (case.live.result.logits, case.live.result.hidden)
+        np.asarray(array.base).size == array.size
+        for case in cases
+        for array in (case.live.result.logits, case.live.result.hidden)
     )
     harness.shadow_runner.gate.set()
     await settled(shadow_of(harness))
 
 
-async def test_the_share_that_is_sampled_is_the_rate(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_share_that_is_sampled_is_the_rate(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shadow, "MOST_CASES", 400)
     harness = make_harness(shadow_rate=0.25)
     shadow_of(harness)._random = Random(5)
@@ -215,7 +218,7 @@ async def test_the_share_that_is_sampled_is_the_rate(make_harness: MakeBench, mo
 
 
 async def test_more_than_there_is_time_for_are_dropped_and_counted(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_CASES", 2)
     harness = make_harness(shadow_rate=1.0)
@@ -232,7 +235,7 @@ async def test_more_than_there_is_time_for_are_dropped_and_counted(
 
 
 async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_TOKENS", 8)
     harness = make_harness(shadow_rate=1.0)
@@ -244,7 +247,7 @@ async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
 
 
 async def test_nothing_is_begun_while_the_runner_is_busy(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch, travel: Callable[[float], None]
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, travel: Callable[[float], None]
 ) -> None:
     monkeypatch.setattr(shadow, "PAUSE_S", 3600.0)
     harness = make_harness(shadow_rate=1.0)
@@ -265,7 +268,7 @@ async def test_nothing_is_begun_while_the_runner_is_busy(
 
 
 async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
     harness = make_harness(shadow_rate=1.0)
@@ -288,7 +291,7 @@ async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
     assert harness.shadow_runner.roles() == ["advance", "advance", "advance", "head"]
 
 
-async def test_live_work_does_not_wait_for_a_shadow(make_harness: MakeBench) -> None:
+async def test_live_work_does_not_wait_for_a_shadow(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
     session, _ = await session_of(harness, 2)
@@ -299,7 +302,7 @@ async def test_live_work_does_not_wait_for_a_shadow(make_harness: MakeBench) -> 
 
 
 async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_as_dropped(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
@@ -317,7 +320,7 @@ async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_a
 
 
 async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_not_sampled(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.runner.gate.clear()
@@ -332,7 +335,7 @@ async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_n
 
 
 async def test_a_pair_further_apart_than_is_claimed_is_counted(
-    make_harness: MakeBench, caplog: pytest.LogCaptureFixture
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True)
     harness.shadow_runner._embedding = 2 * harness.shadow_runner._embedding
@@ -346,7 +349,7 @@ async def test_a_pair_further_apart_than_is_claimed_is_counted(
 
 @pytest.mark.parametrize("trouble", ["poison", "hot"])
 async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
-    make_harness: MakeBench, caplog: pytest.LogCaptureFixture, trouble: str
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
     setattr(harness.shadow_runner, trouble, 3)
@@ -358,7 +361,7 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
     assert "a shadow failed" in caplog.text
 
 
-async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: MakeBench) -> None:
+async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True, window=130, max_window=140)
     await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
@@ -367,7 +370,7 @@ async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: Make
     assert agreement["error_bound"]["max"] == harness.manifest.certificate.error_bound_at(130)
 
 
-async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeBench) -> None:
+async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
     await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
@@ -376,7 +379,7 @@ async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeBench
     assert epsilon is not None and 0 < found < epsilon
 
 
-async def test_without_a_rate_there_is_nothing_that_could_cost(make_harness: MakeBench) -> None:
+async def test_without_a_rate_there_is_nothing_that_could_cost(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=0.0)
     assert harness.engine._shadow is None
     assert harness.engine._answer_builder.sampler is None
@@ -406,7 +409,7 @@ async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_
 
 
 async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
-    make_harness: MakeBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
 
@@ -424,7 +427,7 @@ async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
     assert [record.message for record in caplog.records] == ["a shadow failed"]
 
 
-async def test_time_on_another_process_counts_too(make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_time_on_another_process_counts_too(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness(shadow_rate=1.0)
     run = harness.shadow_runner.run
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.service.engine_harness import EngineHarness, known
+from tests.service.engine_harness import EngineHarness, MakeHarness, known
 from wane.service.engine.stats import BUCKETS_MS, RECENT, Durations, Stats
 from wane.service.observability.metrics import Metrics
 from wane.service.types import (
@@ -20,7 +19,6 @@ from wane.service.types import (
     StepRequest,
 )
 
-MakeBench = Callable[..., EngineHarness]
 TOKENS = tuple(range(10, 20))
 
 
@@ -130,7 +128,7 @@ async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness
     assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text
 
 
-async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeBench) -> None:
+async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     tokens = TOKENS * 20
     exact = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
@@ -148,7 +146,7 @@ async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeBench) -
     assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
 
 
-async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harness: MakeBench) -> None:
+async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     for window in (130, 1, 140):
         await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
@@ -162,7 +160,7 @@ async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harn
 
 
 async def test_a_pair_further_apart_than_is_claimed_is_counted_and_logged(
-    make_harness: MakeBench, caplog: pytest.LogCaptureFixture
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
     answer = await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH))

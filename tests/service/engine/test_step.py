@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import Clock, EngineHarness
+from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, listed
 from wane.service.errors import (
     DeadlineExceeded,
     IdempotencyKeyReused,
@@ -27,7 +27,6 @@ from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store
 from wane.service.types import Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., EngineHarness]
 EOS = 0
 
 
@@ -86,7 +85,7 @@ async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(h
     harness.runner.calls.clear()
     answer = await harness.engine.submit(PredictRequest(session=session))
     assert harness.runner.roles() == ["head"]
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
+    assert listed(answer) == expected(harness, [5, 6])
     assert (answer.position, answer.replayed, answer.state) == (2, None, StateSource.RESIDENT)
     assert (await harness.engine.get_session(session)).position == 2
 
@@ -113,7 +112,7 @@ async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: E
     again = await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     assert again.replayed is True
     assert again.state is StateSource.REBUILT
-    assert [(one.token_id, one.logprob) for one in again.predictions] == expected(harness, [5, 6])
+    assert listed(again) == expected(harness, [5, 6])
 
 
 @pytest.mark.parametrize("position", [None, 1])
@@ -207,7 +206,7 @@ class ContendedStore(MemoryStore):
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
 async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
-    make_harness: MakeBench, losses: int
+    make_harness: MakeHarness, losses: int
 ) -> None:
     store = ContendedStore()
     harness = make_harness(store=store)
@@ -215,7 +214,7 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     store.losses = losses
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * losses, 6])
+    assert listed(answer) == expected(harness, [5, *[99] * losses, 6])
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
     assert harness.sample("wane_step_conflicts_total") == losses
     assert harness.sample("wane_state_replays_total") == losses
@@ -223,7 +222,7 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
 
 
 async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     store = ContendedStore()
     harness = make_harness(store=store)
@@ -239,7 +238,7 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
 
 
 async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_again(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     store = ContendedStore()
     harness = make_harness(store=store)
@@ -250,7 +249,7 @@ async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_aga
     assert (store.attempts, caught.value.position) == (1, 2)
 
 
-async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: MakeBench) -> None:
+async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: MakeHarness) -> None:
     store = ContendedStore()
     harness = make_harness(store=store)
     session = await start(harness, 5)
@@ -269,7 +268,7 @@ async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("appended", [False, True])
 async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_session_is(
     appended: bool,
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     store = ContendedStore()
     harness = make_harness(store=store)
@@ -282,7 +281,7 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
         await append(store, session, (6,))
     answer = await harness.engine.submit(StepRequest(session, (7,)))
     input_ids = [5, 6, 7] if appended else [5, 7]
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
+    assert listed(answer) == expected(harness, input_ids)
 
 
 async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: EngineHarness) -> None:
@@ -320,7 +319,7 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
     await append(harness.store, session, (7,))
     answer = await harness.engine.submit(StepRequest(session, (8,), expected_position=2))
     assert answer.state is StateSource.REBUILT
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7, 8])
+    assert listed(answer) == expected(harness, [5, 7, 8])
 
 
 # Failures and clients who leave
@@ -352,7 +351,7 @@ async def test_an_output_that_is_no_number_is_a_failed_run(
     assert (view.position, view.state) == (1, StateSource.RESIDENT)
 
 
-async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_harness: MakeBench) -> None:
+async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_harness: MakeHarness) -> None:
     harness = make_harness()
     session = await start(harness, 5)
     harness.runner.poison = 200
@@ -415,7 +414,7 @@ async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_c
     harness.runner.gate.set()
     again = await harness.engine.submit(step)  # waits for the session's turn, so behind the commit
     assert (again.replayed, again.position) == (True, 2)
-    assert [(one.token_id, one.logprob) for one in again.predictions] == expected(harness, [5, 6])
+    assert listed(again) == expected(harness, [5, 6])
 
 
 async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
@@ -562,7 +561,7 @@ async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarne
     harness.engine._pool.drop(session)
     answer = await harness.engine.submit(PredictRequest(session=session))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, input_ids)
+    assert listed(answer) == expected(harness, input_ids)
 
 
 async def test_predicting_from_a_parked_session_makes_it_resident(harness: EngineHarness) -> None:
@@ -573,7 +572,7 @@ async def test_predicting_from_a_parked_session_makes_it_resident(harness: Engin
     assert (first.state, second.state) == (StateSource.REBUILT, StateSource.RESIDENT)
 
 
-async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_harness: MakeBench) -> None:
+async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_harness: MakeHarness) -> None:
     slot_bytes = 4 * (4 + 4 + 4)
     harness = make_harness(state_budget_bytes=8 * slot_bytes)
     sessions = [await start(harness, 10 + index, 20 + index) for index in range(12)]
@@ -595,7 +594,7 @@ async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHa
     assert (view.position, view.state, view.error_bound) == (1, StateSource.REBUILT, 0.0)
     answer = await harness.engine.submit(StepRequest(session, (8,)))
     assert (answer.position, answer.state) == (2, StateSource.REBUILT)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 8])
+    assert listed(answer) == expected(harness, [5, 8])
 
 
 async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
@@ -648,7 +647,7 @@ async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(harness
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert answer.error_bound is None
     assert len(harness.engine._pool) == 0
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == ranked(harness.runner.logits([17, 18, 19, 6]))
+    assert listed(answer) == ranked(harness.runner.logits([17, 18, 19, 6]))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -672,7 +671,7 @@ async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(ha
     )
     answer = await harness.engine.submit(StepRequest(session, (7,)))
     assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [*input_ids, 6, 7])
+    assert listed(answer) == expected(harness, [*input_ids, 6, 7])
 
 
 async def test_a_step_that_asks_for_a_window_rebuilds_no_state(harness: EngineHarness) -> None:
@@ -689,7 +688,7 @@ async def test_both_answers_recurrently_and_measures_the_window_beside_it(harnes
     answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.BOTH))
     assert answer.modes is not None
     assert answer.agreement is not None
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [*range(10, 20), 6])
+    assert listed(answer) == expected(harness, [*range(10, 20), 6])
     assert answer.modes[Mode.RECURRENT].predictions == answer.predictions
     window = [(one.token_id, one.logprob) for one in answer.modes[Mode.WINDOW].predictions]
     assert window == ranked(harness.runner.logits([17, 18, 19, 6]))
@@ -823,7 +822,7 @@ async def test_an_id_may_have_dots_beside_something_else(harness: EngineHarness,
     assert (await harness.engine.create_session(session)).session == session
 
 
-async def test_more_sessions_than_the_store_keeps_are_refused(make_harness: MakeBench) -> None:
+async def test_more_sessions_than_the_store_keeps_are_refused(make_harness: MakeHarness) -> None:
     harness = make_harness(session_budget_bytes=2 * entry_bytes("x" * 22, 34))
     await start(harness)
     await start(harness)
@@ -856,7 +855,7 @@ CUT = {
 
 
 async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebuilding_does_not_add_to_it(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(**CUT)
     epsilon = harness.manifest.certificate.error_bound_at
@@ -879,7 +878,7 @@ async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebu
     assert again.predictions[0].token_id == recurrent.predictions[0].token_id
 
 
-async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_harness: MakeBench) -> None:
+async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_harness: MakeHarness) -> None:
     harness = make_harness(**CUT)
     epsilon = harness.manifest.certificate.error_bound_at
     session = (await harness.engine.create_session(mode=Mode.WINDOW)).session
@@ -892,7 +891,7 @@ async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_ha
         await harness.engine.submit(PredictRequest(session=session, tolerance=1e-9))
 
 
-async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_harness: MakeBench) -> None:
+async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_harness: MakeHarness) -> None:
     harness = make_harness(**CUT, radius=1e-7)
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 150))
@@ -907,7 +906,7 @@ async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_h
 
 
 async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_the_window_may_be(
-    make_harness: MakeBench,
+    make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(**CUT)
     session = (await harness.engine.create_session()).session

@@ -221,7 +221,7 @@ async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
         with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
-            for _ in range(100):  # so much that the server has the rest of the answers for longer than its patience
+            for _ in range(100):  # so much that the server has the rest of the answers for longer than its timeout
                 assert await loop.sock_recv(connection, 2048)
                 await asyncio.sleep(0.025)
             assert len(server.server_state.connections) == 1

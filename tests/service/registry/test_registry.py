@@ -13,7 +13,7 @@ import pytest
 
 from tests.models.bundles import edit_manifest
 from tests.models.rounding import rounding
-from tests.service.engine_harness import PATIENCE_S
+from tests.service.engine_harness import TIMEOUT_S
 from tests.service.shipped import FOLDER, PATHS, each_bundle
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
@@ -68,7 +68,7 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         registry.get()
     await registry.load()
     assert (registry.ready, registry.status, registry.device) == (True, "ready", "cpu")
-    answer = await registry.get().predict(PredictRequest((1, 2, 3)))
+    answer = await registry.get().submit(PredictRequest((1, 2, 3)))
     assert sum(one.probability for one in answer.predictions) <= 1
     await registry.close()
     assert (registry.ready, registry.status) == (False, "draining")
@@ -79,7 +79,7 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
 async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(registry: ModelRegistry) -> None:
     registry.leave()
     assert (registry.ready, registry.status) == (False, "draining")
-    assert (await registry.get().predict(PredictRequest((1, 2, 3)))).predictions
+    assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
     await registry.close()
     with pytest.raises(Unavailable, match="stopping"):
         registry.get()
@@ -98,12 +98,12 @@ class Gate:
     def _held(self, bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
         self.names.append(bundle.manifest.name)
         self._begun.release()
-        assert self.opened.wait(PATIENCE_S), "nobody opened the gate"
+        assert self.opened.wait(TIMEOUT_S), "nobody opened the gate"
         return self._open_graphs(bundle, settings)
 
     async def reached(self) -> None:
         """Waits until one load more is begun."""
-        assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
+        assert await asyncio.to_thread(self._begun.acquire, timeout=TIMEOUT_S)
 
 
 async def test_the_default_model_answers_while_the_others_are_loaded(
@@ -124,7 +124,7 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
     await answering.wait()
     gate.opened.clear()
     await asking
-    assert (await registry.get().predict(PredictRequest((1, 2, 3)))).predictions
+    assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
     assert [engine.name for engine in registry.served] == ["lstm"]
     assert (registry.ready, registry.status, other.done()) == (False, "loading", False)
     states = {entry.name: entry.condition for entry in await registry.index()}
@@ -151,7 +151,6 @@ async def test_a_session_waits_for_its_model(tmp_path: Path, believed: None, mon
     gate.opened.set()
     loading = asyncio.create_task(registry.load(gate.opened.clear))
     await registry.wait_for()
-    assert registry.engine_at_once(session) is None
     asking = asyncio.create_task(registry.engine_for(session))
     await asyncio.sleep(0)
     assert not asking.done()
@@ -195,7 +194,7 @@ async def test_a_model_is_measured_once_all_are_loaded(
     await registry.load()
     await all_measured.wait()
     assert [len(names) for names in served] == [2, 2]
-    assert (await registry.get().predict(PredictRequest((1, 2, 3)))).predictions
+    assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
     await registry.close()
 
 
@@ -226,7 +225,7 @@ async def test_a_session_is_found_on_its_model_and_on_no_other(registry: ModelRe
         with pytest.raises(InvalidRequest, match=f"is of model '{engines[-1].name}'"):
             await registry.engine_for(session, engines[0].name)
         with pytest.raises(UnknownSession):
-            await engines[0].step(StepRequest(session, (1,)))
+            await engines[0].submit(StepRequest(session, (1,)))
     with pytest.raises(UnknownSession, match="'nobody'"):
         await registry.engine_for("nobody")
 
@@ -301,7 +300,7 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
     await asyncio.to_thread(opening.wait)
     closing = asyncio.create_task(registry.close())
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await closed.wait()
         assert not closing.done()
     finally:

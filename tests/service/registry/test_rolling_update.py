@@ -110,11 +110,11 @@ async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(rep
 async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_only_grew(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
-    await first.step(StepRequest(session, (5, 6, 7)))
-    await second.step(StepRequest(session, (8,)))
+    await first.submit(StepRequest(session, (5, 6, 7)))
+    await second.submit(StepRequest(session, (8,)))
     await second.rewind(session, 1)
-    await second.step(StepRequest(session, (9, 10, 11, 12)))
-    answer = await first.step(StepRequest(session, (13,), expected_position=5))
+    await second.submit(StepRequest(session, (9, 10, 11, 12)))
+    answer = await first.submit(StepRequest(session, (13,), expected_position=5))
     assert answer.state is StateSource.REBUILT
     assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
 
@@ -122,7 +122,7 @@ async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_on
 async def test_a_session_that_is_further_on_than_its_tail_reaches_is_rebuilt(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
-    await first.step(StepRequest(session, (5, 6, 7)))
-    await second.step(StepRequest(session, tuple(range(2, 2 + TAIL + 1))))
-    answer = await first.step(StepRequest(session, (13,)))
+    await first.submit(StepRequest(session, (5, 6, 7)))
+    await second.submit(StepRequest(session, tuple(range(2, 2 + TAIL + 1))))
+    answer = await first.submit(StepRequest(session, (13,)))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 5 + TAIL)

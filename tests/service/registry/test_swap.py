@@ -72,7 +72,7 @@ async def test_sessions_go_on_under_the_new_version_from_their_tails(registry: M
     assert (await new.get_session(session)).model_version == "2"
     after = await step(registry, session, 9, position=4)
     assert (after.position, after.state, after.error_bound) == (5, StateSource.REBUILT, 0.0)
-    whole = await new.predict(PredictRequest((*TOKENS, 9), mode=Mode.RECURRENT))
+    whole = await new.submit(PredictRequest((*TOKENS, 9), mode=Mode.RECURRENT))
     assert first(after) == pytest.approx(first(whole), abs=FLOAT32)
     assert first(after)[1] != pytest.approx(first(before)[1], abs=FLOAT32)
     again = await step(registry, session, 10, position=5)
@@ -104,18 +104,18 @@ async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_vers
     assert registry.get() is new
     assert old.retired
     assert IndexEntry(MODEL, "1", "UNLOADING", "until its last requests are answered") in await registry.index()
-    assert (await old.predict(PredictRequest(TOKENS))).predictions
+    assert (await old.submit(PredictRequest(TOKENS))).predictions
     epoch.leave()
     await registry.settled()
     assert await registry.index() == [IndexEntry(MODEL, "2", "READY")]
     with pytest.raises(Unavailable):
-        await old.predict(PredictRequest(TOKENS))
+        await old.submit(PredictRequest(TOKENS))
 
 
 async def test_an_old_version_answers_what_runs_for_a_caller_who_left(registry: ModelRegistry, folder: Path) -> None:
     old = registry.get()
     session = (await old.create_session()).session
-    running = asyncio.create_task(old.step(StepRequest(session, TOKENS)))
+    running = asyncio.ensure_future(old.submit(StepRequest(session, TOKENS)))
     put(folder, "2", "lstm-stable")
     await registry.load_model(MODEL)
     await registry.settled()
@@ -214,7 +214,7 @@ async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_o
     fresh = (await registry.get().create_session()).session
     assert await registry.engine_for(fresh) is new
     with pytest.raises(TokenizerChanged, match="another tokenizer than that of version 2 of model small"):
-        await new.step(StepRequest(session, (9,)))
+        await new.submit(StepRequest(session, (9,)))
     index = await registry.index()
     assert index == [
         IndexEntry(MODEL, "1", "READY", "for the sessions of its tokenizer only"),

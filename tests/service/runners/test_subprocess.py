@@ -10,7 +10,7 @@ from tests.service.shipped import PATHS, opened
 from wane.service.runners.subprocess import RunnerLost, SubprocessRunner
 
 PATH = PATHS[0]
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -63,5 +63,5 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
     runner = SubprocessRunner(PATH)
     runner.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
     runner._asked.close()
-    assert runner._process.wait(PATIENCE_S) == 0
+    assert runner._process.wait(TIMEOUT_S) == 0
     runner.wait()

@@ -98,7 +98,7 @@ async def test_only_so_many_may_wait_and_those_who_left_do_not_count() -> None:
     names = [str(index) for index in range(1 + MOST_WAITERS)]
     tasks = [visitors.come(name) for name in names]
     await until_settled()
-    with pytest.raises(Overloaded, match=f"{MOST_WAITERS} requests are waiting for session 's'"):
+    with pytest.raises(Overloaded, match=f"{MOST_WAITERS} requests are already waiting for session 's'"):
         await visitors.come("late")
     tasks[-1].cancel()
     await until_settled()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,18 +9,17 @@ from hypothesis import strategies as st
 
 from tests.service.engine.test_claims import EVERYTHING, Tally
 from tests.service.engine.test_step import expected, ranked
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.oracle import Small
 from wane.models.cell_registry import CELLS, Cell
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
 from wane.service.types import History, Mode, Owner, PredictRequest, StateSource, StepRequest
 
-MakeBench = Callable[..., EngineHarness]
 TOKENS = tuple(range(10, 30))
 
 
 @pytest.fixture
-def harness(make_harness: MakeBench) -> EngineHarness:
+def harness(make_harness: MakeHarness) -> EngineHarness:
     """Its model is certified; sessions keep 16 tokens."""
     return make_harness(certified=True, window=4, max_window=140)
 
@@ -79,7 +76,7 @@ async def test_every_mode_answers_from_no_more_than_is_known(
     assert (answer.position, answer.error_bound) == (101, epsilon(harness, grown))
 
 
-async def test_without_a_certificate_a_truncated_session_has_no_bound(make_harness: MakeBench) -> None:
+async def test_without_a_certificate_a_truncated_session_has_no_bound(make_harness: MakeHarness) -> None:
     harness = make_harness()
     assert (await harness.engine.create_session("s", history=History((5, 6), 9))).error_bound is None
     assert (await harness.engine.submit(StepRequest("s", (7,)))).error_bound is None
@@ -109,7 +106,7 @@ async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_fu
     assert answer.predictions[0].token_id == harness.runner.logits([5, 6]).argmax()
 
 
-async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_bound(make_harness: MakeBench) -> None:
+async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_bound(make_harness: MakeHarness) -> None:
     tokens = tuple(10 + index % 7 for index in range(150))
     before, after = (
         make_harness(certified=True, window=4, max_window=140, session_history_tokens=140) for _ in range(2)

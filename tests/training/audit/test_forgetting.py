@@ -14,7 +14,7 @@ from wane.models.networks import Network
 from wane.models.reference import Array, Reference
 from wane.training.audit.forgetting import (
     AtWindow,
-    Spread,
+    Quantiles,
     Unmeasurable,
     measure,
     smallest_window,
@@ -68,7 +68,7 @@ def quantiles(values: list[float]) -> list[float]:
     return [*np.quantile(values, [0.5, 0.99]), max(values)]
 
 
-def told(spread: Spread) -> list[float]:
+def told(spread: Quantiles) -> list[float]:
     return [spread.median, spread.p99, spread.max]
 
 

@@ -12,8 +12,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.service.api.test_fast_path import MakeBench, Serve, ServerHarness, hold, position, serve  # noqa: F401  (a fixture)
+from tests.service.api.test_fast_path import Serve, ServerHarness, hold, position, serve  # noqa: F401  (a fixture)
 from tests.service.conftest import make_harness  # noqa: F401  (a fixture)
+from tests.service.engine_harness import MakeHarness
 from tests.service.slow_client import WAIT_S, until
 from wane.service.api.body import parse
 from wane.service.api.routes.stream import Stream, only_token
@@ -40,8 +41,8 @@ def by_task(monkeypatch: pytest.MonkeyPatch) -> list[str | bytes]:
 
 
 @asynccontextmanager
-async def opened(stage: ServerHarness, session: str = "a", **options: Any) -> AsyncIterator[ClientConnection]:
-    url = stage.url.replace("http://", "ws://")
+async def opened(server: ServerHarness, session: str = "a", **options: Any) -> AsyncIterator[ClientConnection]:
+    url = server.url.replace("http://", "ws://")
     async with connect(f"{url}/v1/sessions/{session}/stream", proxy=None, **options) as socket:
         yield socket
 
@@ -55,15 +56,15 @@ async def ask(socket: ClientConnection, message: str) -> Any:
     return json.loads(await socket.recv())
 
 
-def counted(stage: ServerHarness, status: int) -> float:
-    return stage.metrics.registry.get_sample_value("wane_websocket_messages_total", {"status": str(status)}) or 0.0
+def counted(server: ServerHarness, status: int) -> float:
+    return server.metrics.registry.get_sample_value("wane_websocket_messages_total", {"status": str(status)}) or 0.0
 
 
 async def test_a_step_of_one_token_needs_no_task_and_is_answered_as_with_one(
     serve: Serve,  # noqa: F811
     by_task: list[str | bytes],
 ) -> None:
-    async with serve() as stage, opened(stage) as one, opened(stage, "b") as other:
+    async with serve() as server, opened(server) as one, opened(server, "b") as other:
         for at in range(1, 4):
             quick = await ask(one, step(expected_position=at, top_k=2))
             assert by_task == []
@@ -74,7 +75,7 @@ async def test_a_step_of_one_token_needs_no_task_and_is_answered_as_with_one(
             assert quick.pop("latency").keys() == slow.pop("latency").keys()
             assert (quick.pop("session"), slow.pop("session")) == ("a", "b")
             assert quick == slow and quick["position"] == at + 1
-        assert counted(stage, 200) == 6
+        assert counted(server, 200) == 6
 
 
 @pytest.mark.parametrize(
@@ -97,16 +98,16 @@ async def test_what_is_not_one_plain_step_is_answered_by_the_task_once(
     message: str,
     answer: dict[str, object],
 ) -> None:
-    async with serve() as stage, opened(stage) as socket:
+    async with serve() as server, opened(server) as socket:
         document = await ask(socket, message)
         document = document.get("error", document)
         assert {name: document[name] for name in answer} == answer
         assert by_task == [message]
-        assert counted(stage, document.get("status", 200)) == 1
+        assert counted(server, document.get("status", 200)) == 1
 
 
 async def test_messages_that_do_not_wait_are_answered_in_their_order(serve: Serve) -> None:  # noqa: F811
-    async with serve() as stage, opened(stage) as socket:
+    async with serve() as server, opened(server) as socket:
         for at in range(60):
             await socket.send(step(expected_position=1 + at))
         assert [json.loads(await socket.recv())["position"] for _ in range(60)] == list(range(2, 62))
@@ -119,9 +120,9 @@ async def test_a_message_is_charged_for_once_whichever_way_it_goes(
     charged: list[float] = []
     monkeypatch.setattr(Principal, "charge", lambda _, requests, before=0.0: charged.append(requests))
     headers = {"authorization": f"Bearer {KEY}"}
-    async with serve(api_keys=f"alice:{KEY}") as stage:
-        await stage.harness.engine.create_session("mine", owner=Owner("alice"))
-        async with opened(stage, "mine", additional_headers=headers) as socket:
+    async with serve(api_keys=f"alice:{KEY}") as server:
+        await server.harness.engine.create_session("mine", owner=Owner("alice"))
+        async with opened(server, "mine", additional_headers=headers) as socket:
             charged.clear()
             assert (await ask(socket, step(tokens=[6, 7])))["position"] == 2
             assert (await ask(socket, step()))["position"] == 3
@@ -139,88 +140,88 @@ async def test_a_message_over_the_rate_of_its_key_is_told_so(
         refused.append(requests)
         raise RateLimited("too many", 1.0)
 
-    async with serve(api_keys=f"alice:{KEY}") as stage:
-        await stage.harness.engine.create_session("mine", owner=Owner("alice"))
-        async with opened(stage, "mine", additional_headers={"authorization": f"Bearer {KEY}"}) as socket:
+    async with serve(api_keys=f"alice:{KEY}") as server:
+        await server.harness.engine.create_session("mine", owner=Owner("alice"))
+        async with opened(server, "mine", additional_headers={"authorization": f"Bearer {KEY}"}) as socket:
             monkeypatch.setattr(Principal, "charge", refuse)
             assert (await ask(socket, step()))["error"]["code"] == "rate_limited"
             assert refused == [1]
 
 
 async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace_and_the_socket_open(serve: Serve) -> None:  # noqa: F811
-    async with serve(request_timeout_ms=1500) as stage, opened(stage) as first, opened(stage, "b") as second:
-        hold(stage)
+    async with serve(request_timeout_ms=1500) as server, opened(server) as first, opened(server, "b") as second:
+        hold(server)
         await first.send(step())
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         error = (await ask(second, step()))["error"]
         assert error["code"] == "deadline_exceeded" and "still commits" not in error["detail"]
         assert "it still commits" in json.loads(await first.recv())["error"]["detail"]
-        stage.harness.runner.gate.set()
+        server.harness.runner.gate.set()
         assert (await ask(second, step(expected_position=1)))["position"] == 2
         assert (await ask(first, step(expected_position=2)))["position"] == 3
 
 
 async def test_a_client_that_leaves_takes_back_what_has_not_begun(serve: Serve) -> None:  # noqa: F811
-    async with serve() as stage, opened(stage) as first:
-        hold(stage)
+    async with serve() as server, opened(server) as first:
+        hold(server)
         await first.send(step())
-        await stage.harness.runner.until_busy()
-        async with opened(stage, "b") as second:
+        await server.harness.runner.until_busy()
+        async with opened(server, "b") as second:
             await second.send(step())
-            await until(lambda: stage.harness.engine._batcher.waiting == 1)
-        await until(lambda: stage.metrics.registry.get_sample_value("wane_websockets") == 1)
-        stage.harness.runner.gate.set()
+            await until(lambda: server.harness.engine._batcher.waiting == 1)
+        await until(lambda: server.metrics.registry.get_sample_value("wane_websockets") == 1)
+        server.harness.runner.gate.set()
         assert json.loads(await first.recv())["position"] == 2
-        assert await position(stage, "b") == 1
-        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
+        assert await position(server, "b") == 1
+        await asyncio.wait_for(server.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_step_whose_client_leaves_while_it_runs_is_appended(serve: Serve) -> None:  # noqa: F811
-    async with serve() as stage:
-        hold(stage)
-        async with opened(stage) as socket:
+    async with serve() as server:
+        hold(server)
+        async with opened(server) as socket:
             await socket.send(step())
-            await stage.harness.runner.until_busy()
-        stage.harness.runner.gate.set()
-        await until(lambda: stage.metrics.registry.get_sample_value("wane_websockets") == 0)
-        async with opened(stage) as socket:
+            await server.harness.runner.until_busy()
+        server.harness.runner.gate.set()
+        await until(lambda: server.metrics.registry.get_sample_value("wane_websockets") == 0)
+        async with opened(server) as socket:
             assert (await ask(socket, step()))["position"] == 3
-        await asyncio.wait_for(stage.catalog_.epochs.depart(), WAIT_S)
+        await asyncio.wait_for(server.catalog_.epochs.depart(), WAIT_S)
 
 
 async def test_a_run_that_fails_is_told_and_closes(serve: Serve) -> None:  # noqa: F811
-    async with serve() as stage, opened(stage) as socket:
-        stage.harness.runner.poison = 6
+    async with serve() as server, opened(server) as socket:
+        server.harness.runner.poison = 6
         assert (await ask(socket, step()))["error"]["status"] == 500
-        assert await position(stage, "a") == 1
+        assert await position(server, "a") == 1
 
 
-async def test_a_step_that_another_writer_was_before_is_tried_again(
+async def test_a_step_that_loses_to_another_writer_is_retried(
     serve: Serve,  # noqa: F811
     by_task: list[str | bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serve() as stage, opened(stage) as socket:
-        lost = stage.harness.lose_next_comparison(monkeypatch)
+    async with serve() as server, opened(server) as socket:
+        lost = server.harness.lose_next_comparison(monkeypatch)
         assert (await ask(socket, step()))["position"] == 2
         assert (len(lost), by_task) == (1, [step()])
 
 
-async def test_a_full_queue_refuses_once(serve: Serve, make_harness: MakeBench) -> None:  # noqa: F811
+async def test_a_full_queue_refuses_once(serve: Serve, make_harness: MakeHarness) -> None:  # noqa: F811
     async with (
-        serve(make_harness(max_queue=1)) as stage,
-        opened(stage) as first,
-        opened(stage, "b") as second,
-        opened(stage, "c") as third,
+        serve(make_harness(max_queue=1)) as server,
+        opened(server) as first,
+        opened(server, "b") as second,
+        opened(server, "c") as third,
     ):
-        hold(stage)
+        hold(server)
         await first.send(step())
-        await stage.harness.runner.until_busy()
+        await server.harness.runner.until_busy()
         await second.send(step())
-        await until(lambda: stage.harness.engine._batcher.waiting == 1)
+        await until(lambda: server.harness.engine._batcher.waiting == 1)
         assert (await ask(third, step()))["error"]["status"] == 429
-        assert stage.harness.sample("wane_queue_rejected_total") == 1
-        stage.harness.runner.gate.set()
+        assert server.harness.sample("wane_queue_rejected_total") == 1
+        server.harness.runner.gate.set()
         assert [json.loads(await socket.recv())["position"] for socket in (first, second)] == [2, 2]
 
 
@@ -236,7 +237,7 @@ async def test_a_stream_is_idle_from_its_last_message_on(
         await run(stream)
 
     monkeypatch.setattr(Stream, "run", noted)
-    async with serve(stream_idle_s=3) as stage, opened(stage) as socket:
+    async with serve(stream_idle_s=3) as server, opened(server) as socket:
         assert "predictions" in await ask(socket, step())
         (stream,) = streams
         stream.heard_s -= 3
@@ -290,7 +291,7 @@ def test_any_other_message_is_left_to_its_model(message: str) -> None:
 
 
 async def test_behind_a_long_message_more_are_read(serve: Serve, by_task: list[str | bytes]) -> None:  # noqa: F811
-    async with serve() as stage, opened(stage) as socket:
+    async with serve() as server, opened(server) as socket:
         long = step() + " " * 5000
         assert (await ask(socket, long))["position"] == 2
         assert (await ask(socket, step()))["position"] == 3
@@ -305,9 +306,9 @@ async def test_what_nobody_expected_while_a_message_is_read_is_told_by_the_task(
         raise LookupError("this is a bug")
 
     monkeypatch.setattr(Stream, "step", fails)
-    async with serve() as stage, opened(stage) as socket:
+    async with serve() as server, opened(server) as socket:
         assert (await ask(socket, step(top_k=2)))["error"]["status"] == 500
         with pytest.raises(ConnectionClosed) as closed:
             await socket.recv()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
-        assert counted(stage, 500) == 1
+        assert counted(server, 500) == 1

@@ -106,7 +106,7 @@ async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
 ) -> None:
     at_once: list[int] = []
     busy = 0
-    step = engine.step
+    step = engine._step
 
     async def counted(request: StepRequest) -> Any:
         nonlocal busy
@@ -116,7 +116,7 @@ async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
         busy -= 1
         return await step(request)
 
-    monkeypatch.setattr(engine, "step", counted)
+    monkeypatch.setattr(engine, "_step", counted)
     async with opened(server) as socket:
         for length in range(1, 50):
             await socket.send(json.dumps({"tokens": [1] * length}))
@@ -127,7 +127,7 @@ async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
 async def test_messages_that_come_while_one_is_answered_keep_their_order(
     server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wane.service.api.disconnect.PATIENCE_S", 0)
+    monkeypatch.setattr("wane.service.api.disconnect.DISCONNECT_GRACE_S", 0)
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         for length in range(1, MOST_EARLY + 1):

@@ -26,7 +26,7 @@ from wane.service.sessions.stores.store import SessionRecord, follows
 pytestmark = pytest.mark.stack
 
 
-class Degrading(FallbackStore):
+class FallbackStoreHarness(FallbackStore):
     """With its parts in reach."""
 
     def __init__(self, url: str) -> None:
@@ -49,8 +49,8 @@ class Degrading(FallbackStore):
 
 
 @asynccontextmanager
-async def degrading(port: int) -> AsyncIterator[Degrading]:
-    store = Degrading(f"redis://127.0.0.1:{port}/0")
+async def fallback_store(port: int) -> AsyncIterator[FallbackStoreHarness]:
+    store = FallbackStoreHarness(f"redis://127.0.0.1:{port}/0")
     await store.open()
     try:
         yield store
@@ -68,7 +68,7 @@ async def step(store: FallbackStore | RedisStore, token: int, session: str = "s"
 
 
 async def test_a_session_goes_on_not_durable_and_is_durable_when_the_store_is_back(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         assert (await step(store, 5)).durable is True
         server.kill()
@@ -95,7 +95,7 @@ async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_t
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         await step(store, 5)
         between.sever()
@@ -117,7 +117,7 @@ async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflic
     server: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         monkeypatch.setattr(store.shared.trips, "on_back", lambda: None)
         await store.create(record())
         between.sever()
@@ -132,7 +132,7 @@ async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflic
 
 
 async def test_a_step_that_was_done_though_nobody_said_so_is_not_done_twice(server: RedisServer) -> None:
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         await step(store, 5)
         between.hold_answers()
@@ -151,7 +151,7 @@ async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_th
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         await step(store, 5)
         between.sever()
@@ -164,7 +164,7 @@ async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_th
 
 
 async def test_a_session_that_was_begun_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         server.kill()
         assert await store.create(record("new"))
         assert not await store.create(record("new"))
@@ -178,7 +178,7 @@ async def test_a_session_that_was_begun_meanwhile_is_there_when_the_store_is(ser
 
 async def test_a_session_that_was_never_seen_here_cannot_go_on(server: RedisServer, make_store: MakeStore) -> None:
     await begin(await make_store(server.url, namespace="n"))
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         server.kill()
         with pytest.raises(Unavailable):
             await store.get("s")
@@ -191,14 +191,14 @@ async def test_a_session_that_was_never_seen_here_cannot_go_on(server: RedisServ
 
 async def test_before_the_store_was_ever_there_nothing_is_done_without_it(server: RedisServer) -> None:
     server.kill()
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         assert not store.standing.ready
         with pytest.raises(Unavailable):
             await store.create(record())
 
 
 async def test_a_session_is_rewound_and_goes_on_another_way(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         for token in (5, 6):
             await step(store, token)
@@ -217,7 +217,7 @@ async def test_a_session_is_rewound_and_goes_on_another_way(server: RedisServer)
 
 
 async def test_a_durable_session_is_rewound_while_the_store_is_away(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         for token in (5, 6):
             here = await step(store, token)
@@ -235,7 +235,7 @@ async def test_a_durable_session_is_rewound_while_the_store_is_away(server: Redi
 async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_rewound_behind_it_meanwhile(
     server: RedisServer,
 ) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
@@ -253,7 +253,7 @@ async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_r
 
 
 async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from_it(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
@@ -269,7 +269,7 @@ async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from
 
 
 async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisServer) -> None:
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record("other"))
         between.hold_answers()
         assert await store.create(record())  # the store has it, and is taken to be away
@@ -283,7 +283,7 @@ async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisSe
 
 
 async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
@@ -306,7 +306,7 @@ async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_stor
 async def test_a_session_whose_rewind_was_not_answered_goes_on(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         for token in (5, 6):
             here = await step(store, token)
@@ -330,7 +330,7 @@ async def test_a_session_whose_rewind_was_not_answered_goes_on(
 
 
 async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
         server.kill()
@@ -345,7 +345,7 @@ async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_o
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         between.sever()
         await step(store, 6)
@@ -359,7 +359,7 @@ async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_o
 
 async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer, make_store: MakeStore) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         between.sever()
         await step(store, 5)
@@ -370,7 +370,7 @@ async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer
 
 
 async def test_what_is_not_durable_ends_too_when_nobody_uses_it(server: RedisServer) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         await store.create(record())
         server.kill()
         await step(store, 5)
@@ -380,7 +380,7 @@ async def test_what_is_not_durable_ends_too_when_nobody_uses_it(server: RedisSer
 
 
 async def test_a_process_that_ends_gives_the_store_what_it_has(server: RedisServer, make_store: MakeStore) -> None:
-    async with degrading(server.port) as store:
+    async with fallback_store(server.port) as store:
         store.shared.trips.on_back = lambda: None
         await store.create(record())
         server.kill()
@@ -396,7 +396,7 @@ async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         for session in ("s", "t"):
             await store.create(record(session))
         between.sever()
@@ -417,7 +417,7 @@ async def test_a_session_that_a_full_store_does_not_take_goes_on_and_no_step_is_
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
-    async with proxy(server.port) as between, degrading(between.port) as store:
+    async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         between.sever()
         await step(store, 5)

@@ -13,7 +13,7 @@ from tests.service.engine_harness import Clock
 from tests.service.sessions.stores.conftest import MakeStore
 from tests.service.sessions.stores.proxy import proxy
 from tests.service.sessions.stores.redis_server import TIMEOUT_S, RedisServer
-from tests.service.sessions.stores.test_fallback import degrading
+from tests.service.sessions.stores.test_fallback import fallback_store
 from tests.service.sessions.stores.test_memory import record as in_memory
 from tests.service.sessions.stores.test_redis import STEP, record
 from wane.service.errors import QuotaExceeded
@@ -106,7 +106,7 @@ async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
 
 @pytest.mark.stack
 async def test_while_the_store_is_away_sessions_that_are_not_durable_count(server: RedisServer) -> None:
-    async with proxy(server.port) as line, degrading(line.port) as store:
+    async with proxy(server.port) as line, fallback_store(line.port) as store:
         assert await store.create(record("alice/0"), 2)
         line.sever()
         assert await store.create(record("alice/1"), 2)
@@ -127,7 +127,7 @@ async def test_while_the_store_is_away_sessions_that_are_not_durable_count(serve
 async def test_what_is_made_while_the_store_is_away_by_an_owner_without_a_quota_is_not_counted(
     server: RedisServer,
 ) -> None:
-    async with proxy(server.port) as line, degrading(line.port) as store:
+    async with proxy(server.port) as line, fallback_store(line.port) as store:
         assert await store.create(record("alice/0"))
         line.sever()
         assert await store.create(record("alice/1"))

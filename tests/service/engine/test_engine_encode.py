@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Encoding as Encoded
 
-from tests.service.engine_harness import PATIENCE_S, EngineHarness, name_vocabulary
+from tests.service.engine_harness import TIMEOUT_S, EngineHarness, MakeHarness, name_vocabulary
 from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, Unavailable
 
-MakeBench = Callable[..., EngineHarness]
 LONG = "The history\nof the " * 500
 
 
@@ -29,7 +28,7 @@ class Encoding:
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         self.texts.append(text)
         self.busy.set()
-        assert self.gate.wait(PATIENCE_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
         return self._encode(text, most)
 
 
@@ -53,7 +52,7 @@ async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_withou
 
 
 async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_of_its_tokens(
-    make_harness: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(max_input_tokens=5000)
     taken = []
@@ -79,7 +78,7 @@ async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_o
     assert taken == [4]
 
 
-async def test_words_and_events_of_any_length_are_one_token_each(make_harness: MakeBench) -> None:
+async def test_words_and_events_of_any_length_are_one_token_each(make_harness: MakeHarness) -> None:
     for kind in ("words", "events"):
         harness = make_harness(vocabulary=name_vocabulary(kind), max_input_tokens=2)
         assert await harness.engine.encode("x" * 100_000) == (1,)
@@ -93,7 +92,7 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
     late = asyncio.create_task(harness.engine.encode(LONG, deadline))
-    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
     waiting = asyncio.create_task(harness.engine.encode(LONG * 2, deadline))
     await asyncio.sleep(0)
     travel(2 * 3600)
@@ -107,8 +106,8 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
 
 async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: EngineHarness, encoding: Encoding) -> None:
     tasks = [asyncio.create_task(harness.engine.encode(LONG)) for _ in range(64)]
-    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), PATIENCE_S) == "free"
+    assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S) == "free"
     encoding.gate.set()
     assert len(set(await asyncio.gather(*tasks))) == 1
 
@@ -117,7 +116,7 @@ async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more
     harness: EngineHarness, encoding: Encoding
 ) -> None:
     admitted = asyncio.create_task(harness.engine.encode(LONG))
-    assert await asyncio.to_thread(encoding.busy.wait, PATIENCE_S)
+    assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
     draining = asyncio.create_task(harness.engine.drain())
     await asyncio.sleep(0)
     assert not draining.done()
