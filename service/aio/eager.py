@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from contextvars import copy_context
+from contextvars import Context
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Waiter(Generic[T]):
     __slots__ = ("_callback", "_error", "_result", "done")
 
     def __init__(self) -> None:
-        self._callback: Callable[[], object] | None = None
+        self._callback: Callable[[Waiter[Any]], object] | None = None
         self._error: BaseException | None = None
         self._result: T | None = None
         self.done = False
@@ -65,10 +65,11 @@ class Waiter(Generic[T]):
         self._callback = None
         self.done = True
 
-    def on_done(self, callback: Callable[[], object]) -> None:
-        """Calls back once, when the result is there; at once where it is. Takes the place of an earlier callback."""
+    def on_done(self, callback: Callable[[Waiter[T]], object]) -> None:
+        """Calls back once with this, when the result is there; at once where it is. Takes the place of an earlier
+        callback."""
         if self.done:
-            callback()
+            callback(self)
         else:
             self._callback = callback
 
@@ -76,7 +77,7 @@ class Waiter(Generic[T]):
         """Returns the result, or raises the error; to be called once."""
         error, self._error = self._error, None
         if error is None:
-            return cast(T, self._result)
+            return self._result  # type: ignore[return-value]  # it is there
         try:
             raise error
         finally:
@@ -100,10 +101,10 @@ class Waiter(Generic[T]):
         self.done = True
         callback, self._callback = self._callback, None
         if callback is not None:
-            callback()
+            callback(self)
 
 
-def _set(future: asyncio.Future[None]) -> None:
+def _set(future: asyncio.Future[None], _: object) -> None:
     if not future.done():  # else the task that waited was cancelled
         future.set_result(None)
 
@@ -113,10 +114,12 @@ class EagerTask(Waiter[T]):
 
     __slots__ = ("_context", "_coroutine", "_waits_for")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        super().__init__()
+    def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> None:
+        """`context`: the coroutine's own context variables. Without one it sees those of the code that resumes it."""
+        self._callback = self._error = self._result = None
+        self.done = False
         self._coroutine: Coroutine[Any, Any, T] | None = coroutine
-        self._context = copy_context()
+        self._context = context
         self._waits_for: Waiter[Any] | asyncio.Future[Any] | asyncio.Handle | None = None
         self._run(coroutine.send, None)
 
@@ -139,17 +142,18 @@ class EagerTask(Waiter[T]):
             waits_for._callback = None
         self._run(self._coroutine.throw, asyncio.CancelledError())
 
-    def _go_on(self, _: object = None) -> None:
-        assert self._coroutine is not None, "a coroutine that is over waits for nothing: this is a bug"
-        self._waits_for = None
-        self._run(self._coroutine.send, None)
+    def _go_on(self, ready: Waiter[Any] | asyncio.Future[Any] | None) -> None:
+        """What the coroutine waits for is there. Does nothing where it was interrupted meanwhile."""
+        if self._coroutine is not None and (ready is None or ready is self._waits_for):
+            self._waits_for = None
+            self._run(self._coroutine.send, None)
 
     def _run(self, call: Callable[[Any], Any], value: object) -> None:
         """Runs the coroutine until it waits, or is over."""
         before, _running.task = _running.task, self
         error: BaseException | None = None
         try:
-            found = self._context.run(call, value)
+            found = call(value) if self._context is None else self._context.run(call, value)
         except StopIteration as end:
             result = end.value
         except BaseException as raised:
@@ -161,7 +165,9 @@ class EagerTask(Waiter[T]):
             _running.task = before
         self._coroutine = None
         if error is None:
-            self.resolve(result)
+            if not self.done:
+                self._result = result
+                self._finish()
         elif isinstance(error, Exception | asyncio.CancelledError):
             self.fail(error)
         else:  # the process is to end
@@ -172,7 +178,7 @@ class EagerTask(Waiter[T]):
             found._callback = self._go_on
             self._waits_for = found
         elif found is None:  # asyncio.sleep(0)
-            self._waits_for = asyncio.get_running_loop().call_soon(self._go_on)
+            self._waits_for = asyncio.get_running_loop().call_soon(self._go_on, None)
         else:
             found._asyncio_future_blocking = False
             found.add_done_callback(self._go_on)

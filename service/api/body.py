@@ -24,8 +24,9 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from wane.service.aio.deadline import until
-from wane.service.api.exchange import DISPATCHED, context
+from wane.service.api.exchange import WHOLE_BODY, context
 from wane.service.api.schemas.common import AtMost, Body
+from wane.service.api.schemas.sessions import StreamBody
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
     REPR_MAX_CHARACTERS,
@@ -272,7 +273,7 @@ class Decoder:
         """JSON as `model`, no list in it longer than it may be. Raises NotJson, InvalidRequest, TooLarge,
         DeadlineExceeded."""
         if len(raw) <= LARGE_BYTES:
-            return self._decode(raw, model)
+            return self.decode_now(raw, model)
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
@@ -280,13 +281,14 @@ class Decoder:
         data = raw if isinstance(raw, bytes) else raw.encode()
         over = excess(data, self._most)
         if over is None:
-            return self._decode(data, model)
+            return self.decode_now(data, model)
         place, most = over
         self._check_part(data[:place], model)
         limit = "the limit follows from max_input_tokens, max_scored_tokens and max_batch_inputs"
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
-    def _decode(self, raw: bytes | str, model: type[B]) -> B:
+    def decode_now(self, raw: bytes | str, model: type[B]) -> B:
+        """As `decode`, on this thread. Raises NotJson, InvalidRequest, TooLarge."""
         document = parsed(raw)
         if isinstance(document, dict):
             too_long_list(document, model, self._settings)
@@ -312,40 +314,57 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 
     Raises NotJson, InvalidRequest, TooLarge, BodyTimeout, DeadlineExceeded, Abandoned.
     """
-    here = context(request.scope)
+    raw: bytes | None = request.scope.get(WHOLE_BODY)
+    if raw is None:
+        raw = await read(request)
     decoder: Decoder = request.app.state.decoder
-    dispatched: bytes | None = request.scope.get(DISPATCHED)
-    if dispatched is not None:
-        return await decoder.decode(dispatched or empty, model, deadline=here.deadline)
+    if len(raw) <= LARGE_BYTES:
+        return decoder.decode_now(raw or empty, model)
+    return await decoder.decode(raw, model, deadline=context(request.scope).deadline)
+
+
+async def read(request: Request) -> bytes:
+    """All of the body; for most requests it is one message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
+    here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
         deadline -= here.timeout_s - here.body_timeout_s
+    parts: list[bytes] = []
+    more = True
     try:
         with until(deadline, "the deadline passed while the body was still coming in"):
-            raw = await _body(request)
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Abandoned("the client hung up before its request was read")
+                parts.append(message.get("body", b""))
+                more = message.get("more_body", False)
     except DeadlineExceeded:
         if deadline == here.deadline:
             raise
         raise BodyTimeout(f"the body was not there after {here.body_timeout_s:g} s") from None
-    return await decoder.decode(raw or empty, model, deadline=here.deadline)
-
-
-async def _body(request: Request) -> bytes:
-    """All of the body; for most requests it is one message."""
-    parts: list[bytes] = []
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise Abandoned("the client hung up before its request was read")
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def parse(raw: bytes | str, model: type[B]) -> B:
-    """JSON as `model`. Raises NotJson, InvalidRequest."""
-    return valid(parsed(raw), model)
+ONE_TOKEN = StreamBody(tokens=[0])
+"""The options of a step that is one token and says nothing else: see `only_token`."""
+
+SHORT = 64  # bytes of a step that may be one token and nothing else
+
+
+def only_token(raw: bytes | str | None) -> int | None:
+    """The token of a step that has one and says nothing else: most are such, and need no model to be read by. None of
+    any other, good or bad."""
+    if raw is None or len(raw) > SHORT:
+        return None
+    try:
+        document = from_json(raw)
+    except ValueError:
+        return None
+    if type(document) is not dict or len(document) != 1:
+        return None
+    tokens = document.get("tokens")
+    return tokens[0] if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int else None
 
 
 def parsed(raw: bytes | str, *, partial: bool = False) -> Any:

@@ -11,8 +11,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from wane.service.aio.interrupt import Interrupt
-from wane.service.aio.timers import Timer, timers
-from wane.service.api.exchange import DISPATCHED
+from wane.service.aio.timers import timers
 from wane.service.errors import Abandoned
 from wane.service.net.websocket_protocol import DISCONNECT_GRACE_S, MOST_EARLY
 
@@ -26,7 +25,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
     WebSocket more messages may come, while its client waits for the answer to one; they are put into `early`, and when
     that is full no more are read. What had entered a batch when the client left is finished by the engine, and can be
-    replayed. Of a request that the HTTP protocol has dispatched, the protocol itself tells the exchange.
+    replayed.
     """
 
     __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")
@@ -35,11 +34,8 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         self._client = client
         self._early = early
         self._watcher: asyncio.Task[None] | None = None
-        self._timer: Timer | None = None
 
     def __enter__(self) -> None:
-        if DISPATCHED in self._client.scope:
-            return
         self._interrupt = Interrupt()
         self._timer = timers().at(asyncio.get_running_loop().time() + DISCONNECT_GRACE_S, self._watch)
 
@@ -59,8 +55,6 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is None:
-            return
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()

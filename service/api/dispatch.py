@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from wane.service.api.body import LARGE_BYTES
-from wane.service.api.exchange import DISPATCHED, Exchange, RequestPolicy, ResponseSink
+from wane.service.api.body import LARGE_BYTES, read
+from wane.service.api.disconnect import until_hangup
+from wane.service.api.exchange import WHOLE_BODY, Exchange, RequestPolicy, ResponseSink
 
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -59,7 +59,7 @@ class Dispatcher:
     def dispatch(self, scope: Scope, body: bytes, sink: ResponseSink) -> Exchange:
         """Begins a request that matches and came whole."""
         scope["app"] = self._app
-        scope[DISPATCHED] = body
+        scope[WHOLE_BODY] = body
         exchange = Exchange(self._policy, scope)
         exchange.start(partial(call, Request(scope)), sink)
         return exchange
@@ -67,11 +67,15 @@ class Dispatcher:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request that matches; to be called behind the middleware."""
         scope["app"] = self._app
-        response = await call(Request(scope, receive, send))
+        request = Request(scope, receive, send)
+        scope[WHOLE_BODY] = await read(request)
+        with until_hangup(request):
+            response = await call(request)
         await response(scope, receive, send)
 
 
 def call(request: Request) -> Awaitable[Response]:
     """Calls the endpoint of a request that matches."""
     scope = request.scope
-    return cast(Endpoint, scope["route"].endpoint)(request, **scope["path_params"])
+    endpoint: Endpoint = scope["route"].endpoint
+    return endpoint(request, **scope["path_params"])

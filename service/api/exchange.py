@@ -40,9 +40,8 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
-DISPATCHED = "wane.dispatched"
-"""In the scope of a request that the HTTP protocol has dispatched: its body. The protocol tells the exchange when the
-client has gone."""
+WHOLE_BODY = "wane.body"
+"""In the scope of a request whose body was read before its endpoint was called: the body."""
 
 HUNG_UP = 499  # the status of a request whose client left before an answer began
 LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
@@ -96,8 +95,7 @@ class RequestContext:
 
 def context(scope: Scope) -> RequestContext:
     """The context of this request."""
-    found = scope["wane.context"]
-    assert isinstance(found, RequestContext), "this is a bug: every request comes through the door"
+    found: RequestContext = scope["wane.context"]
     return found
 
 
@@ -121,7 +119,7 @@ class RequestPolicy:
     def timeout_s(self, here: RequestContext) -> float:
         """How long an answer is wanted. Raises InvalidRequest for a timeout that is not a number."""
         asked = here.header(TIMEOUT_HEADER)
-        if asked is None:
+        if asked is None:  # as nearly always
             return self.request_timeout_ms / 1000
         if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
@@ -215,12 +213,12 @@ class Exchange:
             response = await respond()
         except (Exception, asyncio.CancelledError) as error:
             response = self.failed(error)
-        body = bytes(response.body)
+        status, body = response.status_code, bytes(response.body)
         self.over = True
         try:
-            sink.answer(response.status_code, [*response.raw_headers, *self.headers], body)
+            sink.answer(status, [*response.raw_headers, *self.headers], body)
         finally:
-            self.finish(response.status_code, len(body))
+            self.finish(status, len(body))
 
     def finish(self, status: int, sent_bytes: int) -> None:
         """Counts and logs the request, which is over."""

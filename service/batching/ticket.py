@@ -65,7 +65,8 @@ class WorkItem(Waiter[Row]):
     __slots__ = ("queued_s", "ticket", "work")
 
     def __init__(self, work: Work, ticket: Ticket) -> None:
-        super().__init__()
+        self._callback = self._error = self._result = None
+        self.done = False
         self.work = work
         self.ticket = ticket
         self.queued_s = 0.0

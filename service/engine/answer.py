@@ -159,14 +159,16 @@ class AnswerBuilder:
         elif self.sampler is not None and self.sampler.chosen():
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
+        latency = answered.latency
         if self._seeks_proof(answered, bound):
             proved = await self._prove(answered.result, bound)
+            latency = ticket.latency()
         else:
             proved = self._leads(answered.result, bound)
-        answer = Answer(
+        return Answer(
             mode=plan.mode,
             predictions=found,
-            latency=ticket.latency(),
+            latency=latency if modes is None else ticket.latency(),
             state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
@@ -179,8 +181,6 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
         )
-        self._stats.made(answer)
-        return answer
 
     def _predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
         found = result.row.largest(top_k)

@@ -190,6 +190,7 @@ class Engine:
             manifest,
             self._limits,
             self._pool,
+            self._batcher,
             self._forward,
             self._sessions,
             self._answer_builder,
@@ -300,8 +301,7 @@ class Engine:
                         share.progress(1)
         finally:
             self._admission.leave()
-        if not ticket.abandoned:
-            self._stats.answered("step", answer.mode)
+        self._stats.made(answer, None if ticket.abandoned else "step")
         return answer
 
     async def _predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
@@ -322,8 +322,7 @@ class Engine:
                 answer = await self._steps.predict(request, request.session, ticket)
         finally:
             self._admission.leave()
-        if not ticket.abandoned:
-            self._stats.answered("predict", answer.mode)
+        self._stats.made(answer, None if ticket.abandoned else "predict")
         return answer
 
     def _check_prediction(self, request: PredictRequest) -> None:
@@ -464,7 +463,7 @@ class Engine:
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
         with until(deadline):
-            async with self._sessions.turn(session):
+            async with self._sessions.locks.held(session):
                 await self._sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
@@ -473,7 +472,7 @@ class Engine:
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
         with self._admission.admitted(), until(deadline):
-            async with self._sessions.turn(session):
+            async with self._sessions.locks.held(session):
                 return self._steps.view(await self._sessions.rewind(session, position))
 
     # Life

@@ -112,7 +112,7 @@ class Stats:
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
-        self._made: list[Answer] = []  # not counted yet
+        self._made: list[tuple[Answer, str | None]] = []  # not counted yet
         metrics.agreement_bound_violations.labels(model)  # there from the start, at 0
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
@@ -130,20 +130,23 @@ class Stats:
         """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
         self._of(mode).took(latency)
 
-    def made(self, answer: Answer) -> None:
-        """An answer was made, whether or not anybody still waits for it. Counts all of one turn of the event loop
-        together."""
+    def made(self, answer: Answer, operation: str | None) -> None:
+        """An answer was made; `operation`: of a request that somebody still waits for. All answers of one turn of the
+        event loop are counted together."""
         if not self._made:
             asyncio.get_running_loop().call_soon(self._count_made)
-        self._made.append(answer)
+        self._made.append((answer, operation))
 
     def _count_made(self) -> None:
-        answers, self._made = self._made, []
+        made, self._made = self._made, []
         by_mode: dict[Mode, list[Answer]] = {}
-        for answer in answers:
+        for answer, _ in made:
             by_mode.setdefault(answer.mode, []).append(answer)
-        for mode, of_mode in by_mode.items():
-            self._of(mode).made(of_mode)
+        for mode, answers in by_mode.items():
+            self._of(mode).made(answers)
+        for (operation, mode), requests in Counter((operation, answer.mode) for answer, operation in made).items():
+            if operation is not None:
+                self.answered(operation, mode, requests)
 
     def _of(self, mode: Mode) -> ModeStats:
         found = self._modes.get(mode)

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Manifest
+from wane.service.batching.batch import Work
+from wane.service.batching.batcher import Batcher
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
-from wane.service.engine.forward import PIECE_TOKENS, Forward, tail
+from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
@@ -39,6 +41,7 @@ class SessionSteps:
         manifest: Manifest,
         limits: Limits,
         pool: StatePool,
+        batcher: Batcher,
         forward: Forward,
         sessions: Sessions,
         answer_builder: AnswerBuilder,
@@ -51,6 +54,7 @@ class SessionSteps:
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
+        self._batcher = batcher
         self._forward = forward
         self._sessions = sessions
         self._answer_builder = answer_builder
@@ -61,7 +65,7 @@ class SessionSteps:
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
         """What the session says comes next; nothing is appended. Raises UnknownSession, InvalidRequest."""
-        async with self._sessions.turn(session):
+        async with self._sessions.locks.held(session):
             record = await self._sessions.read(session)
             await self._sessions.touch(session)
             mode = routing.of_session(request.mode, record.mode)
@@ -77,19 +81,26 @@ class SessionSteps:
     async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
         """Appends tokens and answers, or answers again. A comparison lost to another writer is tried again on what that
         writer left. Raises UnknownSession, PositionConflict."""
-        async with self._sessions.turn(request.session):
+        sessions = self._sessions
+        if not sessions.locks.take(request.session):
+            await sessions.locks.wait(request.session)
+        try:
             for _ in range(1 + RETRIES):
-                record, kind = await self._sessions.check_out(request)
+                record, kind = sessions.look(request), StepKind.NEXT
+                if record is None:
+                    record, kind = await sessions.check_out(request)
                 mode = routing.of_session(request.mode, record.mode)
                 if kind is StepKind.REPLAY:
                     self._replayed.inc()
-                    await self._sessions.touch(request.session)
+                    await sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
                     return await self._answer_again(record, mode, free, None, request.top_k, ticket, replayed=True)
                 answer = await self._append(record, request, mode, ticket)
                 if answer is not None:
                     return answer
-            raise conflict(await self._sessions.read(request.session), request.expected_position)
+            raise conflict(await sessions.read(request.session), request.expected_position)
+        finally:
+            sessions.locks.leave(request.session)
 
     def seconds(self, request: StepRequest) -> float:
         """What the runs of a step are expected to take; 0 of one that is short."""
@@ -147,6 +158,9 @@ class SessionSteps:
                 self._record_hit(record, found=not rebuilt)
                 if base is None:
                     result = await self._forward.full(context_ids, ticket, write=write, binding=True)
+                elif len(request.tokens) == 1 and base.position == record.position:
+                    work = Work("step", request.tokens, None, read, write, True)
+                    result = RunResult(await self._batcher.submit(work, ticket))
                 else:
                     new = self._unseen(record, base, request)
                     result = await self._forward.append(new, ticket, read=read, write=write, binding=True)

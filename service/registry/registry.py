@@ -249,10 +249,14 @@ class ModelRegistry:
         """
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
-        self.check_ready()
+        if self._status == "draining":
+            self.check_ready()
         assert self._store is not None, "open without a store: this is a bug"
-        kind = await self._store.kind(session)
-        if kind is not None and self.is_coming(kind[0]):
+        kind = self._store.kind(session)
+        if kind is None:
+            record = await self._store.get(session)
+            kind = None if record is None else (record.model, record.vocabulary)
+        if kind is not None and kind[0] not in self._engines and self.is_coming(kind[0]):
             await self.wait_for(kind[0], deadline)
         return self._engine_of(session, kind, model)
 

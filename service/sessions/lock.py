@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from wane.service.errors import Overloaded
 from wane.service.types import id_of
@@ -13,14 +14,10 @@ MOST_WAITERS = 64  # requests that may wait for one session: they are not in the
 
 
 class SessionLocks:
-    """Who has the turn, and who waits for it, by session; nothing is kept of sessions that nobody is at."""
+    """A lock for each session: first come, first served. Nothing is kept of sessions whose lock is free."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
-
-    def turn(self, session: str) -> SessionLock:
-        """The session, until the end of the `async with` block. Raises Overloaded where too many wait for it."""
-        return SessionLock(self, self._waiting, session)
 
     def take(self, session: str) -> bool:
         """Takes the session's lock if it is free; the caller must then leave it."""
@@ -29,32 +26,12 @@ class SessionLocks:
         self._waiting[session] = None
         return True
 
-    def leave(self, session: str) -> None:
-        """Leaves a turn that was taken: it is the next one's, if anybody waits."""
-        queue = self._waiting[session]
-        while queue:
-            first = queue.popleft()
-            if not first.done():
-                first.set_result(None)
-                return
-        del self._waiting[session]
+    async def wait(self, session: str) -> None:
+        """Takes the session's lock once all who waited before have left it; the caller must then leave it.
 
-
-class SessionLock:
-    """A session's turn, as an asynchronous context manager: first come, first served."""
-
-    __slots__ = ("_locks", "_session", "_waiting")
-
-    def __init__(
-        self, locks: SessionLocks, waiting: dict[str, deque[asyncio.Future[None]] | None], session: str
-    ) -> None:
-        self._locks = locks
-        self._waiting = waiting
-        self._session = session
-
-    async def __aenter__(self) -> None:
-        session = self._session
-        if self._locks.take(session):
+        Raises Overloaded where too many wait for it.
+        """
+        if self.take(session):
             return
         queue = self._waiting[session]
         if queue is None:
@@ -69,9 +46,25 @@ class SessionLock:
             if mine.cancelled():
                 with suppress(ValueError):
                     queue.remove(mine)
-            else:  # it was given the turn, and leaves in the same moment
-                self._locks.leave(session)
+            else:  # it was given the lock, and leaves in the same moment
+                self.leave(session)
             raise
 
-    async def __aexit__(self, *_: object) -> None:
-        self._locks.leave(self._session)
+    def leave(self, session: str) -> None:
+        """Gives the session's lock to the next who waits for it, if anybody does."""
+        queue = self._waiting[session]
+        while queue:
+            first = queue.popleft()
+            if not first.done():
+                first.set_result(None)
+                return
+        del self._waiting[session]
+
+    @asynccontextmanager
+    async def held(self, session: str) -> AsyncIterator[None]:
+        """The session's lock, until the end of the `async with` block. Raises Overloaded."""
+        await self.wait(session)
+        try:
+            yield
+        finally:
+            self.leave(session)

@@ -22,7 +22,7 @@ from wane.service.errors import (
     UnknownSession,
 )
 from wane.service.observability.metrics import Metrics
-from wane.service.sessions.lock import SessionLock, SessionLocks
+from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.codec import due
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, digest, follows
@@ -130,7 +130,7 @@ class Sessions:
         self._model_fingerprint = model_fingerprint
         self._checkpoint_interval_tokens = state_checkpoint_interval_tokens
         self._clock = clock
-        self._locks = SessionLocks()
+        self.locks = SessionLocks()
         self.rebuilt = 0
         self._rebuilt_metric = metrics.state_rebuilds.labels(model)
         self._state_replays = metrics.state_replays.labels(model)
@@ -163,10 +163,6 @@ class Sessions:
         self._state_cache.drop(session)  # of an earlier session of that id, which may have been at the same revision
         return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
 
-    def turn(self, session: str) -> SessionLock:
-        """The session's turn, as an asynchronous context manager. Raises Overloaded."""
-        return self._locks.turn(session)
-
     async def read(self, session: str) -> SessionRecord:
         """The session as the store has it. Raises UnknownSession."""
         return self._known(session, await self._store.get(session))
@@ -183,15 +179,20 @@ class Sessions:
         """The session was used."""
         await self._store.touch(session)
 
-    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """The session, and what the step is to it. Raises UnknownSession, PositionConflict.
+    def look(self, request: StepRequest) -> SessionRecord | None:
+        """The session as it was last seen here, where the step comes next in that, and the state to go on from is here;
+        the commit's comparison tells whether it is still so. None where the store must be asked: see `check_out`.
 
-        The store is not asked where the step comes next in what was last seen of the session, and the state is here:
-        then the comparison will tell. For all else it is.
+        Raises PositionConflict.
         """
         record = self._store.get_cached(request.session, to_step=True)
         if record is None or record.model != self._model or not self._comes_next(record, request):
-            record = await self.read(request.session)
+            return None
+        return record
+
+    async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
+        """The session as the store has it, and what the step is to it. Raises UnknownSession, PositionConflict."""
+        record = await self.read(request.session)
         return record, classify_step(record, request)
 
     def _comes_next(self, record: SessionRecord, request: StepRequest) -> bool:

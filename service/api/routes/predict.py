@@ -41,11 +41,10 @@ async def predict(request: Request) -> Response:
     else:
         session = session_key(request, body.session)
         engine = await session_engine(request, session, body.model)
-    with until_hangup(request):
-        if body.inputs is not None:
-            return encode.reply(await _predict_many(request, engine, body, body.inputs))
-        tokens = await tokens_of(engine, body.sequence, deadline(request))
-        given = await engine.submit(asked(request, body, tokens, session))
+    if body.inputs is not None:
+        return encode.reply(await _predict_many(request, engine, body, body.inputs))
+    tokens = await tokens_of(engine, body.sequence, deadline(request))
+    given = await engine.submit(asked(request, body, tokens, session))
     note_answer(request.scope, given)
     return encode.reply(encode.answer(engine, given))
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import decode, headers, json_body, tokens_of
+from wane.service.api.body import ONE_TOKEN, decode, headers, json_body, only_token, tokens_of
 from wane.service.api.deps import (
     charge,
     deadline,
@@ -25,6 +25,7 @@ from wane.service.api.deps import (
     session_key,
 )
 from wane.service.api.disconnect import until_hangup
+from wane.service.api.exchange import WHOLE_BODY, context
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, anchored
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
@@ -117,14 +118,15 @@ async def delete(request: Request, session: SessionId) -> Response:
 @router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
-    body = await decode(request, StepBody)
-    expected_position = position(request, body.expected_position)
-    name = session_key(request, session)
-    engine = await session_engine(request, name)
-    with until_hangup(request):
-        tokens = await tokens_of(engine, body.sequence, deadline(request))
-        key = header(request, IDEMPOTENCY_KEY)
-        answer = await engine.submit(step_request(name, tokens, body, deadline(request), expected_position, key))
+    here = context(request.scope)
+    token = only_token(request.scope.get(WHOLE_BODY))
+    body = ONE_TOKEN if token is not None else await decode(request, StepBody)
+    expected_position = position(here.header(POSITION), body.expected_position)
+    key = name_within(here.owner.name, session)
+    engine = await session_engine(request, key)
+    tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, here.deadline)
+    idempotency_key = here.header(IDEMPOTENCY_KEY)
+    answer = await engine.submit(step_request(key, tokens, body, here.deadline, expected_position, idempotency_key))
     note_answer(request.scope, answer)
     return encode.reply(encode.answer(engine, answer))
 
@@ -141,9 +143,8 @@ def step_request(
     return StepRequest(session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline)
 
 
-def position(request: Request, in_body: int | None) -> int | None:
-    """Where the step says that it starts, in its body or in a header. Raises InvalidRequest if the two differ."""
-    given = header(request, POSITION)
+def position(given: str | None, in_body: int | None) -> int | None:
+    """Where the step says that it starts, in a header or in its body. Raises InvalidRequest if the two differ."""
     if given is None:
         return in_body
     if not re.fullmatch(DIGITS, given):
@@ -178,8 +179,7 @@ async def append_many(request: Request) -> Response:
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
     charge(request, len(body.steps))
-    with until_hangup(request):
-        steps = await _step_many(request, body.steps)
+    steps = await _step_many(request, body.steps)
     results: list[AnswerDocument | FailureDocument] = []
     for index, step in enumerate(steps, 1):
         results.append(_document(request, step))

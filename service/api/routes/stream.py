@@ -27,13 +27,12 @@ import time
 from http import HTTPStatus
 
 from fastapi import APIRouter
-from pydantic_core import from_json
 from starlette.websockets import WebSocket
 
 from wane.service.aio.deadline import until
 from wane.service.aio.eager import EagerTask
 from wane.service.api import encode
-from wane.service.api.body import Decoder, tokens_of
+from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
 from wane.service.api.channel import channel_of
 from wane.service.api.deps import registry, session_key, settings
 from wane.service.api.encode import json_bytes
@@ -57,7 +56,6 @@ from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Traced, Tracing
 from wane.service.types import Answer, PredictRequest
 
-SHORT = 64  # characters of a message that may hold a token and nothing else
 NORMAL = 1000
 GONE = 1006
 INTERNAL = 1011
@@ -179,7 +177,9 @@ class Stream:
         """The prediction after one message."""
         deadline = self.loop.time() + self.here.timeout_s
         token = only_token(message)
-        body = ONE_TOKEN if token is not None else await self.decoder.decode(message, StreamBody, deadline)
+        body = ONE_TOKEN
+        if token is None:
+            body = await self.decoder.decode(message, StreamBody, deadline)
         if self.engine.retired:
             self.engine = await self.registry.engine_for(self.session, deadline=deadline)
         engine = self.engine
@@ -187,9 +187,7 @@ class Stream:
             await engine.rewind(self.session, body.rewind, deadline)
             return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
         tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, deadline)
-        return await engine.submit(
-            step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key)
-        )
+        return await engine.submit(step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key))
 
     def count(self, status: int, started_s: float, traced: Traced | None, error: str | None = None) -> None:
         """One message was answered."""
@@ -219,22 +217,3 @@ def _close_code(error: Exception) -> int | None:
     if not isinstance(error, WaneError):
         return INTERNAL
     return next((code for kind, code in CLOSES if isinstance(error, kind)), None)
-
-
-ONE_TOKEN = StreamBody(tokens=[0])
-"""The options of a message that holds one token and nothing else."""
-
-
-def only_token(message: str | bytes) -> int | None:
-    """The token of a message that has one and says nothing else: most are such, and need no model to be read by. None
-    of any other, good or bad."""
-    if len(message) > SHORT:
-        return None
-    try:
-        document = from_json(message)
-    except ValueError:
-        return None
-    if type(document) is not dict or len(document) != 1:
-        return None
-    tokens = document.get("tokens")
-    return tokens[0] if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int else None

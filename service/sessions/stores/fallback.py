@@ -127,12 +127,12 @@ class FallbackStore:
             return unsynced.record
         return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
 
-    async def kind(self, session: str) -> tuple[str, str] | None:
+    def kind(self, session: str) -> tuple[str, str] | None:
         """See `Store`."""
         unsynced = self._unsynced.get(session)
         if unsynced is not None:
             return unsynced.record.model, unsynced.record.vocabulary
-        return await self._shared.kind(session)
+        return self._shared.kind(session)
 
     async def touch(self, session: str) -> None:
         """See `Store`."""

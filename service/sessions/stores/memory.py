@@ -250,7 +250,7 @@ class MemoryStore:
         packed = self._shards[hash(session) % SHARDS].get(session, now_s)
         return None if packed is None else self._packing.unpack(session, packed, now_s)
 
-    async def kind(self, session: str) -> tuple[str, str] | None:
+    def kind(self, session: str) -> tuple[str, str] | None:
         """See `Store`."""
         packed = self._find(session)
         return None if packed is None else self._packing.kind(packed)

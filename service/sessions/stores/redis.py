@@ -143,13 +143,9 @@ class RedisStore:
             return None
         return self._remembered.get(session)
 
-    async def kind(self, session: str) -> tuple[str, str] | None:
+    def kind(self, session: str) -> tuple[str, str] | None:
         """See `Store`."""
-        found = self._remembered.kind(session)
-        if found is not None:
-            return found
-        record = await self.get(session)
-        return None if record is None else (record.model, record.vocabulary)
+        return self._remembered.kind(session)
 
     async def touch(self, session: str) -> None:
         """See `Store`. Nobody waits for it: what it is worth is gone if it fails."""

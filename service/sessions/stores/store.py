@@ -144,8 +144,8 @@ class Store(Protocol):
         """The session was used."""
         ...
 
-    async def kind(self, session: str) -> tuple[str, str] | None:
-        """The session's model and its vocabulary, as last seen here or as they are now; None if there is none."""
+    def kind(self, session: str) -> tuple[str, str] | None:
+        """The session's model and its vocabulary, as last seen here, without asking; None if it was not seen."""
         ...
 
     async def append(

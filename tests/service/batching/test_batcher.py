@@ -483,7 +483,7 @@ async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_ou
         step = rig.batcher.submit(Work("step", np.array([3])), Ticket())
         window = rig.batcher.submit(Work("window", np.array([2])), Ticket())
         for item in (step, window):
-            item.on_done(lambda: idle.append(rig.batcher.idle))
+            item.on_done(lambda _: idle.append(rig.batcher.idle))
         while len(idle) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
     finally:

@@ -63,7 +63,7 @@ async def test_answers_that_are_counted_together_count_as_one_by_one() -> None:
         metrics = Metrics()
         stats = Stats(metrics, "m")
         for mode, latency, (bound, proved) in zip(modes, latencies, worth, strict=True):
-            stats.made(Answer(mode, (), latency, StateSource.RESIDENT, bound, top1_proved=proved))
+            stats.made(Answer(mode, (), latency, StateSource.RESIDENT, bound, top1_proved=proved), "step")
             if not together:
                 await asyncio.sleep(0)
         document = stats.document()

@@ -518,7 +518,7 @@ async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> 
     harness.runner.gate.clear()
     waiting = [asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,)))) for _ in range(65)]
     await harness.runner.until_busy()
-    with pytest.raises(Overloaded, match=f"64 requests are waiting for session '{session}'"):
+    with pytest.raises(Overloaded, match=f"64 requests are already waiting for session '{session}'"):
         await harness.engine.submit(StepRequest(session, (6,)))
     harness.runner.gate.set()
     await asyncio.gather(*waiting)

@@ -27,7 +27,7 @@ class Visitors:
         return asyncio.create_task(self._visit(name, session))
 
     async def _visit(self, name: str, session: str) -> None:
-        async with self.locks.turn(session):
+        async with self.locks.held(session):
             self.inside.append(name)
             await self.go[name].wait()
             self.inside.remove(name)
@@ -71,7 +71,7 @@ async def test_who_leaves_the_queue_is_passed_over() -> None:
 
 async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -> None:
     visitors = Visitors()
-    async with visitors.locks.turn("s"):
+    async with visitors.locks.held("s"):
         gone, last = (visitors.come(name) for name in "ab")
         await until_settled()
     gone.cancel()  # the turn is its own already, but it has not come to take it
@@ -86,10 +86,10 @@ async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -
 async def test_a_failure_with_the_turn_gives_it_back() -> None:
     locks = SessionLocks()
     with pytest.raises(ZeroDivisionError):
-        async with locks.turn("s"):
+        async with locks.held("s"):
             raise ZeroDivisionError
     assert not locks._waiting
-    async with locks.turn("s"):
+    async with locks.held("s"):
         assert list(locks._waiting) == ["s"]
 
 

@@ -211,9 +211,9 @@ async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_ove
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
     await append(store, "s", 0, (7,), STEP)
-    assert [await store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
+    assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
     clock.now_s += 11
-    assert await store.kind("s") is None
+    assert store.kind("s") is None
 
 
 async def test_the_id_of_a_session_that_is_over_is_free() -> None:
