@@ -44,14 +44,18 @@ class Timers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._ticks: dict[int, set[Timer]] = {}
+        self._latest: tuple[float, int] = -1.0, 0  # the latest time, and its tick
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
         """`when` is seconds on the event loop's clock; a time that has passed fires in the loop's next turn."""
         loop = self.loop
-        tick = math.ceil(when / TICK_S)
-        wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
-        if wide > 0:
-            tick = -(-tick >> wide) << wide  # the next multiple
+        latest, tick = self._latest
+        if when != latest:  # the steps of one call have one deadline
+            tick = math.ceil(when / TICK_S)
+            wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
+            if wide > 0:
+                tick = -(-tick >> wide) << wide  # the next multiple
+            self._latest = when, tick
         timers = self._ticks.get(tick)
         if timers is None:
             timers = self._ticks[tick] = set()

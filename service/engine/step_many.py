@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from wane.service.aio.eager import EagerTask
 from wane.service.engine.pending import Pending
@@ -34,23 +33,25 @@ async def step_many(
             except Exception as error:
                 results[index], failed = error, True
 
-    with ExitStack() as submitted:
-        pending: list[tuple[int, Pending[Answer]]] = []
-        chains: list[EagerTask[None]] = []
+    pending: list[tuple[int, Pending[Answer]]] = []
+    chains: list[EagerTask[None]] = []
+    try:
         for indexes in by_session.values():
             if len(indexes) == 1:
-                one = submit(requests[indexes[0]])
-                submitted.callback(one.cancel)
-                pending.append((indexes[0], one))
+                pending.append((indexes[0], submit(requests[indexes[0]])))
             else:
-                chain = EagerTask(step_in_order(indexes))
-                submitted.callback(chain.cancel)
-                chains.append(chain)
+                chains.append(EagerTask(step_in_order(indexes)))
         for index, one in pending:
             try:
-                results[index] = await one
+                results[index] = one.result() if one.done else await one
             except Exception as error:
                 results[index] = error
         for chain in chains:
             await chain
+    except BaseException:
+        for _, one in pending:
+            one.cancel()
+        for chain in chains:
+            chain.cancel()
+        raise
     return [result for result in results if result is not None]

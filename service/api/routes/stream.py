@@ -23,14 +23,15 @@ a * stands, where there is none), and the socket is closed:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from http import HTTPStatus
 
 from fastapi import APIRouter
 from starlette.websockets import WebSocket
 
-from wane.service.aio.deadline import until
-from wane.service.aio.eager import EagerTask
+from wane.service.aio.eager import EagerTask, current_task
+from wane.service.aio.timers import timers
 from wane.service.api import encode
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
 from wane.service.api.channel import channel_of
@@ -111,9 +112,14 @@ class Stream:
         self.log["model"] = engine.name
         self.answered = 0
         self.channel = channel_of(socket)
+        self.waits_since_s = math.inf  # on the loop's clock; infinite while a message is answered
+        self.is_idle = False
+        self.task: EagerTask[None] | None = None
 
     async def run(self) -> None:
-        """Answers messages until there are no more."""
+        """Answers messages until there are no more. To be run by an `EagerTask`."""
+        self.task = current_task()
+        self.idle_timer = timers().at(self.loop.time() + self.idle_s, self.check_idle)
         try:
             while (message := await self.take()) is not None:
                 if await self.respond(message):
@@ -121,21 +127,35 @@ class Stream:
         except ClientDisconnected:  # while its answer was sent
             self.log["code"] = GONE
         finally:
+            self.idle_timer.cancel()
+            self.task = None
             self.log["messages"] = self.answered
 
     async def take(self) -> str | bytes | None:
         """The next message; None when the client has left, or was idle for too long and is told so."""
+        self.waits_since_s = self.loop.time()
         try:
-            with until(self.loop.time() + self.idle_s):
-                message = await self.channel.receive()
-        except DeadlineExceeded:
+            message = await self.channel.receive()
+        except asyncio.CancelledError:
+            if not self.is_idle:
+                raise
             await self.close(NORMAL, f"idle for {self.idle_s:g} s")
             return None
+        self.waits_since_s = math.inf
         if message["type"] == "websocket.disconnect":
             self.log["code"] = message["code"]
             return None
         text: str | bytes | None = message.get("text")
         return message["bytes"] if text is None else text
+
+    def check_idle(self) -> None:
+        """Interrupts the wait for a message that has taken too long."""
+        ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
+        if ends_s > self.loop.time():
+            self.idle_timer = timers().at(ends_s, self.check_idle)
+        elif self.task is not None:
+            self.is_idle = True
+            self.task.interrupt()
 
     async def respond(self, message: str | bytes) -> bool:
         """Answers one message, which is traced, counted and in flight by itself. Whether the socket is closed.
@@ -187,7 +207,9 @@ class Stream:
             await engine.rewind(self.session, body.rewind, deadline)
             return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
         tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, deadline)
-        return await engine.submit(step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key))
+        return await engine.submit(
+            step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key)
+        )
 
     def count(self, status: int, started_s: float, traced: Traced | None, error: str | None = None) -> None:
         """One message was answered."""
