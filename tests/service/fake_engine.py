@@ -259,8 +259,8 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """One fake engine, ready at once, or once `loaded` is set. Every session exists but `unknown`; `failure` is raised
-    by whatever is asked."""
+    """One fake engine, ready at once; after `begin_loading`, once `loaded` is set. Every session exists but `unknown`;
+    `failure` is raised by whatever is asked."""
 
     device = "cpu"
     default = "fake"
@@ -299,6 +299,12 @@ class FakeRegistry:
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
         on_default()
 
+    def begin_loading(self) -> asyncio.Event:
+        """The store is open, and the model is loaded once the event is set."""
+        self.status = "loading"
+        self.loaded = asyncio.Event()
+        return self.loaded
+
     def is_coming(self, name: str | None = None) -> bool:
         return self.loaded is not None and not self.loaded.is_set()
 
@@ -315,7 +321,7 @@ class FakeRegistry:
     def check_ready(self) -> None:
         if self.failure is not None:
             raise self.failure
-        if self.status != "ready":
+        if self.status != "ready" and self.loaded is None:
             raise Unavailable(f"the server is {self.status}")
 
     def get(self, name: str | None = None) -> FakeEngine:

@@ -347,6 +347,17 @@ async def test_metrics_are_of_the_version_that_is_served(
     assert "loaded small version 2 on cpu" in caplog.text
 
 
+async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelRegistry, folder: Path) -> None:
+    (put(folder, "2") / "step.onnx").unlink()
+    with pytest.raises(LoadFailed):
+        await registry.load_model(MODEL)
+    assert [*registry.failures] == [MODEL] and registry.get().version == "1"
+    await registry.unload_model(MODEL)
+    assert not registry.failures
+    with pytest.raises(UnknownModel, match="there is no model 'small'"):
+        registry.get(MODEL)
+
+
 async def swap_by_turns() -> None:
     """Two models take each other's place under one session."""
     with TemporaryDirectory() as parent, patch("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0):
