@@ -1,4 +1,4 @@
-"""Puts the figures of `parked`, `shadow`, `precision` and `lookup` into the tables of docs/engine.md.
+"""Puts the figures of `start`, `parked`, `shadow`, `precision` and `lookup` into the tables of docs/engine.md.
 
 python -m benchmarks.engine_page
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import markdown, put_all
+from benchmarks.start import FIGURES as OF_A_START
+from benchmarks.start import shown
 from benchmarks.summary import Spread
 
 PAGE, FIGURES = Path("docs/engine.md"), Path("docs/figures")
@@ -26,14 +28,25 @@ def tables(figures: Path) -> dict[str, list[str]]:
     """The page's tables by name, each as its lines in Markdown; `figures` is the folder with the benchmarks' JSON."""
     kept = {
         name: json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("parked", "shadow", "precision", "lookup")
+        for name in ("start", "parked", "shadow", "precision", "lookup")
     }
     return {
+        "start": starts(kept["start"]["servers"]),
         "parked": parked(kept["parked"]["results"]),
         "shadows": shadows(kept["shadow"]["windows"].values()),
         "precision": in_turns(kept["precision"]["subjects"], "float32", "int8", ratio="float32 / int8"),
         "lookup": in_turns(kept["lookup"]["subjects"], "looked up", "multiplied", ratio="multiplied / looked up"),
     }
+
+
+def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """What a server's start takes, and its memory: by the models that it serves, a column for each server."""
+    names = [f"{served}: {name}" for served, measured in servers.items() for name in measured]
+    columns = [found for measured in servers.values() for found in measured.values()]
+    return markdown(
+        ["", *names],
+        [[what, *(shown(figure, Spread(**found[figure])) for found in columns)] for figure, what in OF_A_START.items()],
+    )
 
 
 def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:

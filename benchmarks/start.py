@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -53,6 +53,11 @@ FIGURES = {
 TIMES = ("first_s", "ready_s")
 
 
+def shown(figure: str, spread: Spread) -> str:
+    """A figure as a table has it: seconds with two decimals, all others whole."""
+    return f"{spread:.2f}" if figure in TIMES else f"{spread:,.0f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A server's command, and the folder that it runs in."""
@@ -77,6 +82,10 @@ class Client:
         except (OSError, http.client.HTTPException):
             self._connection.close()
             return 0, {}
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
 
 
 @contextmanager
@@ -116,30 +125,30 @@ def memory(pid: int) -> tuple[float, float]:
 
 def visit(port: int, models: list[str], seed: int, stop: Event, answers: list[int]) -> None:
     """One client, until it is to stop; `answers` counts its good ones."""
-    client, choices = Client(port), random.Random(seed)
+    choices = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
         return [choices.randrange(2, 2000) for _ in range(count)]
 
     model = models[seed % len(models)]
-    _, created = client.ask("POST", "/v1/sessions", {"model": model})
-    step = f"/v1/sessions/{created.get('session')}/tokens"
-    while not stop.is_set():
-        for path, body in (
-            *((step, {"tokens": tokens(1)}) for _ in range(8)),
-            *(("/v1/predict", {"model": model, "tokens": tokens(64), "mode": "window"}) for _ in range(4)),
-            ("/v1/score", {"model": model, "tokens": tokens(choices.choice((200, 1000, 4000)))}),
-            ("/v1/generate", {"model": model, "tokens": tokens(16), "max_tokens": 16}),
-        ):
-            answers[seed] += client.ask("POST", path, body)[0] == 200
-            if stop.is_set():
-                break
+    with closing(Client(port)) as client:
+        _, created = client.ask("POST", "/v1/sessions", {"model": model})
+        step = f"/v1/sessions/{created.get('session')}/tokens"
+        while not stop.is_set():
+            for path, body in (
+                *((step, {"tokens": tokens(1)}) for _ in range(8)),
+                *(("/v1/predict", {"model": model, "tokens": tokens(64), "mode": "window"}) for _ in range(4)),
+                ("/v1/score", {"model": model, "tokens": tokens(choices.choice((200, 1000, 4000)))}),
+                ("/v1/generate", {"model": model, "tokens": tokens(16), "max_tokens": 16}),
+            ):
+                answers[seed] += client.ask("POST", path, body)[0] == 200
+                if stop.is_set():
+                    break
 
 
 def measure(subject: Subject, bundles: Path, seconds: float) -> dict[str, float]:
     """One start of a server: FIGURES."""
-    with started(subject, bundles) as (process, port, started_s):
-        client = Client(port)
+    with started(subject, bundles) as (process, port, started_s), closing(Client(port)) as client:
         first_s = wait(client, process, "POST", "/v1/predict", {"tokens": [5, 6, 7]}, started_s)
         ready_s = wait(client, process, "GET", "/readyz", None, started_s)
         time.sleep(SETTLED_S)
@@ -195,19 +204,11 @@ def main() -> None:
         for name, runs in by_subject.items():
             spreads = {figure: Spread.of(run[figure] for run in runs) for figure in FIGURES}
             figures.setdefault(served, {})[name] = spreads
-            table.add_row(
-                served, name, *(f"{spreads[one]:.2f}" if one in TIMES else f"{spreads[one]:.0f}" for one in FIGURES)
-            )
+            table.add_row(served, name, *(shown(one, spreads[one]) for one in FIGURES))
     Console(width=200).print(table)
     if given.json is not None:
-        told = {
-            served: {
-                name: {one: spread.model_dump() for one, spread in spreads.items()} for name, spreads in each.items()
-            }
-            for served, each in figures.items()
-        }
         load = {"connections": CONNECTIONS, "seconds": given.seconds, "repeats": given.repeats}
-        write_json(given.json, {**provenance("benchmarks.start", "onnxruntime", "numpy"), **load, "servers": told})
+        write_json(given.json, {**provenance("benchmarks.start", "onnxruntime", "numpy"), **load, "servers": figures})
 
 
 if __name__ == "__main__":

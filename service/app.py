@@ -89,6 +89,7 @@ def create_app(
     registry: ModelRegistry,
     metrics: Metrics,
     on_load_failure: Callable[[Exception], None],
+    on_default: Callable[[], None] = lambda: None,
     on_ready: Callable[[], None] = lambda: None,
     tracing: Tracing | None = None,
 ) -> Application:
@@ -96,14 +97,14 @@ def create_app(
 
     It answers at once; requests for models wait until they are loaded, verified and warmed up. If the server cannot go
     on without a model that was not loaded, `on_load_failure` is called with the reason, and is to end the process.
-    `on_ready` is called once the default model answers, and again once every model does. `tracing` is for the owner to
-    close. Raises KeysError for a file of keys that cannot be read.
+    `on_default` is called once the default model answers, `on_ready` once every model is loaded or failed to be.
+    `tracing` is for the owner to close. Raises KeysError for a file of keys that cannot be read.
     """
     keys = KeySource(settings)
 
     async def load() -> None:
         try:
-            await registry.load(on_ready)
+            await registry.load(on_default)
         except Exception as error:
             on_load_failure(error)
             await registry.close()
@@ -122,8 +123,7 @@ def create_app(
         loading.cancel()
         with suppress(asyncio.CancelledError):
             await loading
-        if registry.status != "draining":  # else the server has begun to close it, and waits no longer than it may
-            await registry.close()
+        await registry.close()
 
     app = Application(
         policy=RequestPolicy(

@@ -165,14 +165,22 @@ def run(settings: Settings) -> None:
         failures.append(error)
         server.should_exit = True
 
-    def ready() -> None:
+    def announce() -> None:
         spare_the_collector()
         server.announce()
 
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
     registry = ModelRegistry(settings, metrics)
-    app = create_app(settings, registry, metrics, on_load_failure=end, on_ready=ready, tracing=tracing)
+    app = create_app(
+        settings,
+        registry,
+        metrics,
+        on_load_failure=end,
+        on_default=announce,
+        on_ready=spare_the_collector,
+        tracing=tracing,
+    )
     config = uvicorn.Config(
         app,
         host=settings.host,

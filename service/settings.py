@@ -59,7 +59,7 @@ class Settings(BaseModel):
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
     require_all: bool = Field(
         default=False,
-        description="end where any bundle cannot be loaded, and not only where that of the default model cannot",
+        description="end where any model cannot be loaded, and not only where the default one cannot",
     )
     model_poll_interval_s: float | None = Field(
         default=None,

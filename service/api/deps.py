@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
 from starlette.types import Scope
 
+from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context
 from wane.service.engine.engine import Engine
 from wane.service.observability.logs import logs_access
@@ -53,22 +54,28 @@ def charge(request: HTTPConnection, requests: int) -> None:
         principal.charge(requests - 1, before=1)
 
 
-async def model_engine(request: HTTPConnection, name: str | None = None) -> Engine:
+async def model_engine(request: Request, name: str | None = None) -> Engine:
     """The engine of a model, or the default one, which goes into the access log's line. Waits while it is loaded.
 
-    Raises UnknownModel, Unavailable, DeadlineExceeded.
+    Raises UnknownModel, Unavailable, DeadlineExceeded, Abandoned.
     """
     models = registry(request)
     if models.is_coming(name):
-        await models.wait_for(name, deadline(request))
+        with until_hangup(request):
+            await models.wait_for(name, deadline(request))
     engine = models.get(name)
     note_model(request, engine)
     return engine
 
 
-async def session_engine(request: HTTPConnection, session: str, model: str | None = None) -> Engine:
+async def session_engine(request: Request, session: str, model: str | None = None) -> Engine:
     """The engine of a session by its key, which goes into the access log's line. See `ModelRegistry.engine_for`."""
-    engine = await registry(request).engine_for(session, model, deadline(request))
+    models = registry(request)
+    if models.status == "loading":
+        with until_hangup(request):
+            engine = await models.engine_for(session, model, deadline(request))
+    else:
+        engine = await models.engine_for(session, model, deadline(request))
     note_model(request, engine)
     return engine
 

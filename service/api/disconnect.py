@@ -11,7 +11,8 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from wane.service.aio.interrupt import Interrupt
-from wane.service.aio.timers import timers
+from wane.service.aio.timers import Timer, timers
+from wane.service.api.exchange import WHOLE_BODY
 from wane.service.errors import Abandoned
 from wane.service.net.websocket_protocol import DISCONNECT_GRACE_S, MOST_EARLY
 
@@ -25,7 +26,7 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
     WebSocket more messages may come, while its client waits for the answer to one; they are put into `early`, and when
     that is full no more are read. What had entered a batch when the client left is finished by the engine, and can be
-    replayed.
+    replayed. Does nothing in the endpoint of a request that was dispatched, for which the dispatcher watches.
     """
 
     __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")
@@ -34,8 +35,11 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         self._client = client
         self._early = early
         self._watcher: asyncio.Task[None] | None = None
+        self._timer: Timer | None = None
 
     def __enter__(self) -> None:
+        if WHOLE_BODY in self._client.scope:
+            return
         self._interrupt = Interrupt()
         self._timer = timers().at(asyncio.get_running_loop().time() + DISCONNECT_GRACE_S, self._watch)
 
@@ -55,6 +59,8 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer is None:
+            return
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()

@@ -68,8 +68,9 @@ class Dispatcher:
         """Answers a request that matches; to be called behind the middleware."""
         scope["app"] = self._app
         request = Request(scope, receive, send)
-        scope[WHOLE_BODY] = await read(request)
+        body = await read(request)
         with until_hangup(request):
+            scope[WHOLE_BODY] = body
             response = await call(request)
         await response(scope, receive, send)
 

@@ -164,7 +164,7 @@ class Metrics:
         )
         self._message_children: dict[int, Counter] = {}
         self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
-        self.ready = gauge("wane_ready", "1 while the server takes requests.")
+        self.ready = gauge("wane_ready", "1 from when every model is loaded, or failed to be, until the server drains.")
         self.model_loads = counter(
             "wane_model_loads",
             "Models asked to be loaded, at start or later: outcome loaded, same or failed.",

@@ -95,6 +95,7 @@ class ModelRegistry:
         self._found: dict[str, FoundBundle] = {}  # what is loaded at start, by name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # those of them that go on
         self._open = asyncio.Event()  # the store is open, and the models to come are known
+        self._closing: asyncio.Task[None] | None = None
         self._default = settings.default_model
         self._status = "loading"
         self._leaving = False
@@ -132,7 +133,7 @@ class ModelRegistry:
     @property
     def loading(self) -> Sequence[str]:
         """The names of the models that are still to be loaded at start, in their order."""
-        return [*self._loads]
+        return [name for name in self._loads if self.is_coming(name)]
 
     @property
     def failures(self) -> Mapping[str, LoadFailed]:
@@ -181,9 +182,9 @@ class ModelRegistry:
         for name, task in [*self._loads.items()]:
             await asyncio.wait([task])
             self._check_loaded(name, task)
+            del self._loads[name]
             if name == self._default and self._status == "loading":
                 on_default()
-            del self._loads[name]
         if self._status == "loading":
             self._status = "ready"
             self._metrics.ready.set(1)
@@ -192,8 +193,8 @@ class ModelRegistry:
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
         """Raises what a load at start has raised, if the server is not to go on without the model."""
-        error = task.exception()
-        if error is None or isinstance(error, Unavailable):  # it is closed meanwhile
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
             return
         if not isinstance(error, WaneError):
             raise error
@@ -208,7 +209,7 @@ class ModelRegistry:
         engine = self._engines.get(name)
         if engine is not None:
             return engine
-        if name in self._loads:
+        if self.is_coming(name):
             raise Unavailable(f"the server is loading model {truncate_repr(name)}")
         if (failure := self.failures.get(name)) is not None:
             raise UnknownModel(failure.message)
@@ -220,7 +221,8 @@ class ModelRegistry:
         if not self._open.is_set():
             return self._status == "loading"
         name = self._default if name is None else name
-        return name in self._loads and name not in self._engines
+        load = self._loads.get(name)
+        return load is not None and not load.done() and name not in self._engines
 
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
         """Waits until a model, or the default one, is loaded at start or has failed to be.
@@ -315,7 +317,7 @@ class ModelRegistry:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        loading = [self._found[name] for name in self.loading if name not in self._engines]
+        loading = [self._found[name] for name in self.loading]
         loading += [] if self._lifecycle.loading is None else [self._lifecycle.loading]
         return index(self.list(), self._retired_engines, loading, bundles, self.failures)
 
@@ -331,13 +333,21 @@ class ModelRegistry:
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Not ready from now on; refuses new requests, waits for what was admitted, then ends every engine."""
-        self._status = "draining"
-        self._metrics.ready.set(0)
-        self._open.set()
-        self._lifecycle.stop_measuring()
-        if self._watching is not None:
-            self._watching.cancel()
+        """Not ready from now on; refuses new requests, and those that wait for a model. Waits for what was admitted,
+        then ends every engine. A second call waits for the first."""
+        if self._closing is None:
+            self._status = "draining"
+            self._metrics.ready.set(0)
+            self._open.set()
+            for load in self._loads.values():  # whoever waits for it is told at once; what is being loaded goes on
+                load.cancel()
+            self._lifecycle.stop_measuring()
+            if self._watching is not None:
+                self._watching.cancel()
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         engines = [*self._engines.values(), *self._retired_engines.stop()]
         try:
             async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):
@@ -347,7 +357,7 @@ class ModelRegistry:
         await asyncio.gather(*(engine.close() for engine in engines))
         if self._store is not None:  # before loads are waited for, which may take longer than the process has
             await self._store.close()
-        await asyncio.gather(*self._loads.values(), *self._lifecycle.tasks, return_exceptions=True)
+        await asyncio.gather(*self._lifecycle.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
         """Raises Unavailable while no model is served: before the store is open, and once the server is stopping."""
@@ -373,5 +383,11 @@ class ModelRegistry:
             paths = self._repository.paths()
         except RepositoryError as error:
             raise RegistryError(str(error)) from error
-        found = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
-        return {one.name: one for one in found}
+        bundles = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
+        found = {one.name: one for one in bundles}
+        for one in bundles:
+            if one.reason is not None and found[one.name] is not one:  # its folder has the name of another's model
+                if self._settings.require_all:
+                    raise RegistryError(one.reason)
+                logger.warning("a bundle was not loaded: %s", one.reason)
+        return found

@@ -217,6 +217,7 @@ class ModelLifecycle:
         async with self._one:
             engine = self._get(name)
             del self._engines[name], self._digests[name]
+            self.failures.pop(name, None)  # of a version that was to take its place
             self._metrics.model_info.remove(name, engine.version, engine.device)
             for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
                 self._retired_engines.retire(one)

@@ -12,17 +12,18 @@ line, for any lines. Decimal numbers need only agree to a thousandth, and millis
 text) not at all. A line that ends in a backslash goes on in the next one.
 
 A block of `console background` is started and kept running until the end of the file, once it has printed what stands
-there: a server. Blocks with any other first word are not compared with what they print. Those of `bash` are for a test
-that runs them otherwise: see `scripts`.
+there, on a terminal: a server. Blocks with any other first word are not compared with what they print. Those of `bash`
+are for a test that runs them otherwise: see `scripts`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -164,21 +165,22 @@ def run(
 @contextmanager
 def _background(command: Command, directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
     """Starts a command, waits until it has printed what is expected, and ends it with the block."""
+    terminal, output = os.openpty()
     process = subprocess.Popen(
         ["bash", "-c", f"exec {command.text}"],
         cwd=directory,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdout=output,
+        stderr=output,
     )
+    os.close(output)
     lines: Queue[str | None] = Queue()
 
     def read() -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
+        # A terminal ends in an error once nobody writes to it any more.
+        with os.fdopen(terminal, encoding="utf-8") as screen, suppress(OSError):
+            for line in screen:
                 lines.put(line)
         lines.put(None)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
+from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.errors import LoadFailed, Unavailable, UnknownModel, UnknownSession
@@ -253,7 +254,8 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """One fake engine, ready at once. Every session exists but `unknown`; `failure` is raised by whatever is asked."""
+    """One fake engine, ready at once; after `begin_loading`, once `loaded` is set. Every session exists but `unknown`;
+    `failure` is raised by whatever is asked."""
 
     device = "cpu"
     default = "fake"
@@ -263,6 +265,8 @@ class FakeRegistry:
         self.engine = FakeEngine()
         self.epochs = Epochs()
         self.failure: Exception | None = None
+        self.loaded: asyncio.Event | None = None
+        self.waiting = asyncio.Event()  # a request waits for the model
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
         self.standing = StoreHealth("memory")
@@ -290,27 +294,43 @@ class FakeRegistry:
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
         on_default()
 
+    def begin_loading(self) -> asyncio.Event:
+        """The store is open, and the model is loaded once the event is set."""
+        self.status = "loading"
+        self.loaded = asyncio.Event()
+        return self.loaded
+
     def is_coming(self, name: str | None = None) -> bool:
-        return False
+        return self.loaded is not None and not self.loaded.is_set()
+
+    async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
+        if self.loaded is not None:
+            self.waiting.set()
+            with until(deadline):
+                await self.loaded.wait()
+        self.check_ready()
 
     async def wait_for_all(self, deadline: float | None = None) -> None:
-        self.check_ready()
+        await self.wait_for(None, deadline)
 
     def check_ready(self) -> None:
         if self.failure is not None:
             raise self.failure
-        if self.status != "ready":
+        if self.status != "ready" and self.loaded is None:
             raise Unavailable(f"the server is {self.status}")
 
     def get(self, name: str | None = None) -> FakeEngine:
         self.check_ready()
         if name not in (None, self.engine.name):
             raise UnknownModel(f"there is no model {name!r}")
+        if self.is_coming():
+            raise Unavailable(f"the server is loading model {self.engine.name!r}")
         return self.engine
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
         if id_of(session) == "unknown":
             raise UnknownSession(f"there is no session {id_of(session)!r}")
+        await self.wait_for(model, deadline)
         return self.get(model)
 
     def list(self) -> list[FakeEngine]:

@@ -252,7 +252,9 @@ def test_a_broken_bundle_does_not_stop_the_server_unless_all_are_required(tmp_pa
     for name in ("gated", "lstm"):
         shutil.copytree(FOLDER / name, tmp_path / name)
     named = flip_a_byte(tmp_path / "gated")
-    with live_server("--bundles", str(tmp_path), "--default-model", "lstm") as server:
+    chosen = ("--bundles", str(tmp_path), "--default-model", "lstm", "--session-file", str(tmp_path / "sessions"))
+    with live_server(*chosen) as server:
+        assert httpx.post(f"{server.url}/v1/sessions", json={"session": "kept"}).status_code == 201
         ready = httpx.get(f"{server.url}/readyz")
         assert (ready.status_code, [model["model"] for model in ready.json()["models"]]) == (200, ["lstm"])
         (failed,) = ready.json()["failed"]
@@ -261,5 +263,8 @@ def test_a_broken_bundle_does_not_stop_the_server_unless_all_are_required(tmp_pa
         unknown = httpx.get(f"{server.url}/v2/models/gated/ready")
         assert unknown.status_code == 404 and named in unknown.json()["error"]
         assert any(named in line and '"warning"' in line for line in server.said)
-    for arguments in (["--default-model", "gated"], ["--default-model", "lstm", "--require-all"]):
-        assert_ends_with_message(run("serve", "--port", "0", "--bundles", str(tmp_path), *arguments), named)
+        assert server.stop() == 0
+    for arguments in (["--default-model", "gated"], ["--require-all"]):
+        assert_ends_with_message(run("serve", "--port", "0", *chosen, *arguments), named)
+    with live_server(*chosen) as server:
+        assert httpx.get(f"{server.url}/v1/sessions/kept").status_code == 200

@@ -28,7 +28,7 @@ import time
 from http import HTTPStatus
 
 from fastapi import APIRouter
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from wane.service.aio.eager import EagerTask, current_task
 from wane.service.aio.timers import timers
@@ -230,8 +230,11 @@ async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
     """The first message is the last."""
     failure, here = described(socket.scope, error), context(socket.scope)
     here.fields.update(error=failure.code, code=code)
-    await socket.send_text(json_bytes({"error": failure.body(here.request_id)}).decode())
-    await socket.close(code, failure.code)
+    try:
+        await socket.send_text(json_bytes({"error": failure.body(here.request_id)}).decode())
+        await socket.close(code, failure.code)
+    except WebSocketDisconnect:  # the client left while its model was being loaded
+        here.fields["code"] = GONE
 
 
 def _close_code(error: Exception) -> int | None:

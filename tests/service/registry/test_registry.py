@@ -265,14 +265,14 @@ async def test_a_registry_that_is_closed_while_it_loads_ends_the_load_and_keeps_
     assert not file.exists(), "the store is open before the first model is loaded"
     asking = asyncio.create_task(registry.wait_for())
     closing = asyncio.create_task(registry.close())
-    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="stopping"):  # before the load is over
+        await asking
+    assert not closing.done()
     gate.opened.set()
     await closing
     await loading
     assert (registry.ready, registry.status, registry.served, registry.loading) == (False, "draining", [], [])
     assert gate.names == ["gated-stable"], "the models behind the first are not begun"
-    with pytest.raises(Unavailable, match="stopping"):
-        await asking
     await after.load()
     assert await after.engine_for(session) is after.get()
     await after.close()
@@ -384,6 +384,46 @@ async def test_a_bundle_that_cannot_be_loaded_is_left_out_and_named(
         with pytest.raises((BundleError, RegistryError), match=reason):
             await registry.load()
         await registry.close()
+
+
+async def test_a_request_that_waits_for_a_model_is_told_why_it_was_not_loaded(
+    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gated", "lstm"):
+        shutil.copytree(FOLDER / name, tmp_path / name)
+    reason = flip_a_byte(tmp_path / "gated").removeprefix("other/")
+    registry, gate = make(tmp_path, default_model="lstm"), Gate(monkeypatch)
+
+    async def ask() -> Engine:
+        await registry.wait_for("gated")
+        return registry.get("gated")
+
+    loading = asyncio.create_task(registry.load())
+    await gate.reached()
+    asking = asyncio.create_task(ask())
+    gate.opened.set()
+    with pytest.raises(UnknownModel, match=f"'gated' was not loaded: gated/{reason}"):
+        await asking
+    await loading
+    await registry.close()
+
+
+async def test_a_bundle_that_cannot_be_read_in_a_folder_with_the_name_of_another_s_model_is_named(
+    tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("lstm", "another"):
+        shutil.copytree(FOLDER / "lstm", tmp_path / name)
+    cut_the_manifest(tmp_path / "lstm")
+    registry = make(tmp_path)
+    await registry.load()
+    reason = "lstm/manifest.json: cannot be read as JSON"
+    assert f"a bundle was not loaded: {reason}" in caplog.text
+    ready, unreadable = sorted(await registry.index(), key=lambda entry: entry.condition)
+    assert (ready.name, ready.condition, unreadable.condition) == ("lstm", "READY", "UNAVAILABLE")
+    assert unreadable.reason.startswith(reason)
+    await registry.close()
+    with pytest.raises(RegistryError, match=reason):
+        await make(tmp_path, require_all=True).load()
 
 
 async def test_a_session_whose_model_was_not_loaded_is_not_gone(tmp_path: Path, believed: None) -> None:

@@ -97,6 +97,7 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
     registry = ModelRegistry(
         Settings(bundles=folder, device="cpu", max_batch_size=4, model_poll_interval_s=0.01), Metrics()
     )
+    await registry.load()
     replaced = asyncio.Event()
     replace = registry._lifecycle.replace
 
@@ -105,7 +106,6 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
         replaced.set()
 
     monkeypatch.setattr(registry._lifecycle, "replace", noted)
-    await registry.load()
     put(folder, "2")
     await asyncio.wait_for(replaced.wait(), 60)
     assert registry.get().version == "2"

@@ -343,8 +343,19 @@ async def test_metrics_are_of_the_version_that_is_served(
     assert 'wane_model_info{device="cpu",model="small",version="2"} 1.0' in text
     assert 'version="1"' not in text
     assert 'wane_sessions_resident{model="small"} 0.0' in text
-    assert 'wane_model_loads_total{outcome="loaded"} 1.0' in text
+    assert 'wane_model_loads_total{outcome="loaded"} 2.0' in text, "one at start, and one later"
     assert "loaded small version 2 on cpu" in caplog.text
+
+
+async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelRegistry, folder: Path) -> None:
+    (put(folder, "2") / "step.onnx").unlink()
+    with pytest.raises(LoadFailed):
+        await registry.load_model(MODEL)
+    assert [*registry.failures] == [MODEL] and registry.get().version == "1"
+    await registry.unload_model(MODEL)
+    assert not registry.failures
+    with pytest.raises(UnknownModel, match="there is no model 'small'"):
+        registry.get(MODEL)
 
 
 async def swap_by_turns() -> None:

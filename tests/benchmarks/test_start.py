@@ -1,0 +1,43 @@
+"""The benchmark of a start, on the smallest model that ships."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import closing
+from itertools import pairwise
+
+import pytest
+
+from benchmarks import start
+from benchmarks.start import BUNDLES, FIGURES, ROOT, Client, Subject, measure, shown
+from benchmarks.summary import Spread
+
+
+def test_a_start_is_measured_from_the_process_to_its_answers_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "SETTLED_S", 0.0)
+    monkeypatch.setattr(start, "CONNECTIONS", 2)
+    found = measure(Subject("wane", [sys.executable, "-m", "wane", "serve"], ROOT), BUNDLES / "rnn-stable", 0.5)
+    assert found.keys() == FIGURES.keys()
+    in_order = ("idle_anonymous_mib", "idle_mib")
+    assert all(0 < found[less] < found[more] for less, more in [*pairwise(in_order), ("first_s", "ready_s")])
+    assert found["load_mib"] > found["load_anonymous_mib"] > 0
+    assert found["answers"] > 0
+
+
+def test_a_server_that_ends_before_it_answers_ends_the_benchmark() -> None:
+    with pytest.raises(SystemExit, match="does not answer POST /v1/predict"):
+        measure(Subject("none", [sys.executable, "-c", ""], ROOT), BUNDLES / "rnn-stable", 0.0)
+
+
+def test_where_nobody_listens_there_is_no_status() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with closing(Client(bound.getsockname()[1])) as client:
+            assert client.ask("GET", "/readyz") == (0, {})
+
+
+def test_seconds_have_two_decimals_and_all_else_is_whole() -> None:
+    spread = Spread.of([1000.4, 1000.6, 1000.5])
+    assert shown("first_s", spread) == "1000.50 (1000.40 to 1000.60)"
+    assert shown("answers", spread) == "1,000 (1,000 to 1,001)"

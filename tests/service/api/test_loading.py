@@ -1,0 +1,164 @@
+"""Requests that come while their model is being loaded wait for it, within their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import cast
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from tests.service.conftest import SocketServer, never
+from tests.service.fake_engine import FakeEngine, FakeRegistry
+from tests.service.problems import assert_members, assert_problem
+from wane.service.app import create_app
+from wane.service.errors import DeadlineExceeded
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import ModelRegistry
+from wane.service.settings import Settings
+
+STEPS = {"steps": [{"session": "a", "tokens": [1]}, {"session": "b", "tokens": [1]}]}
+REQUESTS = [
+    ("POST", "/v1/predict", {"tokens": [1]}),
+    ("POST", "/v1/predict", {"session": "s"}),
+    ("POST", "/v1/compare", {"tokens": [1]}),
+    ("POST", "/v1/score", {"tokens": [1]}),
+    ("POST", "/v1/generate", {"tokens": [1]}),
+    ("POST", "/v1/sessions", {}),
+    ("GET", "/v1/sessions/s", None),
+    ("DELETE", "/v1/sessions/s", None),
+    ("POST", "/v1/sessions/s/tokens", {"tokens": [1]}),
+    ("POST", "/v1/sessions/s/rewind", {"position": 0}),
+    ("POST", "/v1/sessions/tokens", STEPS),
+    ("GET", "/v1/models/fake", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/report", None),
+]
+each_request = pytest.mark.parametrize(("method", "path", "body"), REQUESTS, ids=str)
+SOON = {"x-request-timeout-ms": "1"}
+KEY = "alice-0123456789abcdefgh"
+
+
+@each_request
+async def test_a_request_is_answered_once_the_model_is_loaded(
+    client: httpx.AsyncClient, registry: FakeRegistry, method: str, path: str, body: object
+) -> None:
+    loaded = registry.begin_loading()
+    asking = asyncio.create_task(client.request(method, path, json=body))
+    await registry.waiting.wait()
+    assert registry.engine.asked == []
+    loaded.set()
+    assert (await asking).is_success
+
+
+@each_request
+async def test_a_request_whose_deadline_passes_while_it_waits_is_answered_504_and_leaves_no_trace(
+    client: httpx.AsyncClient, registry: FakeRegistry, method: str, path: str, body: object
+) -> None:
+    registry.begin_loading()
+    response = await client.request(method, path, json=body, headers=SOON)
+    assert_problem(response, 504, "deadline_exceeded")
+    assert registry.engine.asked == []
+
+
+async def test_of_many_steps_the_one_whose_model_is_not_loaded_in_time_is_answered_504_in_its_place(
+    client: httpx.AsyncClient, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default model answers, and another one is being loaded."""
+    registry.begin_loading()
+    monkeypatch.setattr(registry, "is_coming", lambda name=None: False)
+    monkeypatch.setattr(registry, "engine_at_once", lambda session: registry.engine if session == "a" else None)
+    response = await client.post("/v1/sessions/tokens", json=STEPS, headers=SOON)
+    failed = response.json()["results"][1]["error"]
+    assert_members(failed, 504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/predict", {"tokens": [1]}), ("/v1/sessions/s/tokens", {"tokens": [1]})], ids=str
+)
+async def test_a_client_that_hangs_up_while_it_waits_is_not_answered(
+    server: SocketServer, registry: FakeRegistry, caplog: pytest.LogCaptureFixture, path: str, body: object
+) -> None:
+    caplog.set_level("INFO")
+    loaded = registry.begin_loading()
+    content = json.dumps(body).encode()
+    _, writer = await asyncio.open_connection(*server.address)
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+    await registry.waiting.wait()
+    writer.close()
+    await writer.wait_closed()
+    while not (lines := [record for record in caplog.records if record.name == "wane.access"]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert vars(lines[0])["fields"]["error"] == "abandoned"
+    loaded.set()
+    assert registry.engine.asked == []
+
+
+async def test_a_request_without_a_key_does_not_wait() -> None:
+    settings = Settings.read({"WANE_API_KEYS": f"alice:{KEY}"})
+    registry = FakeRegistry()
+    registry.begin_loading()
+    app = create_app(settings, cast(ModelRegistry, registry), Metrics(), on_load_failure=never)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
+        for method, path, body in REQUESTS:
+            response = await client.request(method, path, json=body)
+            assert response.status_code == 401, path
+        assert (await client.get("/v2/models/fake/ready")).status_code == 401
+        response = await client.get("/v2/models/fake/ready", headers={"authorization": f"Bearer {KEY}"})
+        assert (response.status_code, response.json()["code"]) == (503, "unavailable")
+    assert not registry.waiting.is_set()
+
+
+def stream_of(server: SocketServer) -> connect:
+    return connect(server.url.replace("http", "ws", 1) + "/v1/sessions/s/stream", proxy=None)
+
+
+async def test_a_websocket_waits_for_its_model(server: SocketServer, registry: FakeRegistry) -> None:
+    loaded = registry.begin_loading()
+    async with stream_of(server) as socket:
+        await socket.send('{"tokens": [1]}')
+        await registry.waiting.wait()
+        assert registry.engine.asked == []
+        loaded.set()
+        assert json.loads(await socket.recv())["predictions"]
+
+
+async def test_a_websocket_whose_model_is_not_loaded_in_time_is_told_to_come_again() -> None:
+    registry = FakeRegistry()
+    registry.begin_loading()
+    settings = Settings(request_timeout_ms=1)
+    app = create_app(settings, cast(ModelRegistry, registry), Metrics(), on_load_failure=never)
+    server = SocketServer(app, registry)
+    serving = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    async with stream_of(server) as socket:
+        assert_members(json.loads(await socket.recv())["error"], 504, "deadline_exceeded")
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
+        assert (socket.close_code, socket.close_reason) == (1012, "deadline_exceeded")
+    server.should_exit = True
+    await serving
+
+
+async def test_a_websocket_that_is_closed_while_it_waits_fails_nothing(
+    server: SocketServer, registry: FakeRegistry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    waiting, closed = asyncio.Event(), asyncio.Event()
+
+    async def engine_for(session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
+        waiting.set()
+        await closed.wait()
+        raise DeadlineExceeded("the deadline passed while the server was loading the model")
+
+    monkeypatch.setattr(registry, "engine_for", engine_for)
+    async with stream_of(server):
+        await waiting.wait()
+    closed.set()
+    while not any(record.name == "wane.access" for record in caplog.records):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await server.shutdown()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
