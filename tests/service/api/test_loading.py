@@ -70,7 +70,12 @@ async def test_of_many_steps_the_one_whose_model_is_not_loaded_in_time_is_answer
     """The default model answers, and another one is being loaded."""
     registry.begin_loading()
     monkeypatch.setattr(registry, "is_coming", lambda name=None: False)
-    monkeypatch.setattr(registry, "engine_at_once", lambda session: registry.engine if session == "a" else None)
+    engine_for = registry.engine_for
+
+    async def one_is_loaded(session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
+        return registry.engine if session == "a" else await engine_for(session, model, deadline)
+
+    monkeypatch.setattr(registry, "engine_for", one_is_loaded)
     response = await client.post("/v1/sessions/tokens", json=STEPS, headers=SOON)
     failed = response.json()["results"][1]["error"]
     assert_members(failed, 504, "deadline_exceeded")
