@@ -70,8 +70,21 @@ async def playing(players: Iterable[SessionClient], rate: float) -> AsyncIterato
 async def stepped(players: Sequence[SessionClient], steps: int = 1) -> None:
     """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
     been under way before."""
-    wanted = [len(player.history) + steps for player in players]
-    await until_true(lambda: all(len(player.history) >= enough for player, enough in zip(players, wanted, strict=True)))
+    wanted = {player.session: len(player.history) + steps for player in players}
+    await until_each(players, lambda player: len(player.history) >= wanted[player.session])
+
+
+async def until_each(players: Sequence[SessionClient], condition: Callable[[SessionClient], bool]) -> None:
+    """Waits until it holds of each of them. Those of whom it does not hold send their next steps at once, so that the
+    time that this takes is not that of the longest of many random gaps."""
+
+    def holds() -> bool:
+        late = [player for player in players if not condition(player)]
+        for player in late:
+            player.hurry()
+        return not late
+
+    await until_true(holds)
 
 
 async def until_true(condition: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
 from tests.stack.connection import Connection
 from tests.stack.history import Outcome
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped, until_true
+from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped, until_each
 from tests.stack.session_client import SessionClient
 from tests.stack.states import until
 
@@ -65,12 +65,12 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
         async with playing(players, RATE):
             await stepped(players)
             await asyncio.to_thread(redis.kill)
-            await until_true(lambda: all(map(has_undurable, players)))
+            await until_each(players, has_undurable)
             # What it alone has is lost with it: histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
-            before = [(len(player.history), player.repeated) for player in players]
-            await until_true(lambda: all(map(went_on, players, before)))
+            before = {player.session: (len(player.history), player.repeated) for player in players}
+            await until_each(players, lambda player: went_on(player, before[player.session]))
             redis.start()
             await asyncio.to_thread(redis.wait_ready)
             await asyncio.to_thread(victim.wait_ready)
