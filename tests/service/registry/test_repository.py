@@ -106,6 +106,7 @@ async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
 
     monkeypatch.setattr(registry._changes, "replace", noted)
     await registry.load()
+    replaced.clear()
     put(folder, "2")
     await asyncio.wait_for(replaced.wait(), 60)
     assert registry.get().version == "2"
