@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from tests.stack.conftest import TAIL_TOKENS, Figures, MakeStack
-from tests.stack.connection import Connection
-from tests.stack.history import Outcome
-from tests.stack.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped, until_each
-from tests.stack.session_client import SessionClient
-from tests.stack.states import until
+from tests.stack.harness.connection import Connection
+from tests.stack.harness.history import Outcome
+from tests.stack.harness.load_generator import crowd, failures, histories, longest_gap_s, playing, stepped, until_each
+from tests.stack.harness.session_client import SessionClient
+from tests.stack.harness.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from tests.stack.connection import Broken, Connection, Reply
-from tests.stack.history import Append, Outcome
+from tests.stack.harness.connection import Broken, Connection, Reply
+from tests.stack.harness.history import Append, Outcome
 
 PATIENCE_S = 120.0
 """How long a client waits for one answer, and goes on with one step if it retries. It only ends a test that hangs."""

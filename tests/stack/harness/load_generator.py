@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from tests.stack.history import faults
-from tests.stack.session_client import SessionClient
+from tests.stack.harness.history import faults
+from tests.stack.harness.session_client import SessionClient
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.settings import Settings
