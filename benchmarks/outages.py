@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.stack.stack import Stack, replicas
-from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepping
-from tests.stack.session_client import SessionClient
+from tests.stack.harness.load_generator import failures, histories, longest_gap_s, open_clients, stepping
+from tests.stack.harness.session_client import SessionClient
 from wane.models.bundle import Bundle
 from wane.service.settings import Settings
 

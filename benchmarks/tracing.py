@@ -25,7 +25,7 @@ from benchmarks.page import markdown, put
 from benchmarks.summary import cpu, provenance, rounded, write_json
 from deploy.stack.local import ROOT
 from tests.service.live_server import live_server
-from tests.stack.receiver import receiver
+from tests.stack.harness.receiver import receiver
 
 BUNDLE = ROOT / "models" / "bundles" / "gated-stable"
 PAGE = "docs/observability.md"

@@ -1,10 +1,11 @@
-"""The wheel: built, installed in a fresh environment, and served from an empty folder."""
+"""The source distribution, and its wheel: built, installed in a fresh environment, and served from an empty folder."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,19 @@ import pytest
 from tests.service.live_server import TIMEOUT_S, LiveServer, environment
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "wane", "service", "models", "training")
+SOURCES = (
+    "pyproject.toml",
+    "setup.cfg",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "wane",
+    "service",
+    "models",
+    "training",
+)
+DELETED = "wane/service/deleted.py"
+"""A module that an earlier build left behind."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
 
 pytestmark = pytest.mark.slow
@@ -34,24 +47,45 @@ def own_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution of a checkout, which has tests."""
+    folder = tmp_path_factory.mktemp("source")
+    checkout = folder / "checkout"
+    (checkout / "tests").mkdir(parents=True)
+    (checkout / "tests" / "test_wheel.py").touch()
+    for name in SOURCES:
+        path = ROOT / name
+        if path.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, checkout / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(path, checkout / name)
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, cwd=checkout)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment with the wheel, and nothing that the wheel does not ask for."""
     folder = tmp_path_factory.mktemp("wheel")
-    checkout = folder / "checkout"
-    checkout.mkdir()
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, checkout / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(source, checkout / name)
-    run(sys.executable, "-m", "build", cwd=checkout)
-    (wheel,) = (checkout / "dist").glob("*.whl")
+    left = source / "build" / "lib" / DELETED
+    left.parent.mkdir(parents=True)
+    left.touch()
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, cwd=source)
+    (wheel,) = folder.glob("*.whl")
     site = folder / "site"
     run(sys.executable, "-m", "venv", site, cwd=folder)
     run(site / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=folder)
     return site
+
+
+def installed(site: Path) -> list[str]:
+    """The files of the installed wheel."""
+    program = "import importlib.metadata as m; print(*m.files('wane'), sep='\\n')"
+    return run(site / "bin" / "python", "-c", program, cwd=site).stdout.split()
 
 
 @contextmanager
@@ -72,13 +106,23 @@ def served(site: Path, folder: Path) -> Iterator[LiveServer]:
         server.kill()
 
 
+def test_the_source_distribution_has_no_tests(source: Path) -> None:
+    assert (source / "wane" / "cli.py").is_file()
+    assert not (source / "tests").exists()
+
+
 def test_the_wheel_puts_nothing_but_wane_at_the_top(site: Path) -> None:
-    list_of_files = "import importlib.metadata as m; print(*m.files('wane'), sep='\\n')"
-    files = run(site / "bin" / "python", "-c", list_of_files, cwd=site).stdout.split()
+    files = installed(site)
     tops = {name.split("/")[0] for name in files if not name.startswith("..")}
     version = run(site / "bin" / "wane", "--version", cwd=site).stdout.split()[1]
     assert tops == {"wane", f"wane-{version}.dist-info"}
     assert "wane/py.typed" in files
+
+
+def test_the_wheel_has_nothing_of_an_earlier_build(site: Path) -> None:
+    files = installed(site)
+    assert "wane/service/settings.py" in files
+    assert DELETED not in files
 
 
 def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path: Path) -> None:

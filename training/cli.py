@@ -27,24 +27,24 @@ REPLACE = "replace a bundle of the same name and of the same or a higher version
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="wane", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train | evaluate | export | audit")
+    """The arguments of each command. What a command does is said in `wane/cli.py`."""
+    parser = argparse.ArgumentParser(prog="wane")
+    commands = parser.add_subparsers(dest="command", required=True)
 
-    command = commands.add_parser("train", help="train an experiment, or go on with a run that was stopped")
+    command = commands.add_parser("train")
     command.add_argument("experiment", type=Path, help="experiment file (TOML)")
     command.add_argument("--data", type=Path, help="file or folder with the data; overrides data.path")
     command.add_argument("--run", type=Path, help="run folder (default: runs/NAME)")
     command.add_argument("--tokenizer", type=Path, help="use this tokenizer.json and make none")
 
-    command = commands.add_parser("evaluate", help="perplexity as recurrent and as window, in a table and a plot")
+    command = commands.add_parser("evaluate")
     command.add_argument("run", type=Path, help="run folder")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
         "--positions", type=_positive, default=POSITIONS, help="window positions a split (default: %(default)s)"
     )
 
-    command = commands.add_parser("export", help="write a bundle that the service can load")
+    command = commands.add_parser("export")
     command.add_argument("run", type=Path, help="run folder; evaluated first where that has not been done")
     command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; the bundle is BUNDLES/NAME")
     command.add_argument("--data", type=Path, help="overrides data.path")
@@ -65,7 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "audit",
-        help="what is proved and measured of a model's memory; makes a bundle of a checkpoint from elsewhere",
         description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "
         "(torch.save or safetensors), or the folder of a bundle or a run.",
     )

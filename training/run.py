@@ -76,7 +76,8 @@ def train(
         f"{experiment.name}: {parameters:,} weights, {len(corpus.streams['train']):,} training tokens, "
         f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
         + (f", {group.size} processes" if not group.alone else "")
-        + (f", from step {trainer.step}" if trainer.step else "")
+        + (f", from step {trainer.step}" if trainer.step else ""),
+        soft_wrap=True,
     )
     columns = (
         TextColumn("{task.description}"),

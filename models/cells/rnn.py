@@ -1,4 +1,4 @@
-"""The RNN with tanh or relu, in torch."""
+"""The RNN with tanh or relu, in torch; and what it has in common with the GRU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from wane.models.manifest import Architecture
 NONLINEARITIES: dict[Cell, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
 
 
-class RnnCell(nn.RNN):
+class OneState(nn.RNNBase):
+    """A cell of torch's own, one layer, whose state is h alone."""
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, h = super().forward(x, state[0].unsqueeze(0))
+        return y, (h.squeeze(0),)
+
+
+class RnnCell(OneState, nn.RNN):  # type: ignore[misc]
     """`h' = rho(W h + U x + b)`, rho = tanh or relu: torch's own RNN, one layer."""
 
     def __init__(self, inputs: int, hidden: int, nonlinearity: str) -> None:
         super().__init__(inputs, hidden, nonlinearity=nonlinearity)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
-        y, h = super().forward(x, state[0].unsqueeze(0))
-        return y, (h.squeeze(0),)
 
 
 def build(architecture: Architecture, layer: int) -> RnnCell:

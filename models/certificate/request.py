@@ -65,13 +65,8 @@ class WindowBound:
     norm: Normalised | None
 
 
-def window_bound(architecture: Architecture, weights: Weights, windows: NDArray[np.int64]) -> WindowBound:
-    """The bound of each of `windows`, token ids (B, k), k >= 1. For many calls, keep a `RequestBound`."""
-    return RequestBound(architecture, weights)(windows)
-
-
 class RequestBound:
-    """`window_bound` for one model: what does not depend on the request is computed once."""
+    """The bounds of one model's windows: what does not depend on the request is computed once."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
         """layers: of these weights, where they are built already."""
@@ -87,7 +82,7 @@ class RequestBound:
         ]
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:
-        """Token ids (B, k), k >= 1."""
+        """The bound of each of `windows`, token ids (B, k), k >= 1."""
         assert windows.ndim == 2 and windows.shape[1] >= 1, "this is a bug"
         batch = len(windows)
         seen = [block.nothing(batch) for block in self._front]

@@ -33,7 +33,7 @@ from research.scaling.memory import Found
 from research.scaling.record import Record
 from research.scaling.replica import Item, Replica
 from research.scaling.worker import Cores, Then, after
-from tests.stack.load_generator import failures, open_clients, stepping
+from tests.stack.harness.load_generator import failures, open_clients, stepping
 from wane.service.batching.cost_model import CostModel
 from wane.service.batching.scheduler import FairScheduler, Scheduler
 

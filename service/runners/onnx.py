@@ -42,7 +42,7 @@ class OnnxRunner:
         if device == "cuda" and not available:
             raise DeviceError(
                 "device is cuda, but this onnxruntime has no CUDA provider: "
-                "install the `cuda` extra in place of the CPU package, or choose cpu or auto"
+                "install onnxruntime-gpu in place of onnxruntime, or choose cpu or auto"
             )
         self._sessions: dict[Role, onnxruntime.InferenceSession] = {}
         self._outputs: dict[Role, list[str]] = {}

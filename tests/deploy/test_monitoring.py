@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from deploy.stack.local import ROOT
 from deploy.stack.stack import COMPOSE, replicas
 from tests.service.sessions.stores.redis_server import program
-from tests.stack.dashboard import DASHBOARD, GRAFANA, PANELS, SOURCE, queries
+from tests.stack.harness.dashboard import DASHBOARD, GRAFANA, PANELS, SOURCE, queries
 from wane.service.observability.metrics import Metrics
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"

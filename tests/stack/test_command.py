@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from tests.service.sessions.stores.redis_server import free_port, program
-from tests.stack.command import WAIT_S, Command
 from tests.stack.conftest import BUNDLE
+from tests.stack.harness.command import WAIT_S, Command
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import SESSION_HISTORY_TOKENS, Figures, MakeStack
-from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
-from tests.stack.states import until
-from tests.stack.wire import wire
+from tests.stack.harness.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
+from tests.stack.harness.states import until
+from tests.stack.harness.wire import wire
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

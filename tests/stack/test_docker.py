@@ -24,9 +24,9 @@ from deploy.stack import secrets
 from deploy.stack.local import ROOT, SERVER
 from deploy.stack.stack import COMPOSE, ENTRANCE, STORE, replicas, run_here
 from tests.stack.conftest import BUNDLE, MODEL, SESSION_HISTORY_TOKENS, Figures
-from tests.stack.docker_engine import docker, engine, python_stand_in, run, stand_in, tagged
-from tests.stack.load_generator import failures, histories, open_clients, stepped, stepping
-from tests.stack.states import until
+from tests.stack.harness.docker_engine import docker, engine, python_stand_in, run, stand_in, tagged
+from tests.stack.harness.load_generator import failures, histories, open_clients, stepped, stepping
+from tests.stack.harness.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

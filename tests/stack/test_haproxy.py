@@ -14,9 +14,9 @@ from deploy.stack.local import PROXIES, ROOT
 from tests.service.live_server import live_server
 from tests.service.sessions.stores.redis_server import free_port, program
 from tests.stack.conftest import BUNDLE
-from tests.stack.connection import Connection, Reply
-from tests.stack.replicas import Replica, three_replicas
-from tests.stack.states import WAIT_S, until
+from tests.stack.harness.connection import Connection, Reply
+from tests.stack.harness.replicas import Replica, three_replicas
+from tests.stack.harness.states import WAIT_S, until
 
 pytestmark = pytest.mark.stack
 

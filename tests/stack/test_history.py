@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.stack.history import Append, Outcome, faults
+from tests.stack.harness.history import Append, Outcome, faults
 
 ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
 

@@ -18,8 +18,8 @@ from websockets.exceptions import ConnectionClosed
 from deploy.stack.process import Process
 from deploy.stack.stack import Stack
 from tests.stack.conftest import MODEL, Figures, MakeStack
-from tests.stack.connection import Broken, Connection
-from tests.stack.load_generator import WAIT_S, until_true
+from tests.stack.harness.connection import Broken, Connection
+from tests.stack.harness.load_generator import WAIT_S, until_true
 from wane.service.auth.keys import Key, make_key
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

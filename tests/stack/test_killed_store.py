@@ -10,11 +10,19 @@ from random import Random
 import pytest
 
 from tests.stack.conftest import SESSION_HISTORY_TOKENS, Figures, MakeStack
-from tests.stack.connection import Connection
-from tests.stack.history import Outcome
-from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping, until_true
-from tests.stack.session_client import SessionClient
-from tests.stack.states import until
+from tests.stack.harness.connection import Connection
+from tests.stack.harness.history import Outcome
+from tests.stack.harness.load_generator import (
+    failures,
+    histories,
+    longest_gap_s,
+    open_clients,
+    stepped,
+    stepping,
+    until_true,
+)
+from tests.stack.harness.session_client import SessionClient
+from tests.stack.harness.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -65,12 +73,12 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
         async with stepping(clients, RATE):
             await stepped(clients)
             await asyncio.to_thread(redis.kill)
-            await until_true(lambda: all(map(has_undurable, clients)))
+            await until_each(clients, has_undurable)
             # What it alone has is lost with it: histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
-            before = [(len(client.history), client.repeated) for client in clients]
-            await until_true(lambda: all(map(went_on, clients, before)))
+            before = {client.session: (len(client.history), client.repeated) for client in clients}
+            await until_each(clients, lambda client: went_on(client, before[client.session]))
             redis.start()
             await asyncio.to_thread(redis.wait_ready)
             await asyncio.to_thread(victim.wait_ready)

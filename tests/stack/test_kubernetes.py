@@ -15,10 +15,10 @@ from deploy.stack.local import ROOT
 from tests.deploy.test_kubernetes import PODS, get
 from tests.service.sessions.stores.redis_server import free_port, program
 from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures
-from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
-from tests.stack.names import Names, names
-from tests.stack.pods import Pod
-from tests.stack.states import until
+from tests.stack.harness.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
+from tests.stack.harness.names import Names, names
+from tests.stack.harness.pods import Pod
+from tests.stack.harness.states import until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

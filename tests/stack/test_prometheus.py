@@ -15,8 +15,8 @@ from deploy.stack.secrets import METRICS_KEY
 from deploy.stack.stack import Stack, replicas
 from tests.service.sessions.stores.redis_server import program
 from tests.stack.conftest import MakeStack
-from tests.stack.dashboard import PANELS, queries
-from tests.stack.receiver import receiver
+from tests.stack.harness.dashboard import PANELS, queries
+from tests.stack.harness.receiver import receiver
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

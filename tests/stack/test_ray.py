@@ -15,12 +15,12 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from tests.stack.command import WAIT_S
 from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures
-from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepping
-from tests.stack.ray_command import OTHERS, OWN, OWNER, RayCommand
-from tests.stack.reference_run import ReferenceRun
-from tests.stack.session_client import SessionClient
+from tests.stack.harness.command import WAIT_S
+from tests.stack.harness.load_generator import failures, histories, longest_gap_s, open_clients, stepping
+from tests.stack.harness.ray_command import OTHERS, OWN, OWNER, RayCommand
+from tests.stack.harness.reference_run import ReferenceRun
+from tests.stack.harness.session_client import SessionClient
 from tests.stack.test_streams import RESTART, Streaming, step_each
 from wane.service.api.middleware import POLICY
 from wane.service.api.routes.stream import NO_SESSION

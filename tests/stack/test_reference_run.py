@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.stack.conftest import BUNDLE
-from tests.stack.reference_run import ReferenceRun
+from tests.stack.harness.reference_run import ReferenceRun
 from wane.models.bundle import Bundle
 from wane.models.reference import Reference
 

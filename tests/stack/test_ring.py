@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from research.scaling.ring import Ring, full, places
-from tests.stack.replicas import three_replicas
-from tests.stack.states import until
+from tests.stack.harness.replicas import three_replicas
+from tests.stack.harness.states import until
 from tests.stack.test_haproxy import SESSIONS, haproxy
 
 pytestmark = pytest.mark.stack

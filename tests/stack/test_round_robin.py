@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, Figures, MakeStack
-from tests.stack.load_generator import failures, histories, open_clients, stepped, stepping
-from tests.stack.reference_run import ReferenceRun
+from tests.stack.harness.load_generator import failures, histories, open_clients, stepped, stepping
+from tests.stack.harness.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

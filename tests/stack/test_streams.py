@@ -12,10 +12,10 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from tests.stack.conftest import BUNDLE, SESSION_HISTORY_TOKENS, MakeStack
-from tests.stack.history import Append, Outcome
-from tests.stack.load_generator import VOCABULARY, histories, open_clients
-from tests.stack.reference_run import ReferenceRun
-from tests.stack.session_client import SessionClient
+from tests.stack.harness.history import Append, Outcome
+from tests.stack.harness.load_generator import VOCABULARY, histories, open_clients
+from tests.stack.harness.reference_run import ReferenceRun
+from tests.stack.harness.session_client import SessionClient
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.models.bundles import edit_manifest
 from tests.stack.conftest import BUNDLE, MODEL, SESSION_HISTORY_TOKENS, Figures, MakeStack
-from tests.stack.connection import Connection
-from tests.stack.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
-from tests.stack.reference_run import ReferenceRun
+from tests.stack.harness.connection import Connection
+from tests.stack.harness.load_generator import failures, histories, longest_gap_s, open_clients, stepped, stepping
+from tests.stack.harness.reference_run import ReferenceRun
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

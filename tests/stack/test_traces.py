@@ -13,7 +13,7 @@ import pytest
 from deploy.stack.local import ROOT
 from tests.service.live_server import LiveServer, live_server
 from tests.stack.conftest import BUNDLE
-from tests.stack.receiver import TIMEOUT_S, Received, Receiver, receiver
+from tests.stack.harness.receiver import TIMEOUT_S, Received, Receiver, receiver
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wane.models.cells.gated import GatedCell
-from wane.models.certificate.request import window_bound
+from wane.models.certificate.request import RequestBound
 from wane.models.manifest import Architecture, Front
 from wane.models.networks import Network
 from wane.training.config import Experiment, ProofConfig
@@ -65,7 +65,7 @@ def test_the_error_it_takes_is_the_state_s_bound_of_the_request() -> None:
     gates = cell.gates.detach().double().numpy()
     error = 2 * gates[2:].prod(axis=0)
     weights = {name: tensor.numpy() for name, tensor in built.weights().items()}
-    bound = window_bound(built.architecture, weights, tokens.T.numpy().astype(np.int64))
+    bound = RequestBound(built.architecture, weights)(tokens.T.numpy().astype(np.int64))
     proved = bound.steps[0].error[0].box
     assert (proved <= error * (1 + 1e-4)).all()
     assert (proved >= error * 0.2).all()

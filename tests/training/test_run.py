@@ -10,14 +10,16 @@ from rich.console import Console
 
 from tests.training.corpora import experiment
 from wane.cli import main
+from wane.training.config import ModelConfig
 from wane.training.run import train
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
+    """A run of two steps. It forgets fast: an export follows a model for as long as it remembers."""
+    model = ModelConfig(cell="gated", hidden=16, layers=2, block="residual", feed_forward=8, contraction=0.5)
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    train(experiment(steps=2, evaluate_every=1), None, folder, None, "none", Console(quiet=True))
+    train(experiment(model, steps=2, evaluate_every=1), None, folder, None, "none", Console(quiet=True))
     return folder
 
 

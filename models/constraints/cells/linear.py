@@ -1,15 +1,5 @@
-"""The constraint of the linear cell: the Euclidean projection onto `|W|_2 <= contraction`.
+"""The constraint of the linear cell is the RNN's, which bounds the recurrent matrix alone."""
 
-Singular values are clipped from above. A projection and no parametrisation, because it is the projected gradient
-descent of the theory.
-"""
+from wane.models.constraints.cells.rnn import constrain
 
-from __future__ import annotations
-
-from wane.models.constraints.layer import ConstrainedLayer
-from wane.models.constraints.spectral_limit import clip_singular_values
-
-
-def constrain(layer: ConstrainedLayer, target: float) -> None:
-    """Makes a layer contractive by at most `target`, in place."""
-    clip_singular_values(layer.tensor("weight_hh_l0"), target)
+__all__ = ["constrain"]

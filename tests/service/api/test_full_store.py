@@ -11,7 +11,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from tests.service.live_server import ROOT, TIMEOUT_S, live_server
+from tests.service.live_server import BUNDLE, ROOT, TIMEOUT_S, live_server
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack]
@@ -22,7 +22,6 @@ OPTIONS = [
     word for name in OURS for word in (f"--{name}", re.findall(rf"^{name} (.*)$", CONFIGURATION, re.MULTILINE)[0])
 ]
 ROOM_BYTES = 2**18
-BUNDLE = str(ROOT / "models" / "bundles" / "gated-stable")
 TOKENS = list(range(1, 601))
 
 

@@ -8,10 +8,9 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from tests.service.live_server import ROOT, LiveServer, live_server
+from tests.service.live_server import BUNDLE, LiveServer, live_server
 from wane.service.settings import Settings, SettingsError
 
-BUNDLE = str(ROOT / "models" / "bundles" / "gated-stable")
 SPOOFED = "6.6.6.6"
 
 

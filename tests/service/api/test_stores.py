@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.service.fake_engine import FakeRegistry
-from tests.service.live_server import TIMEOUT_S, environment, live_server, run
+from tests.service.live_server import BUNDLE, TIMEOUT_S, environment, live_server, run
 from tests.service.sessions.stores.redis_server import redis_server
 from wane.service.sessions.stores.store import StoreHealth
 
@@ -41,18 +41,19 @@ async def test_before_models_are_loaded_there_is_no_store(loading: httpx.AsyncCl
 
 @pytest.mark.slow
 def test_sessions_in_memory_go_on_in_the_next_process(tmp_path: Path) -> None:
-    file = str(tmp_path / "sessions")
-    with live_server(WANE_SESSION_FILE=file) as server:
+    file = tmp_path / "sessions"
+    settings = {"WANE_BUNDLES": BUNDLE, "WANE_SESSION_FILE": str(file)}
+    with live_server(**settings) as server:
         with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
             http.post("/v1/sessions", json={"session": "s"})
             http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6]})
         assert server.stop() == 0
-    assert Path(file).is_file()
-    with live_server(WANE_SESSION_FILE=file) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+    assert file.is_file()
+    with live_server(**settings) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         again = http.post("/v1/sessions/s/tokens", json={"tokens": [5, 6], "expected_position": 0}).json()
         assert (again["replayed"], again["position"], again["state"]) == (True, 2, "rebuilt")
         assert http.post("/v1/sessions/s/tokens", json={"tokens": [7]}).json()["error_bound"] == 0.0
-        assert not Path(file).exists()
+        assert not file.exists()
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_a_broken_file_of_sessions_ends_the_process_with_a_message(tmp_path: Pat
 def test_a_server_without_its_redis_refuses_sessions_and_nothing_else(tmp_path: Path) -> None:
     with (
         redis_server(tmp_path) as redis,
-        live_server(WANE_STORE=redis.url) as server,
+        live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
         made = http.post("/v1/sessions", json={"session": "s"})

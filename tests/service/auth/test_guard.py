@@ -18,7 +18,7 @@ from websockets.typing import Subprotocol
 
 from tests.service.conftest import never
 from tests.service.fake_engine import FakeRegistry
-from tests.service.live_server import live_server
+from tests.service.live_server import BUNDLE, live_server
 from tests.service.problems import assert_members
 from tests.service.table import every_route, every_socket
 from wane.service.app import create_app
@@ -403,7 +403,7 @@ ODD = ["a/b+c~d.e_f-0123456789==", "////////////////////", "++++++++++++++++++++
 
 async def test_every_key_that_is_taken_works_as_a_subprotocol() -> None:
     keys = ",".join(f"odd{number}:{key}" for number, key in enumerate(ODD))
-    with live_server(WANE_API_KEYS=keys) as server:
+    with live_server(WANE_BUNDLES=BUNDLE, WANE_API_KEYS=keys) as server:
         for number, key in enumerate(ODD):
             session = f"s{number}"
             async with httpx.AsyncClient(base_url=server.url, headers=bearer(key)) as client:

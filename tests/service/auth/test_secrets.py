@@ -10,11 +10,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from tests.service.live_server import ROOT, TIMEOUT_S, environment, live_server, run
+from tests.service.live_server import BUNDLE, TIMEOUT_S, environment, live_server, run
 from tests.service.sessions.stores.redis_server import free_port
 from wane.service.auth.keys import make_key
 
-BUNDLE = str(ROOT / "models" / "bundles" / "gated-stable")
 KEY = "hush-this-is-of-the-environment"
 NO_LINE = "it must begin with NAME:sha256: and 64 hexadecimal digits in lower case"
 PASSWORD = "hush-this-is-of-the-store"

@@ -19,7 +19,7 @@ from websockets.sync.client import connect as connect_sync
 
 from tests.service.conftest import LIMIT, SocketServer
 from tests.service.fake_engine import FakeEngine, FakeRegistry
-from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
 from wane.service.api.routes import stream
 from wane.service.errors import (
@@ -343,7 +343,7 @@ def test_a_key_that_comes_again_with_another_step_is_refused(
 
 
 def test_a_server_that_stops_closes_its_streams() -> None:
-    with live_server() as server:
+    with live_server(WANE_BUNDLES=BUNDLE) as server:
         session = httpx.post(f"{server.url}/v1/sessions", json={}).json()["session"]
         with connect_sync(url_of(server, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
             socket.send('{"tokens": [5]}')

@@ -17,8 +17,8 @@ import yaml
 from deploy.ray.store import PASSWORD
 from deploy.stack.local import ROOT
 from tests.service.sessions.stores.redis_server import REQUIRED, free_port, program
-from tests.stack.command import Command
 from tests.stack.conftest import BUNDLE
+from tests.stack.harness.command import Command
 
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 OWNER = "alice"

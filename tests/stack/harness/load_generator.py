@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from tests.stack.history import faults
-from tests.stack.session_client import SessionClient
+from tests.stack.harness.history import faults
+from tests.stack.harness.session_client import SessionClient
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.settings import Settings
@@ -70,8 +70,21 @@ async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterat
 async def stepped(clients: Sequence[SessionClient], steps: int = 1) -> None:
     """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
     been under way before."""
-    wanted = [len(client.history) + steps for client in clients]
-    await until_true(lambda: all(len(client.history) >= enough for client, enough in zip(clients, wanted, strict=True)))
+    wanted = {client.session: len(client.history) + steps for client in clients}
+    await until_each(clients, lambda client: len(client.history) >= wanted[client.session])
+
+
+async def until_each(clients: Sequence[SessionClient], condition: Callable[[SessionClient], bool]) -> None:
+    """Waits until it holds of each of them. Those of whom it does not hold send their next steps at once, so that the
+    time that this takes is not that of the longest of many random gaps."""
+
+    def holds() -> bool:
+        late = [client for client in clients if not condition(client)]
+        for client in late:
+            client.hurry()
+        return not late
+
+    await until_true(holds)
 
 
 async def until_true(condition: Callable[[], bool]) -> None:

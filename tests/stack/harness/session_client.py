@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from tests.stack.connection import Broken, Connection, Reply
-from tests.stack.history import Append, Outcome
+from tests.stack.harness.connection import Broken, Connection, Reply
+from tests.stack.harness.history import Append, Outcome
 
 TIMEOUT_S = 120.0
 """How long a client waits for one answer, and goes on with one step if it retries. It only ends a test that hangs."""
@@ -63,6 +63,7 @@ class SessionClient:
     conflicts: int = 0
     failures: list[str] = field(default_factory=list)
     connection: Connection = field(init=False)
+    _gap: asyncio.Timeout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.connection = Connection(self.port)
@@ -80,14 +81,22 @@ class SessionClient:
     async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
         """Sends single tokens until it is over, `rate` of them a second on average, each due on its own: one that has
         to wait for the one before it was due all the same."""
-        due = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        due = clock()
         while True:
             due += self.random.expovariate(rate)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(due):
+                async with asyncio.timeout_at(due) as self._gap:
                     await over.wait()
                 return
+            self._gap = None
+            due = min(due, clock())  # later only if it was hurried
             await self.step((self.random.randrange(1, self.vocabulary),), due)
+
+    def hurry(self) -> None:
+        """Makes the step that `play` waits to send due at once."""
+        if self._gap is not None and not self._gap.expired():
+            self._gap.reschedule(0)
 
     async def step(self, tokens: tuple[int, ...], due_s: float | None = None) -> None:
         """One step, which is written down whatever becomes of it."""
