@@ -38,6 +38,7 @@ ROOMS = (
     "runners",
     "auth",
     "net",
+    "aio",
     "observability",
     "types",
     "settings",
@@ -66,7 +67,7 @@ TORCH_MODELS = (
 ONLY_IN = {
     "fastapi": ("service/app", "service/api/"),
     "starlette": ("service/app", "service/api/", "service/auth/guard"),
-    "uvicorn": ("service/net/", "service/server", "service/api/http_dispatch"),
+    "uvicorn": ("service/net/", "service/server"),
     "httpx": ("service/cli/client",),
     "redis": ("service/sessions/stores/redis",),
     "rich": ("service/cli/", "training/"),
