@@ -15,6 +15,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from random import getrandbits
 from typing import Protocol
@@ -196,10 +197,11 @@ class Exchange:
 
     def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
         """Runs a request that came whole to its response."""
-        token = None if self.traced is None else CURRENT.set(self.traced)
-        self._task = EagerTask(self._run(respond, sink))
-        if token is not None:
-            CURRENT.reset(token)
+        own: Context | None = None
+        if self.traced is not None:
+            own = copy_context()
+            own.run(CURRENT.set, self.traced)
+        self._task = EagerTask(self._run(respond, sink), own)
 
     def hang_up(self) -> None:
         """The client has gone: what has not entered a batch is taken back."""

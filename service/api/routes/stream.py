@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextvars import copy_context
 from http import HTTPStatus
 
 from fastapi import APIRouter
@@ -90,7 +91,7 @@ async def stream(socket: WebSocket, session: str) -> None:
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
-        await EagerTask(Stream(socket, engine, name, metrics).run())
+        await EagerTask(Stream(socket, engine, name, metrics).run(), copy_context())
 
 
 class Stream:
