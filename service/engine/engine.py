@@ -33,14 +33,13 @@ from wane.service.batching.warm_up import warm_up
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine import compare
-from wane.service.engine.admission import Admission
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import Generation
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
-from wane.service.engine.pending import Pending
+from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Scorer, Scoring
 from wane.service.engine.shadow import Shadow, ShadowProcess

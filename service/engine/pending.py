@@ -1,9 +1,10 @@
-"""An answer on its way."""
+"""An answer on its way; and how many of an engine's are."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from wane.service.aio.deadline import TOO_LATE
@@ -79,3 +80,47 @@ class Pending(EagerTask[T]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class Admission:
+    """Counts one engine's requests; all methods belong to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        """Requests, ever."""
+        self.active = 0
+        """Those that are not over."""
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        """Counts a request, until it leaves. Raises Unavailable when no more are taken."""
+        if self._closed:
+            raise Unavailable("the server is stopping")
+        self.asked += 1
+        self.active += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """One request has ended."""
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Counts a request while it lasts. Raises Unavailable when no more are taken."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def close(self) -> None:
+        """No more are taken."""
+        self._closed = True
+
+    async def idle(self) -> None:
+        """Waits until all are over."""
+        await self._idle.wait()
