@@ -47,8 +47,9 @@ def as_settings(environment: dict[str, str]) -> Settings:
 
 def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_extra() -> None:
     gpu = re.compile(r"""["'](onnxruntime-gpu\[[^"']+)["']""")
-    (told,), (installed,) = (gpu.findall((ROOT / file).read_text()) for file in ("pyproject.toml", "service/Dockerfile"))
-    assert told == installed
+    files = ("pyproject.toml", "service/Dockerfile")
+    (extra,), (installed,) = (gpu.findall((ROOT / file).read_text()) for file in files)
+    assert extra == installed
 
 
 @each_server
