@@ -45,10 +45,11 @@ def as_settings(environment: dict[str, str]) -> Settings:
     return Settings.read({name: str(value) for name, value in environment.items()})
 
 
-def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_readme() -> None:
+def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_extra() -> None:
     gpu = re.compile(r"""["'](onnxruntime-gpu\[[^"']+)["']""")
-    (told,), (installed,) = (gpu.findall((ROOT / file).read_text()) for file in ("README.md", "service/Dockerfile"))
-    assert told == installed
+    files = ("pyproject.toml", "service/Dockerfile")
+    (extra,), (installed,) = (gpu.findall((ROOT / file).read_text()) for file in files)
+    assert extra == installed
 
 
 @each_server

@@ -19,7 +19,7 @@ from tests.stack.harness.load_generator import (
     open_clients,
     stepped,
     stepping,
-    until_true,
+    until_each,
 )
 from tests.stack.harness.session_client import SessionClient
 from tests.stack.harness.states import until
