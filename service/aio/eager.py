@@ -58,6 +58,7 @@ class Waiter(Generic[T]):
         """As `resolve`, with what `await` raises."""
         if not self.done:
             self._error = error
+            del error  # it holds this frame, once it was raised in what is called back
             self._finish()
 
     def cancel(self) -> None:
@@ -164,14 +165,17 @@ class EagerTask(Waiter[T]):
         finally:
             _running.task = before
         self._coroutine = None
-        if error is None:
-            if not self.done:
-                self._result = result
-                self._finish()
-        elif isinstance(error, Exception | asyncio.CancelledError):
-            self.fail(error)
-        else:  # the process is to end
-            raise error
+        try:
+            if error is None:
+                if not self.done:
+                    self._result = result
+                    self._finish()
+            elif isinstance(error, Exception | asyncio.CancelledError):
+                self.fail(error)
+            else:  # the process is to end
+                raise error
+        finally:
+            del error, value, self  # they hold each other through the traceback
 
     def _wait(self, found: Waiter[Any] | asyncio.Future[Any] | None) -> None:
         if isinstance(found, Waiter):

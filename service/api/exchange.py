@@ -198,7 +198,7 @@ class Exchange:
     def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
         """Runs a request that came whole to its response."""
         own: Context | None = None
-        if self.traced is not None:
+        if self.policy.tracing is not None:  # who reads from the connection may be at another request
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)

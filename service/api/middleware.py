@@ -41,7 +41,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = Exchange(self.policy, scope)
-        token = None if exchange.traced is None else CURRENT.set(exchange.traced)
+        token = CURRENT.set(exchange.traced)  # also where it is None: a pipelined request begins where another one ends
         status: int | None = None
         sent_bytes = 0
 
@@ -63,8 +63,7 @@ class RequestMiddleware:
             await exchange.failed(error)(scope, receive, send_out)
         finally:
             exchange.finish(status or HUNG_UP, sent_bytes)
-            if token is not None:
-                CURRENT.reset(token)
+            CURRENT.reset(token)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message, so that

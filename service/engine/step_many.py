@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 
 from wane.service.aio.eager import EagerTask
 from wane.service.engine.pending import Pending
@@ -40,7 +41,7 @@ async def step_many(
             if len(indexes) == 1:
                 pending.append((indexes[0], submit(requests[indexes[0]])))
             else:
-                chains.append(EagerTask(step_in_order(indexes)))
+                chains.append(EagerTask(step_in_order(indexes), copy_context()))
         for index, one in pending:
             try:
                 results[index] = one.result() if one.done else await one

@@ -255,10 +255,14 @@ class ModelRegistry:
             self.check_ready()
         assert self._store is not None, "open without a store: this is a bug"
         kind = self._store.kind(session)
-        if kind is None:
-            record = await self._store.get(session)
-            kind = None if record is None else (record.model, record.vocabulary)
-        if kind is not None and kind[0] not in self._engines and self.is_coming(kind[0]):
+        if kind is not None and (kind[0] in self._engines or not self.is_coming(kind[0])):
+            try:
+                return self._engine_of(session, kind, model)
+            except WaneError:  # a session that was created again elsewhere may be of another model
+                pass
+        record = await self._store.get(session)
+        kind = None if record is None else (record.model, record.vocabulary)
+        if kind is not None and self.is_coming(kind[0]):
             await self.wait_for(kind[0], deadline)
         return self._engine_of(session, kind, model)
 

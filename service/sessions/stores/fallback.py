@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from wane.service.errors import Overloaded, PositionConflict, QuotaExceeded, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
-from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered, branch
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended
+from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended, branch
 from wane.service.types import owner_of
 
 logger = logging.getLogger("wane.store")

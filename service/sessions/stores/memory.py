@@ -37,7 +37,7 @@ from wane.service.sessions.stores.store import (
     Snapshot,
     StoreHealth,
     appended,
-    rewound,
+    branch,
 )
 from wane.service.types import Mode, owner_of
 
@@ -237,7 +237,7 @@ class MemoryStore:
                 f"the {sum(map(len, self._shards))} sessions that there are take {self.used_bytes} bytes, and one more "
                 f"takes up to {whole}: too much for session_budget_bytes, which is {self._budget_bytes}"
             )
-        self._add(record)
+        self._add(record._replace(revision=branch()))
         return True
 
     async def get(self, session: str) -> SessionRecord | None:
@@ -284,7 +284,7 @@ class MemoryStore:
         if packed is None or record is None or record.revision != revision:
             return None
         tail = record.tail.without_last(record.position - position)
-        return self._change(record, packed, now_s, position, tail, rewound(revision))
+        return self._change(record, packed, now_s, position, tail, branch())
 
     async def delete(self, session: str) -> bool:
         """See `Store`."""

@@ -31,7 +31,7 @@ from wane.service.sessions.stores import codec
 from wane.service.sessions.stores.codec import read_snapshot, write_snapshot
 from wane.service.sessions.stores.record_cache import RecordCache
 from wane.service.sessions.stores.redis_pipeline import KIND, Argument, RedisPipeline, Script
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended, branch
 from wane.service.types import SLASH, owner_of
 
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
@@ -40,7 +40,6 @@ COUNTED = 1
 """What the script of a claim says where the session is counted; else it gives those whose time has come."""
 DOUBT_BITS = 40
 """Of a random score, which is no time but one long past, in milliseconds since 1970."""
-BRANCH_BITS = 32
 DONE = (1, 2)
 """What the script of an append says where it appended: at the next revision, or at the other."""
 NOBODY = b""
@@ -291,8 +290,3 @@ class RedisStore:
             self._remembered.forget(session)
         else:
             self._remembered.put(record)
-
-
-def branch() -> int:
-    """A revision that no session was ever at, with room for its successors."""
-    return secrets.randbits(BRANCH_BITS) << BRANCH_BITS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -32,10 +33,10 @@ def appended(revision: int) -> int:
     return revision + 1
 
 
-def rewound(revision: int) -> int:
-    """The revision after a rewind, with which the session begins a new branch. Under 2^53, as far as scripts of stores
-    count exactly, for two million rewinds of four billion appends each."""
-    return (revision >> _BRANCH_BITS) + 1 << _BRANCH_BITS
+def branch() -> int:
+    """A revision that no session was ever at, with room for its successors: that of a session that was created or
+    rewound."""
+    return secrets.randbits(_BRANCH_BITS) << _BRANCH_BITS
 
 
 def follows(revision: int, earlier: int) -> bool:
@@ -72,10 +73,11 @@ class Snapshot(NamedTuple):
 class SessionRecord(NamedTuple):
     """A session as it is kept.
 
-    `revision` grows with every change, as `appended` and `rewound` say. It is what comparisons are made on: unlike a
-    position it never comes back, so a session that was rewound and stepped again elsewhere cannot be taken for its old
-    self. `idle_s` is the time since it was last touched, as of reading. `model_version` is the one that it was started
-    under, for information; `vocabulary` tells whose token ids its tail holds, and no version of another may run them.
+    `revision` is another after every change, as `appended` and `branch` say. It is what comparisons are made on: unlike
+    a position it never comes back, so a session that was rewound and stepped again elsewhere, or deleted and created
+    again, cannot be taken for its old self. `idle_s` is the time since it was last touched, as of reading.
+    `model_version` is the one that it was started under, for information; `vocabulary` tells whose token ids its tail
+    holds, and no version of another may run them.
     `durable`: of a store that others share, whether it has the session so; no other promises anything. `snapshot`: the
     latest state that was kept along with the tail, if there is one and it was asked for.
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 
+from tests.service.engine_harness import EngineHarness
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import step_many
@@ -60,3 +62,17 @@ async def test_behind_a_failure_only_its_own_session_s_steps_are_not_taken() -> 
 async def test_a_step_behind_a_failure_is_told_of_its_session_by_the_id_that_its_owner_knows() -> None:
     outcomes = await step_many(Stepper().submit, requests(("alice/a", 0), ("alice/a", 1)))
     assert "session 'a' " in str(outcomes[1])
+
+
+async def test_every_step_of_a_call_is_submitted_in_the_context_of_the_call(harness: EngineHarness) -> None:
+    caller: ContextVar[str] = ContextVar("caller", default="nobody")
+    seen: list[str] = []
+
+    def submit(request: StepRequest) -> Pending[Answer]:
+        seen.append(caller.get())
+        return harness.engine.submit(request)
+
+    await harness.engine.create_session("s")
+    caller.set("the call")
+    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second goes on where the first one's batch is over
+    assert seen == ["the call", "the call"]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import cast
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from opentelemetry.trace import SpanKind, StatusCode
 from websockets.asyncio.client import connect
 
 from tests.service.conftest import SocketServer, never
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.spans import Spans, attributes, id_of, parent_of, trace_of
-from wane.service.app import create_app
+from wane.service.app import Application, create_app
+from wane.service.engine.pending import Pending
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
+from wane.service.types import Answer, PredictRequest, StepRequest
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -35,10 +37,17 @@ def spans() -> Spans:
 
 
 @pytest.fixture
-def app(spans: Spans) -> FastAPI:
+def app(spans: Spans) -> Application:
     """In place of the one that is not traced."""
     registry = cast(ModelRegistry, FakeRegistry())
     return create_app(Settings(), registry, Metrics(), on_load_failure=never, tracing=spans.tracing)
+
+
+class Nowhere:
+    """Takes a response, and sends it nowhere."""
+
+    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        assert status == 200
 
 
 async def step(client: httpx.AsyncClient, headers: dict[str, str], session: str = "s") -> httpx.Response:
@@ -72,6 +81,31 @@ async def test_a_request_whose_client_does_not_sample_it_leaves_no_span(
 ) -> None:
     assert (await step(client, NOT_SAMPLED)).status_code == 200
     assert spans.all == []
+
+
+@pytest.mark.parametrize("is_dispatched", [False, True], ids=["ASGI", "dispatched"])
+async def test_a_request_that_is_not_sampled_is_no_part_of_the_one_in_whose_context_it_begins(
+    app: Application, client: httpx.AsyncClient, engine: FakeEngine, spans: Spans, is_dispatched: bool
+) -> None:
+    seen: list[object] = []
+    submit = engine.submit
+
+    def note(request: PredictRequest | StepRequest) -> Pending[Answer]:
+        seen.append(CURRENT.get())
+        return submit(request)
+
+    engine.submit = note  # type: ignore[method-assign]
+    other = spans.tracing.begin(None, [], 0.0)
+    assert other is not None
+    CURRENT.set(other)
+    if is_dispatched:
+        headers = [(name.encode(), value.encode()) for name, value in NOT_SAMPLED.items()]
+        scope = {"type": "http", "method": "POST", "path": "/v1/sessions/s/tokens", "headers": headers}
+        assert app.dispatcher.matches(scope)
+        app.dispatcher.dispatch(scope, b'{"tokens": [1]}', Nowhere())
+    else:
+        await step(client, NOT_SAMPLED)
+    assert seen == [None]
 
 
 async def test_a_request_without_a_parent_begins_a_trace_which_the_log_names(

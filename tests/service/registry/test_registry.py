@@ -14,6 +14,7 @@ import pytest
 from tests.models.bundles import edit_manifest
 from tests.models.rounding import rounding
 from tests.service.engine_harness import TIMEOUT_S
+from tests.service.sessions.stores.redis_server import redis_server
 from tests.service.shipped import FOLDER, PATHS, each_bundle
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
@@ -228,6 +229,27 @@ async def test_a_session_is_found_on_its_model_and_on_no_other(registry: ModelRe
             await engines[0].submit(StepRequest(session, (1,)))
     with pytest.raises(UnknownSession, match="'nobody'"):
         await registry.engine_for("nobody")
+
+
+@pytest.mark.stack
+async def test_a_session_that_was_created_again_elsewhere_is_found_on_its_new_model(
+    tmp_path: Path, believed: None
+) -> None:
+    for path in PATHS[:2]:
+        shutil.copytree(path, tmp_path / "bundles" / path.name)
+    with redis_server(tmp_path / "redis") as redis:
+        store = f"redis://127.0.0.1:{redis.port}/0"
+        here, elsewhere = (make(tmp_path / "bundles", store=store) for _ in range(2))
+        await here.load()
+        await elsewhere.load()
+        old, new = (engine.name for engine in here.list())
+        await here.get(old).create_session("s")
+        await here.unload_model(old)
+        await elsewhere.get(old).delete_session("s")
+        await elsewhere.get(new).create_session("s")
+        assert await here.engine_for("s") is here.get(new)
+        await here.close()
+        await elsewhere.close()
 
 
 async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:

@@ -8,7 +8,7 @@ from tests.service.engine_harness import Clock
 from wane.service.errors import Overloaded
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.memory import EXPIRED_AT_ONCE, MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, digest
+from wane.service.sessions.stores.store import LastStep, SessionRecord, digest, follows
 from wane.service.types import Mode
 
 STEP = LastStep(0, b"hash", None)
@@ -23,20 +23,26 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
     return SessionRecord(session, model, "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
 
 
-async def append(
-    store: MemoryStore, session: str, revision: int, tokens: tuple[int, ...], step: LastStep
-) -> SessionRecord | None:
-    """Appends to a session as it is, said to be at `revision`."""
-    there = await store.get(session) or record(session)
-    return await store.append(there._replace(revision=revision), tokens, step)
+async def append(store: MemoryStore, session: str, tokens: tuple[int, ...], step: LastStep) -> SessionRecord | None:
+    """Appends to a session as it is."""
+    return await store.append(await store.get(session) or record(session), tokens, step)
+
+
+async def rewind(store: MemoryStore, session: str, position: int) -> SessionRecord | None:
+    """Rewinds a session as it is."""
+    there = await store.get(session)
+    assert there is not None
+    return await store.rewind(session, there.revision, position)
 
 
 async def test_an_append_moves_position_revision_and_tail_and_remembers_the_step() -> None:
     store, _ = make_store()
     assert await store.create(record())
-    appended = await append(store, "s", 0, (7, 8), STEP)
+    before = await store.get("s")
+    appended = await append(store, "s", (7, 8), STEP)
+    assert before is not None
     assert appended is not None
-    assert (appended.position, appended.revision, appended.last) == (2, 1, STEP)
+    assert (appended.position, appended.revision, appended.last) == (2, before.revision + 1, STEP)
     assert appended.tail.ids().tolist() == [0, 7, 8]
     assert await store.get("s") == appended
 
@@ -45,30 +51,46 @@ async def test_an_append_at_another_revision_does_nothing() -> None:
     store, _ = make_store()
     await store.create(record())
     before = await store.get("s")
-    assert await append(store, "s", 1, (7,), STEP) is None
-    assert await append(store, "t", 0, (7,), STEP) is None
+    assert before is not None
+    assert await store.append(before._replace(revision=before.revision + 1), (7,), STEP) is None
+    assert await append(store, "t", (7,), STEP) is None
     assert await store.get("s") == before
+
+
+async def test_an_append_to_a_session_that_was_deleted_and_created_again_does_nothing() -> None:
+    store, _ = make_store()
+    await store.create(record())
+    deleted = await store.get("s")
+    assert deleted is not None
+    await store.delete("s")
+    await store.create(record(model="other")._replace(position=2, tail=deleted.tail.append((7, 8), 2, 4)))
+    created = await store.get("s")
+    assert await store.append(deleted, (9,), STEP) is None
+    assert await store.get("s") == created
+    await store.delete("s")
+    assert store.used_bytes == 0
 
 
 async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() -> None:
     store, _ = make_store()
     await store.create(record())
-    for revision in range(6):
-        await append(store, "s", revision, (10 + revision,), STEP)
+    for token in range(10, 16):
+        await append(store, "s", (token,), STEP)
     full = await store.get("s")
     assert full is not None
     assert (full.dropped_tokens, full.earliest) == (2, 3)
-    assert await store.rewind("s", 5, 4) is None
-    rewound = await store.rewind("s", 6, 4)
+    assert await store.rewind("s", full.revision - 1, 4) is None
+    rewound = await store.rewind("s", full.revision, 4)
     assert rewound is not None
     assert rewound.tail.ids().tolist() == [12, 13]
-    assert (rewound.position, rewound.revision, rewound.last, rewound.dropped_tokens) == (4, 1 << 32, None, 2)
+    assert (rewound.position, rewound.last, rewound.dropped_tokens) == (4, None, 2)
+    assert not follows(rewound.revision, full.revision)
 
 
 async def test_a_whole_tail_has_lost_nothing_and_goes_back_to_0() -> None:
     store, _ = make_store()
     await store.create(record())
-    await append(store, "s", 0, (1, 2, 3, 4), STEP)
+    await append(store, "s", (1, 2, 3, 4), STEP)
     whole = await store.get("s")
     assert whole is not None
     assert (whole.dropped_tokens, whole.earliest) == (0, 0)
@@ -92,7 +114,7 @@ async def test_a_session_idle_for_longer_than_the_time_to_live_does_not_exist() 
     assert found.idle_s == 10
     clock.now_s += 0.001
     assert await store.get("s") is None
-    assert await append(store, "s", 0, (7,), STEP) is None
+    assert await append(store, "s", (7,), STEP) is None
     assert await store.count("m") == 0
 
 
@@ -101,8 +123,8 @@ async def test_touching_appending_and_rewinding_start_the_idle_time_again_and_re
     await store.create(record())
     changes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.touch("s"),
-        lambda: append(store, "s", 0, (7,), STEP),
-        lambda: store.rewind("s", 1, 0),
+        lambda: append(store, "s", (7,), STEP),
+        lambda: rewind(store, "s", 0),
     ]
     for change in changes:
         clock.now_s += 8
@@ -134,12 +156,14 @@ async def test_sessions_are_counted_by_model() -> None:
 async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
     store, clock = make_store(session_history_tokens=300)
     wide = SessionRecord("w", "n", "2", Mode.WINDOW, 2, TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300))
-    for whole in (record(), wide, record("x")._replace(position=2**40, revision=2**33, vocabulary="v")):
+    for whole in (record(), wide, record("x")._replace(position=2**40, vocabulary="v")):
         for last in (None, LastStep(0, b"7", None), LastStep(2**40, b"t" * 16, b"k" * 16)):
             kept = whole._replace(last=last)
             assert await store.create(kept)
             clock.now_s += 1.5
-            assert await store.get(kept.session) == kept._replace(idle_s=1.5)
+            found = await store.get(kept.session)
+            assert found is not None
+            assert found == kept._replace(idle_s=1.5, revision=found.revision)
             await store.delete(kept.session)
 
 
@@ -160,13 +184,13 @@ async def test_memory_is_counted_through_every_change_and_all_of_it_comes_back()
     names = [str(index) for index in range(200)]
     for name in names:
         await store.create(record(name))
-        await append(store, name, 0, (7, 8), STEP)
+        await append(store, name, (7, 8), STEP)
     assert store.used_bytes == sum(entry_bytes(name, 6) for name in names)
     for name in names:
-        await append(store, name, 1, (7, 8, 9), STEP)
+        await append(store, name, (7, 8, 9), STEP)
     assert store.used_bytes == sum(entry_bytes(name, 8) for name in names)
     for name in names:
-        await store.rewind(name, 2, 3)
+        await rewind(store, name, 3)
         await store.touch(name)
     assert store.used_bytes == sum(entry_bytes(name, 4) for name in names)
     for name in names[:100]:
@@ -185,9 +209,9 @@ async def test_sessions_that_outgrow_the_budget_cost_the_longest_idle_theirs() -
         clock.now_s += 1
         await store.create(record(name, model))
     await store.touch("a")  # so that b is the longest idle
-    await append(store, "c", 0, (1, 2, 3, 4), STEP)
+    await append(store, "c", (1, 2, 3, 4), STEP)
     assert ended == []
-    await append(store, "a", 0, (1,), STEP)
+    await append(store, "a", (1,), STEP)
     assert ended == ["n"]
     assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
     assert [await store.count(model) for model in "mn"] == [2, 0]
@@ -201,7 +225,7 @@ async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_sam
         await store.create(record(name))
     clock.now_s += 11
     assert not any([await store.get(name) for name in names])
-    assert await append(store, names[-1], 0, (7,), STEP) is None
+    assert await append(store, names[-1], (7,), STEP) is None
     assert not await store.delete(names[0])
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
@@ -210,7 +234,7 @@ async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_ove
     store, clock = make_store()
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
-    await append(store, "s", 0, (7,), STEP)
+    await append(store, "s", (7,), STEP)
     assert [store.kind(session) for session in "stu"] == [("m", "v"), ("n", "w"), None]
     clock.now_s += 11
     assert store.kind("s") is None
@@ -219,10 +243,12 @@ async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_ove
 async def test_the_id_of_a_session_that_is_over_is_free() -> None:
     store, clock = make_store()
     await store.create(record())
-    await append(store, "s", 0, (7,), STEP)
+    await append(store, "s", (7,), STEP)
     clock.now_s += 11
     assert await store.create(record())
-    assert await store.get("s") == record()
+    found = await store.get("s")
+    assert found is not None
+    assert found == record()._replace(revision=found.revision)
     assert await store.count("m") == 1
 
 
