@@ -31,7 +31,7 @@ from wane.service.errors import (
     Unavailable,
     UnknownSession,
 )
-from wane.service.net.websocket_protocol import MOST_EARLY
+from wane.service.net.receive_queue import MOST_EARLY
 from wane.service.observability.metrics import Metrics
 from wane.service.server import WEBSOCKETS, protocols
 from wane.service.settings import Settings
