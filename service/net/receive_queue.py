@@ -77,7 +77,8 @@ class ReceiveQueue:
     async def get(self) -> Message:
         """As a queue's, for one reader."""
         while not self._messages:
-            reader = self._reader = Waiter[None]()
+            reader: Waiter[None] = Waiter()
+            self._reader = reader
             try:
                 await reader
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from wane.service.net.websocket_protocol import FrameBoundary
 
@@ -28,6 +29,6 @@ def test_a_boundary_is_known_however_the_bytes_are_split() -> None:
         near = [min(len(data), max(0, end + rng.randint(-3, 16))) for end in ends]
         cuts = sorted({0, len(data), *near, *(rng.randint(0, len(data)) for _ in range(5))})
         boundary = FrameBoundary()
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             boundary.feed(data[begin:end])
             assert boundary.is_within_frame == (end not in ends)
