@@ -159,7 +159,7 @@ def run(settings: Settings) -> None:
     if untested:
         SERVICE.warning(
             "not tested with %s: serving on uvicorn's own protocol classes, slower and without the limits for slow"
-            " clients; not in force: %s; body_timeout_s in part",
+            " clients; not in force: %s; body_timeout_s in part; see docs/security.md",
             " and ".join(untested),
             ", ".join(NOT_IN_FORCE),
         )
