@@ -9,22 +9,21 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
-from types import FrameType
 from typing import Any
 
 import uvicorn
 from threadpoolctl import threadpool_limits
 
+from wane.service.api.dispatch import Dispatcher
 from wane.service.app import VERSION, create_app
 from wane.service.auth.key_file import KeySource
 from wane.service.net.connection import ConnectionLimits, ReceiveBudget, RejectedConnections
-from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders, RequestDispatcher
-from wane.service.net.websocket_protocol import WebSocketProtocol
+from wane.service.net.releases import NOT_IN_FORCE, untested_releases
+from wane.service.net.server import DrainingServer
 from wane.service.observability import logs
 from wane.service.observability.logs import SERVICE
 from wane.service.observability.metrics import Metrics
@@ -46,80 +45,52 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
 
 
 KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
-# Messages are short: to compress one costs more than to answer it.
-WEBSOCKETS: dict[str, Any] = {"ws": "websockets-sansio", "ws_per_message_deflate": False}
 # The collector looks at what is new this many allocations after the last time, and at what is older every tenth time:
 # next to nothing that a request leaves behind needs it.
 GC_THRESHOLDS = (20_000, 10, 10)
 CLOSE_S = 5  # for connections to take their last bytes once everything is answered
 
 
-class Server(uvicorn.Server):
-    """uvicorn, which drains before it stops listening.
+class Announcer:
+    """Says where the server listens, and, to a person at a terminal, that the default model answers."""
 
-    On the first SIGTERM or SIGINT the server is unready. For `notice_s` it goes on as before, so that the load
-    balancer notices and sends requests elsewhere. Then it refuses new work with 503 and finishes what it has admitted,
-    as long as the settings allow; then it stops listening, and WebSockets are closed with 1012. Another SIGINT stops it
-    without that. On SIGHUP it reads the file of its `keys`, if there is one.
-    """
-
-    def __init__(
-        self, config: uvicorn.Config, registry: ModelRegistry, notice_s: float = 0.0, keys: KeySource | None = None
-    ) -> None:
-        super().__init__(config)
-        self.keys = keys
-        self.registry = registry
-        self.notice_s = notice_s
-        self.draining: asyncio.Task[None] | None = None
+    def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
+        self._registry = registry
+        self._keys = keys
         self._urls: list[str] = []
         self._announced = False
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().serve(sockets)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.keys is not None and self.keys.has_file:
-            self.loop.add_signal_handler(signal.SIGHUP, self.keys.reload)
-        for server in self.servers:
-            for listener in server.sockets:
-                host, port = listener.getsockname()[:2]
-                url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-                self._urls.append(url)
-                SERVICE.info("listening", extra={"fields": {"url": url}})
-                is_open = self.keys is None or self.keys.keyring is None
-                if is_open and not ip_address(host.partition("%")[0]).is_loopback:
-                    SERVICE.warning("no API keys are set: open to everybody who reaches %s", url)
+    def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
+        """The server listens there. From now on it reads the file of keys again, if there is one, on SIGHUP."""
+        if self._keys.has_file:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.reload)
+        for host, port in addresses:
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self._urls.append(url)
+            SERVICE.info("listening", extra={"fields": {"url": url}})
+            if self._keys.keyring is None and not ip_address(host.partition("%")[0]).is_loopback:
+                SERVICE.warning("no API keys are set: open to everybody who reaches %s", url)
         self.announce()
 
     def announce(self) -> None:
-        """Says to a person at a terminal, once, that the default model answers, and where."""
-        if self._urls and not self._announced and self.registry.served and sys.stdout.isatty():
+        """Says it, once."""
+        if self._urls and not self._announced and self._registry.served and sys.stdout.isatty():
             self._announced = True
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.started:
-            super().handle_exit(sig, frame)
-        elif self.draining is None:
-            self.loop.call_soon_threadsafe(self._start_draining)
-        elif sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
 
-    def _start_draining(self) -> None:
-        if self.draining is None:
-            self.draining = self.loop.create_task(self._drain())
+async def drain(registry: ModelRegistry, notice_s: float) -> None:
+    """Ends what the registry serves.
 
-    async def _drain(self) -> None:
-        SERVICE.info("draining")
-        try:
-            if self.registry.ready:
-                self.registry.leave()
-                await asyncio.sleep(self.notice_s)
-            await self.registry.close()
-        finally:
-            self.should_exit = True
+    The server is unready at once. For `notice_s` it goes on as before, so that the load balancer notices and sends
+    requests elsewhere. Then new work is refused with 503, and what was admitted is finished, as long as the settings
+    allow.
+    """
+    SERVICE.info("draining")
+    if registry.ready:
+        registry.leave()
+        await asyncio.sleep(notice_s)
+    await registry.close()
 
 
 def refuse_more_workers(environment: Mapping[str, str]) -> None:
@@ -137,10 +108,26 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def protocols(settings: Settings, metrics: Metrics, dispatcher: RequestDispatcher | None = None) -> dict[str, Any]:
+def protocols(
+    settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
+) -> dict[str, Any]:
     """The part of uvicorn's configuration that names the protocol classes and the proxies that are trusted.
 
-    uvicorn itself would trust every client on this machine. `dispatcher`: the application's."""
+    uvicorn itself would trust every client on this machine. `dispatcher`: the application's. `plain_uvicorn`: whether
+    the classes are uvicorn's own, which are slower and have no limits for slow clients.
+    """
+    proxies = {
+        "proxy_headers": settings.trusted_proxies is not None,
+        "forwarded_allow_ips": settings.trusted_proxies or "",
+    }
+    # Messages of WebSockets are short: to compress one costs more than to answer it.
+    common = {"ws_per_message_deflate": False, "ws_max_size": settings.max_body_bytes, **proxies}
+    if plain_uvicorn:
+        return {"http": "auto", "ws": "auto", **common}
+    # Imported here because another release of uvicorn or websockets may lack what these import of it.
+    from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders
+    from wane.service.net.websocket_protocol import WebSocketProtocol
+
     trusted_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
         "connection_limits": ConnectionLimits.of(settings),
@@ -150,8 +137,7 @@ def protocols(settings: Settings, metrics: Metrics, dispatcher: RequestDispatche
     return {
         "http": partial(HttpProtocol, dispatcher=dispatcher, trusted_headers=trusted_headers, **named),
         "ws": partial(WebSocketProtocol, **named),
-        "proxy_headers": settings.trusted_proxies is not None,
-        "forwarded_allow_ips": settings.trusted_proxies or "",
+        **common,
     }
 
 
@@ -167,8 +153,16 @@ def run(settings: Settings) -> None:
 
     def announce() -> None:
         spare_the_collector()
-        server.announce()
+        announcer.announce()
 
+    untested = untested_releases()
+    if untested:
+        SERVICE.warning(
+            "not tested with %s: serving on uvicorn's own protocol classes, slower and without the limits for slow"
+            " clients; not in force: %s; body_timeout_s in part; see docs/security.md",
+            " and ".join(untested),
+            ", ".join(NOT_IN_FORCE),
+        )
     metrics = Metrics()
     tracing = Tracing.open(os.environ, VERSION)
     registry = ModelRegistry(settings, metrics)
@@ -181,13 +175,13 @@ def run(settings: Settings) -> None:
         on_ready=spare_the_collector,
         tracing=tracing,
     )
+    announcer = Announcer(registry, app.state.keys)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         workers=1,
-        **(WEBSOCKETS | protocols(settings, metrics, app.dispatcher)),
-        ws_max_size=settings.max_body_bytes,
+        **protocols(settings, metrics, app.dispatcher, plain_uvicorn=bool(untested)),
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -195,7 +189,7 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
-    server = Server(config, registry, notice_s=settings.shutdown_delay_ms / 1000, keys=app.state.keys)
+    server = DrainingServer(config, partial(drain, registry, settings.shutdown_delay_ms / 1000), announcer.listening)
     server.run()
     if tracing is not None:
         tracing.close()

@@ -1,7 +1,7 @@
 """Who may import whom: downward only. A floor that is not tested is not there.
 
 service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
-          > auth > net > observability > types > settings > errors
+          > auth > net > aio > observability > types > settings > errors
 service  -> the light part of models (no torch), never training
 training -> models, never service
 research -> benchmarks; nothing but tests imports research
@@ -68,6 +68,8 @@ ONLY_IN = {
     "fastapi": ("service/app", "service/api/"),
     "starlette": ("service/app", "service/api/", "service/auth/guard"),
     "uvicorn": ("service/net/", "service/server"),
+    "websockets": ("service/net/",),
+    "httptools": ("service/net/",),
     "httpx": ("service/cli/client",),
     "redis": ("service/sessions/stores/redis",),
     "rich": ("service/cli/", "training/"),

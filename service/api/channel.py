@@ -14,7 +14,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from wane.service.api.disconnect import until_hangup
-from wane.service.net.websocket_protocol import CHANNEL, ClientDisconnected
+from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
 
 
 class Channel(Protocol):

@@ -14,7 +14,7 @@ from wane.service.aio.interrupt import Interrupt
 from wane.service.aio.timers import Timer, timers
 from wane.service.api.exchange import WHOLE_BODY
 from wane.service.errors import Abandoned
-from wane.service.net.websocket_protocol import DISCONNECT_GRACE_S, MOST_EARLY
+from wane.service.net.receive_queue import DISCONNECT_GRACE_S, MOST_EARLY
 
 
 class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)

@@ -241,6 +241,10 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             self.is_reading = False
             if self.held is not None:
                 self.begin(*self.held)
+            if self.in_flight is not None and len(self.pipeline) <= 1:
+                # uvicorn reads no more while a request waits: that the client hangs up, or goes on with its body, would
+                # not be noticed.
+                self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
         """Parses what came, within the limits."""

@@ -1,13 +1,11 @@
-"""WebSockets with limits on frames, messages and handshakes, and the queue of messages received and not yet handled."""
+"""WebSockets with limits on frames, messages and handshakes."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Coroutine, MutableMapping
+from collections.abc import Coroutine
 from contextlib import suppress
 from http import HTTPStatus
-from types import CodeType, TracebackType
 from typing import Any, cast
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
@@ -15,108 +13,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame, apply_mask  # type: ignore[attr-defined]  # the quick one where there is one
 from websockets.http11 import Request
 from websockets.protocol import State
-from websockets.server import ServerProtocol
-from websockets.streams import StreamReader
 
-from wane.service.aio.eager import Waiter
-from wane.service.aio.interrupt import Interrupt
-from wane.service.aio.timers import Timer, timers
-from wane.service.errors import Abandoned
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
-
-CHANNEL = "wane.channel"
-"""Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""
-
-DISCONNECT_GRACE_S = 0.05
-"""Time that an answer has after its client disconnected, before it is cancelled: most are there sooner."""
-
-MOST_EARLY = 16
-"""Messages that are read while one is being answered: the rest stay in the network, which slows their sender down."""
-
-
-Message = MutableMapping[str, Any]  # ASGI's
-
-
-class ClientDisconnected(Exception):
-    """The client is gone, and takes no answer any more."""
-
-
-class ReceiveQueue:
-    """Takes the place of uvicorn's queue.
-
-        with receive_queue:
-            answer = await engine.submit(...)
-
-    ends the body of the `with` when the client goes away, and raises Abandoned in its place.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._messages: deque[Message] = deque()
-        self._reader: Waiter[None] | None = None
-        self._timer: Timer | None = None
-        self._interrupt: Interrupt | None = None
-        self._has_left = False
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def empty(self) -> bool:
-        """As a queue's."""
-        return not self._messages
-
-    def put_nowait(self, message: Message) -> None:
-        """As a queue's. The reader goes on in the event loop's next turn. No message that matters follows a
-        disconnection."""
-        self._messages.append(message)
-        if self._reader is not None:
-            self._loop.call_soon(self._wake)
-        if message["type"] == "websocket.disconnect":
-            self._has_left = True
-            if self._interrupt is not None:
-                self._interrupt_soon()
-
-    def put_now(self, message: Message) -> None:
-        """As `put_nowait`. The reader goes on before this returns."""
-        self._messages.append(message)
-        self._wake()
-
-    def _wake(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.resolve(None)
-
-    async def get(self) -> Message:
-        """As a queue's, for one reader."""
-        while not self._messages:
-            reader: Waiter[None] = Waiter()
-            self._reader = reader
-            try:
-                await reader
-            finally:
-                if self._reader is reader:
-                    self._reader = None
-        return self._messages.popleft()
-
-    def __enter__(self) -> None:
-        self._interrupt = Interrupt()
-        if self._has_left:
-            self._interrupt_soon()
-
-    def _interrupt_soon(self) -> None:
-        if self._timer is None and self._interrupt is not None:
-            self._timer = timers().at(self._loop.time() + DISCONNECT_GRACE_S, self._interrupt.fire)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        interrupt, self._interrupt = self._interrupt, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if interrupt is not None and interrupt.ended(kind):
-            raise Abandoned("the client hung up before the answer") from error
-
+from wane.service.net.receive_queue import CHANNEL, MOST_EARLY, ClientDisconnected, Message, ReceiveQueue
 
 PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # frames that end no message (fragments, pings), within FRAMES_S seconds
@@ -124,8 +23,49 @@ PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 WHOLE_TEXT = 0x81  # the first byte of a text in one frame
 MASKED = 0x80  # in the second, beside the length of what is short
 SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # of a frame whose length is in that byte, or in the next two
-BETWEEN_FRAMES = StreamReader.at_eof.__code__  # where the library waits for a frame to begin
-WITHIN_FRAME = StreamReader.read_exact.__code__  # and for the rest of one
+LENGTH_BYTES = {126: 2, 127: 8}  # of a length that is not in the second byte, by what is there instead
+MASK_BYTES = 4
+
+
+class FrameBoundary:
+    """Follows where frames begin and end in the bytes that a client sends (RFC 6455, 5.2), and nothing else of them."""
+
+    __slots__ = ("_head", "_missing_bytes")
+
+    def __init__(self) -> None:
+        self._head = b""  # of a frame whose length has not come
+        self._missing_bytes = 0  # of a frame whose length has come
+
+    @property
+    def is_within_frame(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return bool(self._missing_bytes or self._head)
+
+    def feed(self, data: bytes) -> None:
+        """More bytes have come."""
+        data = self._head + data
+        at = self._missing_bytes  # where the next frame begins
+        while at < len(data):
+            size = frame_bytes(data, at)
+            if size is None:
+                self._head, self._missing_bytes = data[at:], 0
+                return
+            at += size
+        self._head, self._missing_bytes = b"", at - len(data)
+
+
+def frame_bytes(data: bytes, at: int) -> int | None:
+    """The length of the frame that begins there, its head included; None where too little of its head has come."""
+    if len(data) < at + 2:
+        return None
+    payload_bytes = data[at + 1] & ~MASKED
+    width = LENGTH_BYTES.get(payload_bytes, 0)
+    begin = at + 2 + width
+    if len(data) < begin:
+        return None
+    if width:
+        payload_bytes = int.from_bytes(data[at + 2 : begin])
+    return 2 + width + MASK_BYTES + payload_bytes
 
 
 class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
@@ -136,7 +76,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.close_timeout = DEAF_S
         self.receive_queue = ReceiveQueue(self.loop)
         self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
-        self.at_rest = False  # nothing came that is not a message, whole
+        self.boundary = FrameBoundary()
+        self.at_rest = False  # all that came was whole messages, and the library has them
         self.rest = b""  # of what came in, which is not taken apart before the messages in front of it are taken
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
@@ -159,8 +100,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         if self.at_rest and (text := short_text(data)) is not None:
             self.take_in(text, is_text=True, at_rest=True)
         elif not self.rest and len(data) <= PIECE_BYTES:
-            super().data_received(data)
-            self.at_rest = is_between_messages(self.conn)
+            self.parse(data)
         else:
             self.rest += data
             if self.has_room():
@@ -169,6 +109,14 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.look()
         if not self.handshake_initiated:
             self.refuse_handshake()
+
+    def parse(self, data: bytes) -> None:
+        """Hands what came to the library."""
+        if self.handshake_initiated:
+            self.boundary.feed(data)
+        super().data_received(data)
+        self.in_message = self.boundary.is_within_frame or bool(self.frames)
+        self.at_rest = not (self.in_message or self.rest)
 
     def look(self) -> None:
         """At what came and is no message yet: whether there is room for it, and that it does not take too long."""
@@ -202,8 +150,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         everybody else waiting."""
         while self.rest and not self.read_paused and not self.discarding:
             piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
-            super().data_received(piece)
-        self.at_rest = not self.rest and is_between_messages(self.conn)
+            self.parse(piece)
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -219,11 +166,6 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.rest = b""
         self.transport.write(answer)
         self.transport.close()
-
-    def handle_events(self) -> None:
-        begun = not self.conn.events or bool(self.conn.reader.buffer)
-        super().handle_events()
-        self.in_message = begun or bool(self.frames) or waits(self.conn) is WITHIN_FRAME
 
     def handle_parser_exception(self) -> None:
         """What came is no frame, or a frame too long."""
@@ -384,17 +326,3 @@ def short_text(data: bytes) -> bytes | None:
         return None
     text: bytes = apply_mask(data[6:], data[2:6])
     return text
-
-
-def is_between_messages(conn: ServerProtocol) -> bool:
-    """Whether the library waits for a frame that begins a message, and has nothing of it."""
-    return conn.current_size is None and waits(conn) is BETWEEN_FRAMES
-
-
-def waits(conn: ServerProtocol) -> CodeType | None:
-    """Where the library waits for more to come: the innermost of its generators. A library that is made otherwise is
-    neither here nor there: then no message passes it by, and none is taken for begun."""
-    inner = getattr(conn.parser, "gi_yieldfrom", None)
-    while (deeper := getattr(inner, "gi_yieldfrom", None)) is not None:
-        inner = deeper
-    return getattr(inner, "gi_code", None)

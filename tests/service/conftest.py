@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
-from wane.service.app import create_app
+from wane.service.app import Application, create_app
 from wane.service.net.http_protocol import HttpProtocol
+from wane.service.net.server import DrainingServer
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import WEBSOCKETS, Server
+from wane.service.server import drain, protocols
 from wane.service.settings import Settings
 
 LIMIT = 64 * 1024
@@ -31,7 +30,7 @@ def never(error: Exception) -> None:
 
 
 @pytest.fixture
-def registry(app: FastAPI) -> FakeRegistry:
+def registry(app: Application) -> FakeRegistry:
     """The application's own, new for every test."""
     app.state.registry = registry = FakeRegistry()
     return registry
@@ -43,13 +42,13 @@ def engine(registry: FakeRegistry) -> FakeEngine:
 
 
 @pytest.fixture(scope="session")
-def app() -> FastAPI:
+def app() -> Application:
     settings = Settings(max_body_bytes=LIMIT)
     return create_app(settings, cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never)
 
 
 @pytest.fixture
-async def client(app: FastAPI, registry: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
+async def client(app: Application, registry: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application in this process; what escapes the application fails the test."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
@@ -65,15 +64,20 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-class SocketServer(Server):
+class SocketServer(DrainingServer):
     """The server over the fake engine, in the test's own event loop."""
 
-    def __init__(self, app: FastAPI, registry: FakeRegistry) -> None:
-        config = uvicorn.Config(app, port=0, **WEBSOCKETS, ws_max_size=LIMIT, log_config=None)
-        super().__init__(config, cast(ModelRegistry, registry))
+    def __init__(self, app: Application, registry: FakeRegistry, *, plain_uvicorn: bool = False) -> None:
+        """`plain_uvicorn`: on uvicorn's own protocol classes."""
+        named = protocols(app.settings, app.state.metrics, app.dispatcher, plain_uvicorn=plain_uvicorn)
+        if not plain_uvicorn:
+            named["http"] = self.counting(named["http"])
+        super().__init__(uvicorn.Config(app, port=0, **named, log_config=None), self.drain_registry, self.listens)
         self.app = app
+        self.registry = registry
+        self.notice_s = 0.0
         self.listening = asyncio.Event()
-        self.read_bytes = 0  # over all connections, where `counting` has made the protocol
+        self.read_bytes = 0  # over all connections; not where uvicorn's own classes are used
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
         """The same protocol, which adds what it reads to `read_bytes`."""
@@ -95,21 +99,25 @@ class SocketServer(Server):
             while self.read_bytes < enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
+    async def drain_registry(self) -> None:
+        await drain(cast(ModelRegistry, self.registry), self.notice_s)
+
     async def draining_is_over(self) -> None:
         assert self.draining is not None
         await self.draining
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.address: tuple[str, int] = self.servers[0].sockets[0].getsockname()[:2]
+    def listens(self, addresses: Sequence[tuple[str, int]]) -> None:
+        (self.address,) = addresses
         self.url = "http://{}:{}".format(*self.address)
         self.listening.set()
 
 
-@pytest.fixture
-async def server(app: FastAPI, registry: FakeRegistry) -> AsyncIterator[SocketServer]:
-    """Real uvicorn on a real socket, with the fake engine behind it."""
-    server = SocketServer(app, registry)
+@pytest.fixture(params=[False, True], ids=["wane", "uvicorn"])
+async def server(
+    request: pytest.FixtureRequest, app: Application, registry: FakeRegistry
+) -> AsyncIterator[SocketServer]:
+    """Real uvicorn on a real socket, with the fake engine behind it; on both kinds of protocol classes."""
+    server = SocketServer(app, registry, plain_uvicorn=request.param)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
     yield server

@@ -21,6 +21,19 @@ TIMEOUT_S = 300
 BUNDLES = "WANE_BUNDLES"  # may be given from outside, to run these tests on other bundles than the shipped ones
 
 
+UNTESTED = """
+import sys
+from importlib import metadata
+
+version = metadata.version
+metadata.version = lambda name: "0.0.1" if name == "uvicorn" else version(name)
+from wane.cli import main
+
+sys.exit(main())
+"""
+"""`wane` where uvicorn is installed in a release that was not tested."""
+
+
 def environment(**settings: str) -> dict[str, str]:
     """This process's environment, with the settings of a test and no others but where the bundles are."""
     inherited = {name: value for name, value in os.environ.items() if name == BUNDLES or not name.startswith("WANE_")}
@@ -73,9 +86,13 @@ class LiveServer:
 
 
 @contextmanager
-def starting_server(*arguments: str, stdout: Any = None, **settings: str) -> Iterator[LiveServer]:
-    """A server on a free port that has only been started, and is ended with the block."""
-    command = [sys.executable, "-m", "wane", "serve", "--port", "0", *arguments]
+def starting_server(
+    *arguments: str, stdout: Any = None, plain_uvicorn: bool = False, **settings: str
+) -> Iterator[LiveServer]:
+    """A server on a free port that has only been started, and is ended with the block. `plain_uvicorn`: it takes the
+    installed uvicorn for an untested release."""
+    program = ["-c", UNTESTED] if plain_uvicorn else ["-m", "wane"]
+    command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(**settings), stdout=stdout, stderr=subprocess.PIPE, text=True
     )
@@ -87,9 +104,9 @@ def starting_server(*arguments: str, stdout: Any = None, **settings: str) -> Ite
 
 
 @contextmanager
-def live_server(*arguments: str, **settings: str) -> Iterator[LiveServer]:
-    """A server on a free port, ready for requests, and ended with the block."""
-    with starting_server(*arguments, **settings) as server:
+def live_server(*arguments: str, plain_uvicorn: bool = False, **settings: str) -> Iterator[LiveServer]:
+    """As `starting_server`, ready for requests."""
+    with starting_server(*arguments, plain_uvicorn=plain_uvicorn, **settings) as server:
         server.wait_until_ready()
         yield server
 

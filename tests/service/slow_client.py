@@ -6,19 +6,16 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import cast
 from unittest.mock import patch
 
-import uvicorn
-from fastapi import FastAPI
-
 from tests.service.conftest import SocketServer, never
 from tests.service.fake_engine import FakeRegistry
-from wane.service.app import create_app
+from wane.service.app import Application, create_app
 from wane.service.net.connection import ReceiveBudget
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import WEBSOCKETS, protocols
 from wane.service.settings import Settings
 
 SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
@@ -47,13 +44,12 @@ WAIT_S = 120.0
 class SlowClient(SocketServer):
     """The server over a fake engine, with settings of the test's own."""
 
-    def __init__(self, app: FastAPI, registry: FakeRegistry, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: Application, registry: FakeRegistry) -> None:
         super().__init__(app, registry)
-        self.metrics = metrics
-        named = WEBSOCKETS | protocols(settings, metrics)
-        self.receive_budget: ReceiveBudget = named["http"].keywords["receive_budget"]
-        named["http"] = self.counting(named["http"])
-        self.config = uvicorn.Config(app, port=0, **named, ws_max_size=settings.max_body_bytes, log_config=None)
+        self.metrics: Metrics = app.state.metrics
+        http = self.config.http
+        assert isinstance(http, partial)
+        self.receive_budget: ReceiveBudget = http.keywords["receive_budget"]
 
 
 @asynccontextmanager
@@ -63,7 +59,7 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
     registry, metrics = FakeRegistry(), Metrics()
     app = create_app(settings, cast(ModelRegistry, registry), metrics, on_load_failure=never)
-    server = SlowClient(app, registry, settings, metrics)
+    server = SlowClient(app, registry)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
     server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full

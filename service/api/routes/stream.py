@@ -53,7 +53,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.net.websocket_protocol import ClientDisconnected
+from wane.service.net.receive_queue import ClientDisconnected
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Traced, Tracing
 from wane.service.types import Answer, PredictRequest

@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
@@ -31,9 +29,7 @@ from wane.service.errors import (
     Unavailable,
     UnknownSession,
 )
-from wane.service.net.websocket_protocol import MOST_EARLY
-from wane.service.observability.metrics import Metrics
-from wane.service.server import WEBSOCKETS, protocols
+from wane.service.net.receive_queue import MOST_EARLY
 from wane.service.settings import Settings
 from wane.service.types import Mode, PredictRequest, StepRequest
 
@@ -42,20 +38,6 @@ PATH = "/v1/sessions/s/stream"
 
 def url_of(server: SocketServer | LiveServer, path: str = PATH) -> str:
     return server.url.replace("http://", "ws://") + path
-
-
-@pytest.fixture(params=["framework", "line"])
-async def server(request: pytest.FixtureRequest, app: FastAPI, registry: FakeRegistry) -> AsyncIterator[SocketServer]:
-    """By way of the framework, as on another server, and with a line of our own."""
-    server = SocketServer(app, registry)
-    if request.param == "line":
-        options = WEBSOCKETS | protocols(Settings(max_body_bytes=LIMIT), Metrics())
-        server.config = uvicorn.Config(app, port=0, **options, ws_max_size=LIMIT, log_config=None)
-    serving = asyncio.create_task(server.serve())
-    await server.listening.wait()
-    yield server
-    server.should_exit = True
-    await serving
 
 
 @asynccontextmanager

@@ -1,0 +1,106 @@
+"""The messages of a WebSocket that were received and are not handled yet. Knows no server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import MutableMapping
+from types import TracebackType
+from typing import Any
+
+from wane.service.aio.eager import Waiter
+from wane.service.aio.interrupt import Interrupt
+from wane.service.aio.timers import Timer, timers
+from wane.service.errors import Abandoned
+
+CHANNEL = "wane.channel"
+"""Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""
+
+DISCONNECT_GRACE_S = 0.05
+"""Time that an answer has after its client disconnected, before it is cancelled: most are there sooner."""
+
+MOST_EARLY = 16
+"""Messages that are read while one is being answered: the rest stay in the network, which slows their sender down."""
+
+Message = MutableMapping[str, Any]  # ASGI's
+
+
+class ClientDisconnected(Exception):
+    """The client is gone, and takes no answer any more."""
+
+
+class ReceiveQueue:
+    """Takes the place of uvicorn's queue.
+
+        with receive_queue:
+            answer = await engine.submit(...)
+
+    ends the body of the `with` when the client goes away, and raises Abandoned in its place.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._messages: deque[Message] = deque()
+        self._reader: Waiter[None] | None = None
+        self._timer: Timer | None = None
+        self._interrupt: Interrupt | None = None
+        self._has_left = False
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def empty(self) -> bool:
+        """As a queue's."""
+        return not self._messages
+
+    def put_nowait(self, message: Message) -> None:
+        """As a queue's. The reader goes on in the event loop's next turn. No message that matters follows a
+        disconnection."""
+        self._messages.append(message)
+        if self._reader is not None:
+            self._loop.call_soon(self._wake)
+        if message["type"] == "websocket.disconnect":
+            self._has_left = True
+            if self._interrupt is not None:
+                self._interrupt_soon()
+
+    def put_now(self, message: Message) -> None:
+        """As `put_nowait`. The reader goes on before this returns."""
+        self._messages.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.resolve(None)
+
+    async def get(self) -> Message:
+        """As a queue's, for one reader."""
+        while not self._messages:
+            reader: Waiter[None] = Waiter()
+            self._reader = reader
+            try:
+                await reader
+            finally:
+                if self._reader is reader:
+                    self._reader = None
+        return self._messages.popleft()
+
+    def __enter__(self) -> None:
+        self._interrupt = Interrupt()
+        if self._has_left:
+            self._interrupt_soon()
+
+    def _interrupt_soon(self) -> None:
+        if self._timer is None and self._interrupt is not None:
+            self._timer = timers().at(self._loop.time() + DISCONNECT_GRACE_S, self._interrupt.fire)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupt, self._interrupt = self._interrupt, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if interrupt is not None and interrupt.ended(kind):
+            raise Abandoned("the client hung up before the answer") from error

@@ -1,0 +1,58 @@
+"""uvicorn's server, which drains before it stops listening. Knows no application."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from types import FrameType
+
+import uvicorn
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server.
+
+    On the first SIGTERM or SIGINT it calls `drain`, and serves until that returns. Then it stops listening, and
+    WebSockets are closed with 1012. Another SIGINT stops it without that.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Callable[[], Awaitable[None]],
+        on_listening: Callable[[Sequence[tuple[str, int]]], None],
+    ) -> None:
+        """`on_listening` is called once, in the event loop, with the host and the port of each listener."""
+        super().__init__(config)
+        self.draining: asyncio.Task[None] | None = None
+        self._drain = drain
+        self._on_listening = on_listening
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        listeners = [listener for server in self.servers for listener in server.sockets]
+        self._on_listening([listener.getsockname()[:2] for listener in listeners])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.started:
+            super().handle_exit(sig, frame)
+        elif self.draining is None:
+            self.loop.call_soon_threadsafe(self._start_draining)
+        elif sig == signal.SIGINT:
+            self.should_exit = self.force_exit = True
+
+    def _start_draining(self) -> None:
+        if self.draining is None:
+            self.draining = self.loop.create_task(self._stop_drained())
+
+    async def _stop_drained(self) -> None:
+        try:
+            await self._drain()
+        finally:
+            self.should_exit = True

@@ -1,0 +1,268 @@
+"""What a client may send on one connection: requests and WebSockets, mutated, and sent whole, split or cut off."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+HOT = (
+    "/v1/predict",
+    "/v1/sessions/a/tokens",
+    "/v1/sessions/tokens",
+    "/v1/sessions/unknown/tokens",
+    "/v1/sessions/%61/tokens",
+)
+"""Paths that the dispatcher takes."""
+
+OTHERS = (
+    "/v1/score",
+    "/v1/generate",
+    "/v1/sessions",
+    "/v1/sessions/a",
+    "/v1/sessions/a/rewind",
+    "/v1/models",
+    "/healthz",
+    "/readyz",
+    "/nowhere",
+    "/v1/predict/",
+    "/v1/predict?x=1",
+    "/v1/sessions/../tokens",
+    "*",
+)
+METHODS = ("GET", "GET", "DELETE", "HEAD", "OPTIONS", "PUT", "CONNECT")
+HEADERS = (
+    b"connection: close",
+    b"connection: keep-alive",
+    b"Connection: Keep-Alive, Upgrade",
+    b"expect: 100-continue",
+    b"x-request-id: mine",
+    b"x-request-id:  mine ",
+    b"x-request-id: \xe9",
+    b"x-request-timeout-ms: 5000",
+    b"x-request-timeout-ms: 0",
+    b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    b"idempotency-key: k",
+    b"idempotency-key:   k  ",
+    b"x-wane-position: 0",
+    b"x-wane-position: x",
+    b"content-type: text/plain",
+    b"content-type: application/json",
+    b"accept: text/event-stream",
+    b"x-long: " + b"y" * 300,
+    b"x-too-long: " + b"y" * 3000,
+    b"host: twice",
+    b"x-empty:",
+    b"upgrade: h2c",
+    b"connection: upgrade\r\nupgrade: h2c",
+)
+NO_STEPS = (b"", b"{", b"[]", b"null", b'{"tokens": [1]} x', b"\xff\xfe", b"{" * 40, b" " * 3000)
+TOKENS = (0, 255, 256, -1, 10**12, "1", None)
+FIELDS: dict[str, tuple[object, ...]] = {
+    "top_k": (0, 1, 5, "x"),
+    "mode": ("auto", "both", "nonsense"),
+    "expected_position": (0, 3),
+    "idempotency_key": ("k", ""),
+    "nonsense": (1,),
+}
+HANDSHAKE = (
+    b"GET /v1/sessions/%s/stream HTTP/1.1\r\nhost: wane\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+TEXT, BYTES, FIRST, LAST, CLOSE, PING, PONG = 0x81, 0x82, 0x01, 0x80, 0x88, 0x89, 0x8A
+
+Leaves = Literal["waits", "half-closes", "resets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a client does on one connection.
+
+    It sends the parts of a stage one behind another, `turns` of the event loop apart, and waits for the answers before
+    the next stage. `wait_turns`: what the engine takes for an answer. `handshake`: where in the first stage a
+    WebSocket's handshake begins. `leaves`: what the client does in the end.
+    """
+
+    stages: tuple[tuple[bytes, ...], ...]
+    turns: int
+    wait_turns: int
+    handshake: int | None = None
+    leaves: Leaves = "waits"
+
+    @property
+    def sent(self) -> list[bytes]:
+        """The stages, each whole."""
+        return [b"".join(stage) for stage in self.stages]
+
+    @property
+    def data(self) -> bytes:
+        """The first stage."""
+        return self.sent[0]
+
+    def with_data(self, *first: bytes) -> Case:
+        """The same, with other stages in place of the first."""
+        return replace(self, stages=(*((data,) for data in first), *self.stages[1:]))
+
+    def without_upgrade(self) -> Case:
+        """The same, asking for no other protocol than WebSocket, and to connect to nothing."""
+        data = re.sub(rb"(?i)\n *upgrade:(?! *websocket)[^\n]*(?=\n)", b"", self.data)
+        return self.with_data(data.replace(b"CONNECT ", b"TRACE "))
+
+    def without_space(self) -> Case:
+        """The same, without white space behind the values of headers."""
+        return self.with_data(re.sub(rb"(?m)^([\w-]+:[^\r\n]*?)[ \t]+(?=\r?$)", rb"\1", self.data))
+
+    def in_turn(self) -> Case:
+        """The same, by a client that waits for the answers before it sends the handshake."""
+        if not self.handshake:
+            return self
+        return self.with_data(self.data[: self.handshake], self.data[self.handshake :])
+
+
+def make_case(seed: int, number: int) -> Case:
+    """The case of that number; the same for the same seed."""
+    rng = random.Random(f"{seed}/{number}")
+    turns, wait_turns = rng.choice((0, 3, 10)), rng.choice((0, 0, 1, 5))
+    if rng.random() < 0.2:
+        before = make_request(rng) if rng.random() < 0.2 else b""
+        handshake = HANDSHAKE % rng.choice((b"a", b"a", b"unknown", b".."))
+        if rng.random() < 0.15:
+            handshake = mutate(rng, handshake)
+        frames = make_frames(rng)
+        if rng.random() < 0.3:
+            frames = mutate(rng, frames)
+        stages = (split(rng, before + handshake), split(rng, frames))
+        return Case(stages, turns, wait_turns, len(before))
+    data = b"".join(make_request(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))))
+    if rng.random() < 0.6:
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            data = mutate(rng, data)
+    if rng.random() < 0.2:
+        data = data[: rng.randint(1, len(data))]
+    leaves: tuple[Leaves, ...] = ("waits", "waits", "half-closes", "resets")
+    return Case((split(rng, data),), turns, wait_turns, leaves=rng.choice(leaves))
+
+
+def split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
+    """The data whole, in some parts, or byte by byte."""
+    if len(data) < 2 or rng.random() < 0.4:
+        return (data,)
+    if len(data) < 200 and rng.random() < 0.1:
+        return tuple(data[at : at + 1] for at in range(len(data)))
+    cuts = {rng.randrange(len(data)) for _ in range(rng.randint(1, 6))}
+    return tuple(data[begin:end] for begin, end in pairwise(sorted({0, len(data), *cuts})))
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    """The data with one thing wrong."""
+    if not data:
+        return data
+    at = rng.randrange(len(data))
+    end = min(len(data), at + rng.choice((1, 1, 2, 8)))
+    some = rng.choice((b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b"\xff", b"x", b"0"))
+    version = rng.choice((b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.2", b"http/1.1", b"HTTP/1"))
+    more = rng.choice((-2, -1, 1, 3))
+    match rng.randrange(8):
+        case 0:
+            return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+        case 1:
+            return data[:at] + some + data[at:]
+        case 2:
+            return data[:at] + data[end:]
+        case 3:
+            return data[:at] + data[at:end] * 2 + data[end:]
+        case 4:
+            return data.replace(b"\r\n", b"\n", rng.choice((1, -1)))
+        case 5:
+            return re.sub(rb"(?<=content-length: )\d+", lambda found: b"%d" % (int(found[0]) + more), data, count=1)
+        case 6:
+            return re.sub(rb"HTTP/1\.1", version, data, count=1)
+        case _:
+            return rng.choice((b"\r\n", b"\n", b"\r\n\r\n", b" ")) + data
+
+
+def make_request(rng: random.Random) -> bytes:
+    """A request for one of the routes, or for none."""
+    path = rng.choice(HOT if rng.random() < 0.7 else OTHERS)
+    method = "POST" if rng.random() < (0.95 if path in HOT else 0.6) else rng.choice(METHODS)
+    body = make_body(rng, path) if method not in ("GET", "HEAD") or rng.random() < 0.05 else b""
+    lines = rng.sample(HEADERS, rng.choice((0, 0, 0, 1, 1, 2, 3)))
+    framing = rng.random()
+    if framing < 0.72:
+        lines.append(b"content-length: %d" % len(body))
+    elif framing < 0.92:
+        lines.append(b"transfer-encoding: chunked")
+        body = in_chunks(rng, body)
+    elif framing < 0.96:
+        lines.append(b"content-length: %d" % max(0, len(body) + rng.choice((-3, -1, 1, 7, 5000))))
+    rng.shuffle(lines)
+    version = "1.0" if rng.random() < 0.07 else "1.1"
+    first = f"{method} {path} HTTP/{version}\r\nhost: wane".encode()
+    return b"\r\n".join((first, *lines)) + b"\r\n\r\n" + body
+
+
+def make_body(rng: random.Random, path: str) -> bytes:
+    """A body for the route at a path; now and then one that no route takes."""
+    if rng.random() < 0.08:
+        return rng.choice(NO_STEPS)
+    documents: dict[str, dict[str, object]] = {
+        "/v1/sessions/tokens": {
+            "steps": [{"session": rng.choice(("a", "b", "unknown")), **make_step(rng)} for _ in range(rng.randrange(4))]
+        },
+        "/v1/sessions/a/rewind": {"position": rng.choice((0, 1, -1))},
+        "/v1/generate": {"tokens": [1], "max_tokens": rng.randrange(4), "stream": rng.random() < 0.6},
+        "/v1/sessions": {"session": rng.choice(("a", "new", "", "a/b"))},
+        "/v1/score": {"tokens": [1, 2, 3]},
+    }
+    return json.dumps(documents.get(path, make_step(rng)), separators=rng.choice([(",", ":"), (", ", ": ")])).encode()
+
+
+def make_step(rng: random.Random) -> dict[str, object]:
+    """A step, whose fields are right for the most part."""
+    step: dict[str, object] = {"input": "a\u00e9b"}
+    if rng.random() < 0.7:
+        count = rng.choice((0, 1, 1, 1, 2, 5))
+        step = {"tokens": [rng.choice(TOKENS) if rng.random() < 0.1 else rng.randrange(256) for _ in range(count)]}
+    return step | {name: rng.choice(values) for name, values in FIELDS.items() if rng.random() < 0.1}
+
+
+def in_chunks(rng: random.Random, body: bytes) -> bytes:
+    """The body in chunks, with an extension or a trailer now and then."""
+    parts = []
+    while body:
+        size = rng.randint(1, len(body))
+        extension = b";x=y" if rng.random() < 0.1 else b""
+        parts.append(b"%x%s\r\n%s\r\n" % (size, extension, body[:size]))
+        body = body[size:]
+    trailer = b"x-trailer: y\r\n" if rng.random() < 0.1 else b""
+    return b"".join(parts) + b"0\r\n" + trailer + b"\r\n"
+
+
+def make_frames(rng: random.Random) -> bytes:
+    """Frames of a client: steps, whole or in fragments, pings and pongs, and perhaps a close."""
+    frames = []
+    for _ in range(rng.randrange(5)):
+        text = make_body(rng, "/v1/sessions/a/tokens")
+        at = rng.randint(0, len(text))
+        ping = [(PING, b"p")] if rng.random() < 0.3 else []
+        frames += rng.choices(
+            (
+                [(TEXT, text)],
+                [(FIRST, text[:at]), *ping, (LAST, text[at:])],
+                [(PING, rng.randbytes(rng.randrange(10)))],
+                [(PONG, b"")],
+                [(BYTES, text)],
+                [(CLOSE, (1000).to_bytes(2))],
+            ),
+            (60, 15, 10, 5, 5, 5),
+        )[0]
+    return b"".join(frame(rng.randbytes(4), first, payload) for first, payload in frames)
+
+
+def frame(mask: bytes, first: int, payload: bytes) -> bytes:
+    """A masked frame with this first byte."""
+    size = bytes([0x80 | len(payload)]) if len(payload) < 126 else b"\xfe" + len(payload).to_bytes(2)
+    return bytes([first]) + size + mask + bytes(byte ^ mask[at % 4] for at, byte in enumerate(payload))

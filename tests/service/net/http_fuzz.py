@@ -1,0 +1,415 @@
+"""Sends the same bytes to two servers that differ only in their protocol classes: Wane's and uvicorn's own.
+
+    python -m tests.service.net.http_fuzz --cases 20000
+
+Compares the responses, whether the connection is kept, and what the engine was asked. The differences that are meant
+are `RULES` and `CORRECTIONS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import re
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from tests.service.conftest import never
+from tests.service.fake_engine import FakeRegistry
+from tests.service.net.http_cases import Case, make_case
+from wane.service.app import create_app
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import ModelRegistry
+from wane.service.server import protocols
+from wane.service.settings import Settings
+
+LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 2048}
+QUIET_TURNS = 40  # of the event loop without a byte, after which nothing more is expected
+SURE_S = 0.3  # as long without a byte, where a difference has to be sure
+CLOSED_S = 10.0  # within which everything of a connection is over once its client has gone
+
+
+# The servers.
+
+
+class EngineDelay:
+    """Takes the place of the fake engine's event: over after some turns of the event loop."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+
+    async def wait(self) -> None:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a client received, whether its connection was closed, and what the engine was asked."""
+
+    received: bytes
+    closed: bool
+    asked: tuple[str, ...]
+
+
+class Endpoint:
+    """A server over a fake engine, which is given its connections."""
+
+    def __init__(self, *, plain_uvicorn: bool) -> None:
+        settings, metrics = Settings.model_validate(LIMITS), Metrics()
+        self.registry = FakeRegistry()
+        app = create_app(settings, cast(ModelRegistry, self.registry), metrics, on_load_failure=never)
+        named = protocols(settings, metrics, app.dispatcher, plain_uvicorn=plain_uvicorn)
+        self.config = uvicorn.Config(app, log_config=None, lifespan="off", server_header=False, **named)
+        self.config.load()
+        self.state = ServerState()
+
+    def protocol(self) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.state, app_state={})
+
+    async def converse(self, case: Case, quiet_s: float = 0.0) -> Seen:
+        """Plays a case on a connection of its own. What a client that resets would be told is left out."""
+        engine = self.registry.engine
+        engine.asked.clear()
+        engine.wait = cast(asyncio.Event, EngineDelay(case.wait_turns)) if case.wait_turns else None
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        await asyncio.get_running_loop().connect_accepted_socket(self.protocol, there)
+        client = Client(here, quiet_s)
+        for stage in case.stages:
+            for part in stage:
+                await client.send(part, case.turns)
+            if case.leaves != "resets":
+                await client.quiet()
+        if case.leaves == "half-closes":
+            with suppress(OSError):
+                here.shutdown(socket.SHUT_WR)
+            await client.quiet()
+        seen = Seen(bytes(client.received), client.closed, tuple(without_deadline(one) for one in engine.asked))
+        here.close()
+        await self.is_over()
+        return Seen(b"", True, ()) if case.leaves == "resets" else seen
+
+    async def is_over(self) -> None:
+        """Waits until nothing is left of the connection."""
+        async with asyncio.timeout(CLOSED_S):
+            while self.state.connections or self.state.tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+def without_deadline(asked: object) -> str:
+    return re.sub(r"deadline=[^,)]*", "deadline=...", repr(asked))
+
+
+class Client:
+    """The other end of a connection. `quiet_s`: for how long it waits for more, besides some turns of the loop."""
+
+    def __init__(self, connection: socket.socket, quiet_s: float) -> None:
+        self.connection = connection
+        self.quiet_s = quiet_s
+        self.received = bytearray()
+        self.closed = False
+
+    async def send(self, data: bytes, turns: int) -> None:
+        """Sends the data, and reads for so many turns of the event loop."""
+        with suppress(ConnectionError):
+            self.connection.send(data)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+            self.read()
+
+    def read(self) -> bool:
+        """Reads what there is; whether there was something."""
+        try:
+            some = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            some = b""
+        self.closed = not some
+        self.received += some
+        return bool(some)
+
+    async def quiet(self) -> None:
+        """Reads until the connection is closed, or nothing has come for a while."""
+        loop = asyncio.get_running_loop()
+        silent_turns, since_s = 0, loop.time()
+        while not self.closed and (silent_turns < QUIET_TURNS or loop.time() - since_s < self.quiet_s):
+            await asyncio.sleep(0.001 if silent_turns > QUIET_TURNS else 0)
+            silent_turns += 1
+            if self.read():
+                silent_turns, since_s = 0, loop.time()
+
+
+# What they answer.
+
+Header = tuple[bytes, bytes]
+CLOSE: Header = (b"connection", b"close")
+SWITCHING = 101
+SHORT_BYTES = 125  # of a frame whose length is in its second byte
+CONTROL = 0x08  # in the first byte of a frame
+UNSTEADY = frozenset({b"date", b"server"})
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A response without what changes with every request. The body of a handshake's is the frames behind it."""
+
+    status: int
+    headers: tuple[Header, ...]
+    body: bytes
+
+    def without(self, header: Header) -> Response:
+        """The same, without this header."""
+        return replace(self, headers=tuple(one for one in self.headers if one != header))
+
+
+def responses(received: bytes) -> list[Response]:
+    """The responses, in their order. Fails where the bytes are anything else than one whole response after another."""
+    received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # ids
+    found = []
+    while received:
+        head, end, rest = received.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
+        assert end and re.match(rb"HTTP/1\.1 \d{3} ", first), received
+        fields = [(name.lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
+        status, headers = int(first[9:12]), dict(fields)
+        if status == SWITCHING:
+            body, received = data_first(rest), b""
+        elif rest.startswith(b"HTTP/1.1 ") or status < SWITCHING:  # an answer to HEAD has a length and no body
+            body, received = b"", rest
+        elif headers.get(b"transfer-encoding") == b"chunked":
+            body, received = dechunked(rest)
+        else:
+            size = int(headers.get(b"content-length", b"0"))
+            body, received = rest[:size], rest[size:]
+        kept = sorted((name, value) for name, value in fields if name not in UNSTEADY)
+        found.append(Response(status, tuple(kept), body))
+    return found
+
+
+def dechunked(data: bytes) -> tuple[bytes, bytes]:
+    """A chunked body, and what follows it."""
+    body, size = b"", -1
+    while size:
+        line, end, data = data.partition(b"\r\n")
+        if not end:
+            return body + b"(cut off)", b""
+        size = int(line, 16)
+        body, data = body + data[:size], data[size + 2 :]
+    return body, data
+
+
+def data_first(frames: bytes) -> bytes:
+    """A WebSocket's frames: those with data, and then the control frames, which may stand anywhere between them."""
+    data, control = b"", b""
+    while len(frames) > 1:
+        length, begin = frames[1], 2
+        if length > SHORT_BYTES:
+            begin += 2
+            length = int.from_bytes(frames[2:begin])
+        size = begin + length
+        if frames[0] & CONTROL:
+            control += frames[:size]
+        else:
+            data += frames[:size]
+        frames = frames[size:]
+    return data + control + frames
+
+
+# What is compared.
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A case as both servers answered it."""
+
+    ours: Seen
+    theirs: Seen
+
+    @property
+    def is_same(self) -> bool:
+        """Whether there is no difference."""
+        if (self.ours.closed, self.ours.asked) != (self.theirs.closed, self.theirs.asked):
+            return False
+        return self.ours.received == self.theirs.received or responses(self.ours.received) == responses(
+            self.theirs.received
+        )
+
+    def starts_alike(self, count: int) -> bool:
+        """Whether our first `count` responses are theirs too, and theirs' requests or ours are the first of the
+        other's."""
+        ours, theirs = responses(self.ours.received)[:count], responses(self.theirs.received)[:count]
+        return ours == theirs and is_prefix(*sorted((self.ours.asked, self.theirs.asked), key=len))
+
+
+def is_prefix(short: Sequence[object], long: Sequence[object]) -> bool:
+    return list(short) == list(long[: len(short)])
+
+
+def malformed(both: Compared) -> bool:
+    """uvicorn answers a malformed request at once, and drops the requests before it. Wane answers it behind them, and
+    says what is wrong; behind a request that is the last of its connection, it answers nothing."""
+    ours, theirs = responses(both.ours.received), responses(both.theirs.received)
+    return (
+        bool(ours and theirs)
+        and both.ours.closed
+        and both.theirs.closed
+        and theirs[-1].body == b"Invalid HTTP request received."
+        and (ours[-1].body.startswith(b"malformed HTTP request: ") or CLOSE in ours[-1].headers)
+        and len(theirs) <= len(ours) + 1
+        and both.starts_alike(len(theirs) - 1)
+    )
+
+
+def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]:
+    """Whether Wane's last response ends the connection, has this status and begins with this body, and the responses
+    before are uvicorn's too."""
+
+    def applies(both: Compared) -> bool:
+        ours = responses(both.ours.received)
+        return (
+            bool(ours)
+            and both.ours.closed
+            and CLOSE in ours[-1].headers
+            and ours[-1].status == (status or ours[-1].status)
+            and ours[-1].body.startswith(body)
+            and both.starts_alike(len(ours) - 1)
+        )
+
+    return applies
+
+
+def unread_body(both: Compared) -> bool:
+    """An answer that is given before a chunked body has ended is Wane's last. uvicorn reads on, however much comes."""
+    ours, theirs = responses(both.ours.received), responses(both.theirs.received)
+    at = len(ours) - 1
+    return last_by(None)(both) and len(theirs) > at and ours[at].without(CLOSE) == theirs[at]
+
+
+def not_utf8(both: Compared) -> bool:
+    """Wane says why it closes a WebSocket after a text that is not UTF-8, and waits for the client's close."""
+    reason = b"a text that is not UTF-8"
+    ours, theirs = responses(both.ours.received), responses(both.theirs.received)
+    told, short = b"\x88\x1a\x03\xef" + reason, b"\x88\x02\x03\xef"
+    return bool(ours) and [*ours[:-1], replace(ours[-1], body=ours[-1].body.replace(told, short))] == theirs
+
+
+RULES: dict[str, Callable[[Compared], bool]] = {
+    "malformed": malformed,
+    "a head over max_header_bytes": last_by(431),
+    "CONNECT with a body": last_by(400, b"malformed HTTP request: CONNECT takes no body"),
+    "answered before its chunked body had ended": unread_body,
+    "text that is not UTF-8": not_utf8,
+}
+"""By which a difference is meant."""
+
+CORRECTIONS: dict[str, Callable[[Case], Case]] = {
+    "CONNECT, or Upgrade to another protocol": Case.without_upgrade,
+    "handshake behind requests": Case.in_turn,
+    "white space behind a header": Case.without_space,
+}
+"""What uvicorn does wrong, and the case that it does right: Wane must answer the original as uvicorn answers that.
+
+uvicorn forgets the body of a request that asks for another protocol than WebSocket, and what follows that or a CONNECT.
+It begins a WebSocket before it has answered the requests in front of the handshake. It takes the white space behind a
+header's value for a part of it (RFC 9110, 5.5)."""
+
+
+def corrections(case: Case) -> Iterator[tuple[str, Case]]:
+    """The case with one or more of the corrections, where they change it."""
+    for count in range(1, len(CORRECTIONS) + 1):
+        for names in combinations(CORRECTIONS, count):
+            corrected = case
+            for name in names:
+                corrected = CORRECTIONS[name](corrected)
+            if corrected.sent != case.sent:
+                yield " + ".join(names), corrected
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A case that was answered in two ways, for no reason that is known."""
+
+    number: int
+    case: Case
+    compared: Compared
+
+
+class Fuzz:
+    """Both servers."""
+
+    def __init__(self) -> None:
+        self.ours = Endpoint(plain_uvicorn=False)
+        self.theirs = Endpoint(plain_uvicorn=True)
+
+    async def run(self, seed: int, numbers: Iterable[int]) -> tuple[Counter[str], list[Difference]]:
+        """Plays the cases. How many were the same, or differed by which rule; and all other differences."""
+        counted: Counter[str] = Counter()
+        different = []
+        for number in numbers:
+            case = make_case(seed, number)
+            verdict = await self.verdict(case) or await self.verdict(case, SURE_S)
+            if verdict is None:
+                different.append(Difference(number, case, await self.play(case, case, SURE_S)))
+            else:
+                counted[verdict] += 1
+        return counted, different
+
+    async def play(self, case: Case, theirs: Case, quiet_s: float = 0.0) -> Compared:
+        """The case as Wane answers it, and the other as uvicorn does."""
+        return Compared(await self.ours.converse(case, quiet_s), await self.theirs.converse(theirs, quiet_s))
+
+    async def verdict(self, case: Case, quiet_s: float = 0.0) -> str | None:
+        """`same`, or what a difference is meant by; None where it is not."""
+        compared = await self.play(case, case, quiet_s)
+        if compared.is_same:
+            return "same"
+        if (rule := meant(compared)) is not None:
+            return rule
+        for name, corrected in corrections(case):
+            compared = await self.play(case, corrected, quiet_s)
+            if compared.is_same or meant(compared) is not None:
+                return name
+        return None
+
+
+def meant(both: Compared) -> str | None:
+    """The rule by which a difference is meant."""
+    return next((name for name, applies in RULES.items() if applies(both)), None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the cases, and prints what came of them; 1 if there is a difference that is not meant."""
+    parser = argparse.ArgumentParser(prog="python -m tests.service.net.http_fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    counted, different = asyncio.run(run(given.seed, given.cases))
+    lines = [f"{count:7} {name}" for name, count in counted.most_common()] + [f"{len(different):7} differences"]
+    for one in different:
+        lines += ["", f"seed {given.seed}, case {one.number}: {one.case}"]
+        lines += [f"  Wane:    {one.compared.ours}", f"  uvicorn: {one.compared.theirs}"]
+    print("\n".join(lines))  # noqa: T201
+    return bool(different)
+
+
+async def run(seed: int, cases: int) -> tuple[Counter[str], list[Difference]]:
+    """Plays so many cases on new servers."""
+    return await Fuzz().run(seed, range(cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
