@@ -87,7 +87,7 @@ class LiveServer:
 
 @contextmanager
 def starting_server(
-    *arguments: str, stdout: Any = None, plain_uvicorn: bool = False, **settings: str
+    *arguments: str, stdout: Any = None, plain_uvicorn: Any = False, **settings: str
 ) -> Iterator[LiveServer]:
     """A server on a free port that has only been started, and is ended with the block. `plain_uvicorn`: it takes the
     installed uvicorn for an untested release."""
@@ -104,7 +104,7 @@ def starting_server(
 
 
 @contextmanager
-def live_server(*arguments: str, plain_uvicorn: bool = False, **settings: str) -> Iterator[LiveServer]:
+def live_server(*arguments: str, plain_uvicorn: Any = False, **settings: str) -> Iterator[LiveServer]:
     """As `starting_server`, ready for requests."""
     with starting_server(*arguments, plain_uvicorn=plain_uvicorn, **settings) as server:
         server.wait_until_ready()
