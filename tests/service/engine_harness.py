@@ -24,7 +24,7 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.runner import RADIUS, Array, Runner
 from wane.service.sessions.stores.memory import MemoryStore
-from wane.service.sessions.stores.store import Store
+from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
 from wane.service.state.pool import StatePool
 from wane.service.types import Answer
@@ -318,15 +318,15 @@ class EngineHarness:
     def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         """The next step is appended after another writer's, and so not at all. The list has it once it was tried."""
         lost: list[object] = []
-        extend = self.store.extend  # type: ignore[attr-defined]
+        append = self.store.append
 
-        def extend_but_once(record: object, *given: Any) -> Any:
+        async def append_but_once(record: SessionRecord, *given: Any) -> SessionRecord | None:
             if lost:
-                return extend(record, *given)
+                return await append(record, *given)
             lost.append(record)
             return None
 
-        monkeypatch.setattr(self.store, "extend", extend_but_once)
+        monkeypatch.setattr(self.store, "append", append_but_once)
         return lost
 
     def sample(self, name: str, **labels: str) -> float:

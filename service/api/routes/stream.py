@@ -31,7 +31,8 @@ from http import HTTPStatus
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from wane.service.aio.eager import EagerTask, current_task
+from wane.service.aio.eager import EagerTask
+from wane.service.aio.interrupt import Interrupt
 from wane.service.aio.timers import timers
 from wane.service.api import encode
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
@@ -53,7 +54,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.net.receive_queue import ClientDisconnected
+from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Traced, Tracing
 from wane.service.types import Answer, PredictRequest
@@ -91,7 +92,9 @@ async def stream(socket: WebSocket, session: str) -> None:
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
-        await EagerTask(Stream(socket, engine, name, metrics).run(), copy_context())
+        running = Stream(socket, engine, name, metrics).run()
+        # What the framework's own channel waits for may need an asyncio.Task.
+        await (EagerTask(running, copy_context()) if CHANNEL in socket.scope else running)
 
 
 class Stream:
@@ -114,12 +117,10 @@ class Stream:
         self.answered = 0
         self.channel = channel_of(socket)
         self.waits_since_s = math.inf  # on the loop's clock; infinite while a message is answered
-        self.is_idle = False
-        self.task: EagerTask[None] | None = None
 
     async def run(self) -> None:
-        """Answers messages until there are no more. To be run by an `EagerTask`."""
-        self.task = current_task()
+        """Answers messages until there are no more."""
+        self.idle = Interrupt()
         self.idle_timer = timers().at(self.loop.time() + self.idle_s, self.check_idle)
         try:
             while (message := await self.take()) is not None:
@@ -129,7 +130,6 @@ class Stream:
             self.log["code"] = GONE
         finally:
             self.idle_timer.cancel()
-            self.task = None
             self.log["messages"] = self.answered
 
     async def take(self) -> str | bytes | None:
@@ -137,8 +137,8 @@ class Stream:
         self.waits_since_s = self.loop.time()
         try:
             message = await self.channel.receive()
-        except asyncio.CancelledError:
-            if not self.is_idle:
+        except asyncio.CancelledError as error:
+            if not self.idle.ended(type(error)):
                 raise
             await self.close(NORMAL, f"idle for {self.idle_s:g} s")
             return None
@@ -154,9 +154,8 @@ class Stream:
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
             self.idle_timer = timers().at(ends_s, self.check_idle)
-        elif self.task is not None:
-            self.is_idle = True
-            self.task.interrupt()
+        else:
+            self.idle.fire()
 
     async def respond(self, message: str | bytes) -> bool:
         """Answers one message, which is traced, counted and in flight by itself. Whether the socket is closed.

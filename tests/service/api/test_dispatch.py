@@ -1,4 +1,4 @@
-"""Steps and predictions that come whole do not go by way of the application, and mean the same; all else does."""
+"""Requests that came whole are dispatched where they were read, and mean the same as by ASGI."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wane.service.engine.engine import Engine
 from wane.service.errors import RateLimited
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import WEBSOCKETS, protocols
+from wane.service.server import protocols
 from wane.service.settings import Settings
 from wane.service.types import StepRequest
 
@@ -45,9 +45,6 @@ class OneEngine(FakeRegistry):
     async def engine_for(  # type: ignore[override]
         self, session: str, model: str | None = None, deadline: float | None = None
     ) -> Engine:
-        return self.engine_at_once(session)
-
-    def engine_at_once(self, session: str) -> Engine:  # type: ignore[override]
         self.check_ready()
         return cast(Engine, self.engine)
 
@@ -73,7 +70,7 @@ class ServerHarness(SocketServer):
                 self.asked.append(scope["path"])
             await Application.__call__(app, scope, receive, send)
 
-        named = WEBSOCKETS | protocols(settings, self.metrics, app.fast_path)
+        named = protocols(settings, self.metrics, app.dispatcher)
         named["http"] = self.counting(named["http"])
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
@@ -160,7 +157,7 @@ def shown(document: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name not in ("latency", "request_id", "session")}
 
 
-async def test_a_step_never_reaches_the_application_and_is_answered_as_it_would_answer(serve: Serve) -> None:
+async def test_a_step_is_dispatched_and_answered_as_by_asgi(serve: Serve) -> None:
     async with serve() as server:
         client = await Client.of(server)
         await client.say(step({"tokens": [6]}, "x-request-id: mine"))
@@ -187,9 +184,7 @@ async def test_a_step_never_reaches_the_application_and_is_answered_as_it_would_
     ],
     ids=["auto", "window", "both", "tolerance"],
 )
-async def test_a_prediction_never_reaches_the_application_and_is_answered_as_it_would_answer(
-    serve: Serve, body: dict[str, Any]
-) -> None:
+async def test_a_prediction_is_dispatched_and_answered_as_by_asgi(serve: Serve, body: dict[str, Any]) -> None:
     async with serve() as server:
         client = await Client.of(server)
         status, fast = await client.ask(step(body, path=PREDICT))
@@ -215,15 +210,22 @@ async def test_a_prediction_never_reaches_the_application_and_is_answered_as_it_
     ],
     ids=["text", "many", "session", "other model", "no window", "no tokens", "nothing"],
 )
-async def test_what_is_not_one_plain_prediction_is_left_to_the_application(
+async def test_every_prediction_that_came_whole_is_dispatched_and_means_the_same(
     serve: Serve, body: dict[str, Any], status: int
 ) -> None:
     async with serve() as server:
-        assert (await (await Client.of(server)).ask(step(body, path=PREDICT)))[0] == status
-        assert server.asked == [PREDICT]
+        client = await Client.of(server)
+        answered, whole = await client.ask(step(body, path=PREDICT))
+        assert (answered, server.asked) == (status, [])
+        answered, in_parts = await client.ask(*in_two(step(body, path=PREDICT)))
+        assert (answered, server.asked) == (status, [PREDICT])
+        for document in (whole, in_parts):
+            for result in document.get("results", ()):
+                del result["latency"]
+        assert shown(whole) == shown(in_parts)
 
 
-async def test_a_prediction_that_is_refused_is_answered_as_the_application_would(serve: Serve) -> None:
+async def test_a_prediction_that_is_refused_is_answered_as_by_asgi(serve: Serve) -> None:
     refused = step({"tokens": [10_000]}, path=PREDICT)
     async with serve() as server:
         client = await Client.of(server)
@@ -309,16 +311,17 @@ async def test_headers_that_a_step_may_have_are_taken(serve: Serve, headers: lis
         "dots",
     ],
 )
-async def test_what_is_not_one_plain_step_is_left_to_the_application(
+async def test_every_step_that_came_whole_is_dispatched(
     serve: Serve, parts: list[bytes], status: int, code: str | None
 ) -> None:
     async with serve(max_body_bytes=16_384) as server:
         answered, document = await (await Client.of(server)).ask(*parts)
         assert (answered, document.get("code")) == (status, code)
-        assert len(server.asked) == 1
+        is_dispatched = status != 413 and not parts[0].startswith(b"POST /v1/sessions/a/tokens/ ")
+        assert len(server.asked) == (not is_dispatched)
 
 
-async def test_a_chunked_step_is_left_to_the_application_or_means_the_same(serve: Serve) -> None:
+async def test_a_chunked_step_means_the_same(serve: Serve) -> None:
     chunked = b"POST %s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" % PATH.encode()
     async with serve() as server:
         status, document = await (await Client.of(server)).ask(chunked + b'e\r\n{"tokens": [6]\r\n1\r\n}\r\n0\r\n\r\n')
@@ -343,7 +346,7 @@ async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(serve: Serv
     ],
     ids=["unknown session", "conflict", "no such token"],
 )
-async def test_a_step_that_is_refused_is_answered_as_the_application_would(
+async def test_a_step_that_is_refused_is_answered_as_by_asgi(
     serve: Serve, request_: bytes, status: int, code: str
 ) -> None:
     async with serve() as server:
@@ -550,7 +553,8 @@ async def test_a_key_is_asked_for_and_charged_once_whichever_way_a_step_goes(
         status, document = await client.ask(step({"tokens": [6]}, held))
         assert (status, document["session"], document["position"], server.asked) == (200, "a", 1, [])
         assert (await client.ask(step({"tokens": [6, 7]}, held)))[1]["position"] == 3
-        assert (server.asked, charged) == ([PATH], [1.0, 1.0, 1.0])
+        assert (await client.ask(*in_two(step({"tokens": [6]}, held))))[1]["position"] == 4
+        assert (server.asked, charged) == ([PATH], [1.0, 1.0, 1.0, 1.0])
 
 
 async def test_a_step_over_the_rate_of_its_key_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,11 +590,12 @@ async def test_behind_a_proxy_a_step_is_of_whom_the_proxy_says(serve: Serve, cap
     caplog.set_level("INFO", "wane.access")
     async with serve(trusted_proxies="127.0.0.1") as server:
         client = await Client.of(server)
-        for request in ([step({"tokens": [6]}, "x-forwarded-for: 192.0.2.7")], [step({"tokens": [6, 7]})]):
+        forwarded = step({"tokens": [6]}, "x-forwarded-for: 192.0.2.7")
+        for request in ([forwarded], in_two(forwarded), [step({"tokens": [6, 7]})]):
             assert (await client.ask(*request))[0] == 200
         assert server.asked == [PATH]
     clients = [vars(record)["fields"]["client"] for record in caplog.records if record.name == "wane.access"]
-    assert clients == ["192.0.2.7", "127.0.0.1"]
+    assert clients == ["192.0.2.7", "192.0.2.7", "127.0.0.1"]
 
 
 async def test_a_full_queue_refuses(serve: Serve, make_harness: MakeHarness) -> None:
@@ -641,7 +646,7 @@ async def test_what_nobody_expected_is_told_whenever_it_happens(
     async with serve() as server:
         client = await Client.of(server)
         with monkeypatch.context() as patched:  # before the engine is asked
-            patched.setattr(server.catalog_, "engine_at_once", fails)
+            patched.setattr(server.catalog_, "engine_for", fails)
             patched.setattr(server.catalog_, "get", fails)
             status, document = await client.ask(step({"tokens": [6]}, path=path))
             assert (status, document["code"]) == (500, "internal")
@@ -661,7 +666,7 @@ async def test_a_prediction_that_the_server_cancels_is_answered(serve: Serve, mo
     async def cancelled(*_: object) -> None:
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(Engine, "predict", cancelled)
+    monkeypatch.setattr(Engine, "_predict", cancelled)
     async with serve() as server:
         status, document = await (await Client.of(server)).ask(step({"tokens": [6]}, path=PREDICT))
         assert (status, document["code"], server.asked) == (503, "unavailable", [])
