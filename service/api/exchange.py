@@ -202,6 +202,7 @@ class Exchange:
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)
+        self._task.on_done(EagerTask.result)  # raises, for the event loop to log, what failed while it was answered
 
     def hang_up(self) -> None:
         """The client has gone: what has not entered a batch is taken back."""

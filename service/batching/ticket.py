@@ -32,9 +32,9 @@ class Ticket:
         "traced",
     )
 
-    def __init__(self, deadline: float | None = None, *, admitted: bool = False) -> None:
+    def __init__(self, deadline: float | None = None) -> None:
         self.deadline = deadline
-        self.admitted = admitted
+        self.admitted = False
         self.entered = False
         self.abandoned = False
         self.started_s = time.perf_counter()
@@ -51,6 +51,12 @@ class Ticket:
             total_ms=1e3 * (time.perf_counter() - started_s),
             batch_items=self.batch_items,
         )
+
+    def beside(self) -> Ticket:
+        """For work of the same request that runs beside this one's: admitted and traced with it, and not timed."""
+        other = Ticket()
+        other.admitted, other.traced = True, self.traced
+        return other
 
     def mark(self) -> Ticket:
         """A copy to measure from."""

@@ -355,7 +355,7 @@ class ChunkedRunner:
 
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
         """Runs work of one request side by side. The first of it is admitted, and timed, for all."""
-        others = Ticket(admitted=True)
+        others = ticket.beside()
         items: list[WorkItem] = []
         try:
             for index, work in enumerate(works):

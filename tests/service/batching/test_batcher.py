@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from wane.service.batching.batcher import EMA_ALPHA, Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import CURRENT, Traced
 from wane.service.runners.runner import Array
 from wane.service.state.pool import RESERVED, StatePool
 
@@ -503,3 +505,12 @@ async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_a
         await rig.batcher.close()
     assert rig.sizes() == [2, 2, 2, 2]
     assert rig.runner.inline == [False, True, True, True]
+
+
+def test_work_beside_a_request_s_own_is_traced_with_it_wherever_it_begins() -> None:
+    traced = cast(Traced, object())
+    token = CURRENT.set(traced)
+    ticket = Ticket()
+    CURRENT.reset(token)
+    other = ticket.beside()
+    assert (other.traced, other.admitted) == (traced, True)
