@@ -15,9 +15,10 @@ from websockets.frames import Frame, Opcode
 
 from tests.service.slow_client import HANDSHAKE, frame, serving
 from wane.service.errors import Abandoned
-from wane.service.net.websocket_protocol import LINE, ClientDisconnected, ReceiveQueue, short_text
+from wane.service.net.receive_queue import CHANNEL, ClientDisconnected, ReceiveQueue
+from wane.service.net.websocket_protocol import short_text
 from wane.service.observability.metrics import Metrics
-from wane.service.server import WEBSOCKETS, protocols
+from wane.service.server import protocols
 from wane.service.settings import Settings
 
 FIRST, SECOND, THIRD = (json.dumps({"tokens": [1] * count}).encode() for count in (1, 2, 3))
@@ -136,20 +137,20 @@ async def saying(texts: list[bytes], heard: asyncio.Event) -> AsyncIterator[str]
     """A server that says these texts on every WebSocket, and notes that a client that has left can be told nothing."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        line = scope[LINE]
+        channel = scope[CHANNEL]
         await receive()
         await send({"type": "websocket.accept"})
         for text in texts:
-            await line.say(text)
-        while (await line.receive())["type"] != "websocket.disconnect":
+            await channel.send_text(text)
+        while (await channel.receive())["type"] != "websocket.disconnect":
             pass
         with pytest.raises(ClientDisconnected):
-            await line.say(b"late")
-        await line.hang_up(1000, "late")  # changes nothing
+            await channel.send_text(b"late")
+        await channel.send_close(1000, "late")  # changes nothing
         heard.set()
 
     named = protocols(Settings(), Metrics())
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, **(WEBSOCKETS | named)))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, **named))
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -168,7 +169,7 @@ async def test_texts_of_every_length_are_heard_as_they_were_said() -> None:
         await heard.wait()
 
 
-# What a line's route waits in.
+# What a channel's route waits in.
 
 
 async def test_work_for_a_client_that_leaves_is_given_up() -> None:

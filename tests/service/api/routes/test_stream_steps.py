@@ -1,4 +1,4 @@
-"""Steps of a stream that are begun where they are read: they need no task, and mean what they mean with one."""
+"""Steps over a WebSocket: charged, counted and answered once, in order, whatever becomes of them."""
 
 from __future__ import annotations
 
@@ -12,32 +12,18 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.service.api.test_fast_path import Serve, ServerHarness, hold, position, serve  # noqa: F401  (a fixture)
+from tests.service.api.test_dispatch import Serve, ServerHarness, hold, position, serve  # noqa: F401  (a fixture)
 from tests.service.conftest import make_harness  # noqa: F401  (a fixture)
 from tests.service.engine_harness import MakeHarness
 from tests.service.slow_client import WAIT_S, until
-from wane.service.api.body import parse
-from wane.service.api.routes.stream import Stream, only_token
+from wane.service.api.body import only_token, parsed, valid
+from wane.service.api.routes.stream import Stream
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.keyring import Principal
 from wane.service.errors import RateLimited
 from wane.service.types import Owner, StepRequest
 
 KEY = "alice-0123456789abcdefgh"
-
-
-@pytest.fixture
-def by_task(monkeypatch: pytest.MonkeyPatch) -> list[str | bytes]:
-    """The messages that were answered by a stream's task."""
-    answered: list[str | bytes] = []
-    answer = Stream.answer
-
-    async def note(stream: Stream, message: str | bytes, begun: Any) -> Any:
-        answered.append(message)
-        return await answer(stream, message, begun)
-
-    monkeypatch.setattr(Stream, "answer", note)
-    return answered
 
 
 @asynccontextmanager
@@ -60,21 +46,21 @@ def counted(server: ServerHarness, status: int) -> float:
     return server.metrics.registry.get_sample_value("wane_websocket_messages_total", {"status": str(status)}) or 0.0
 
 
-async def test_a_step_of_one_token_needs_no_task_and_is_answered_as_with_one(
-    serve: Serve,  # noqa: F811
-    by_task: list[str | bytes],
-) -> None:
+async def test_a_step_means_the_same_as_text_and_as_bytes_and_needs_no_task(serve: Serve) -> None:  # noqa: F811
     async with serve() as server, opened(server) as one, opened(server, "b") as other:
         for at in range(1, 4):
-            quick = await ask(one, step(expected_position=at, top_k=2))
-            assert by_task == []
-            await other.send(step(expected_position=at, top_k=2).encode())  # bytes are the task's
-            slow = json.loads(await other.recv())
-            assert len(by_task) == 1
-            by_task.clear()
-            assert quick.pop("latency").keys() == slow.pop("latency").keys()
-            assert (quick.pop("session"), slow.pop("session")) == ("a", "b")
-            assert quick == slow and quick["position"] == at + 1
+            before = asyncio.all_tasks()
+            hold(server)
+            await one.send(step(expected_position=at, top_k=2))
+            await server.harness.runner.until_busy()
+            assert asyncio.all_tasks() <= before
+            server.harness.runner.gate.set()
+            text = json.loads(await one.recv())
+            await other.send(step(expected_position=at, top_k=2).encode())
+            data = json.loads(await other.recv())
+            assert text.pop("latency").keys() == data.pop("latency").keys()
+            assert (text.pop("session"), data.pop("session")) == ("a", "b")
+            assert text == data and text["position"] == at + 1
         assert counted(server, 200) == 6
 
 
@@ -92,9 +78,8 @@ async def test_a_step_of_one_token_needs_no_task_and_is_answered_as_with_one(
         ("{", {"status": 400}),
     ],
 )
-async def test_what_is_not_one_plain_step_is_answered_by_the_task_once(
+async def test_every_message_is_answered_and_counted_once(
     serve: Serve,  # noqa: F811
-    by_task: list[str | bytes],
     message: str,
     answer: dict[str, object],
 ) -> None:
@@ -102,7 +87,6 @@ async def test_what_is_not_one_plain_step_is_answered_by_the_task_once(
         document = await ask(socket, message)
         document = document.get("error", document)
         assert {name: document[name] for name in answer} == answer
-        assert by_task == [message]
         assert counted(server, document.get("status", 200)) == 1
 
 
@@ -198,13 +182,12 @@ async def test_a_run_that_fails_is_told_and_closes(serve: Serve) -> None:  # noq
 
 async def test_a_step_that_loses_to_another_writer_is_retried(
     serve: Serve,  # noqa: F811
-    by_task: list[str | bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serve() as server, opened(server) as socket:
         lost = server.harness.lose_next_comparison(monkeypatch)
         assert (await ask(socket, step()))["position"] == 2
-        assert (len(lost), by_task) == (1, [step()])
+        assert len(lost) == 1
 
 
 async def test_a_full_queue_refuses_once(serve: Serve, make_harness: MakeHarness) -> None:  # noqa: F811
@@ -225,28 +208,18 @@ async def test_a_full_queue_refuses_once(serve: Serve, make_harness: MakeHarness
         assert [json.loads(await socket.recv())["position"] for socket in (first, second)] == [2, 2]
 
 
-async def test_a_stream_is_idle_from_its_last_message_on(
-    serve: Serve,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    streams: list[Stream] = []
-    run = Stream.run
-
-    async def noted(stream: Stream) -> None:
-        streams.append(stream)
-        await run(stream)
-
-    monkeypatch.setattr(Stream, "run", noted)
-    async with serve(stream_idle_s=3) as server, opened(server) as socket:
+async def test_a_stream_is_idle_from_its_last_message_on(serve: Serve) -> None:  # noqa: F811
+    async with serve(stream_idle_s=1) as server, opened(server) as socket:
+        hold(server)
+        await socket.send(step())
+        await server.harness.runner.until_busy()
+        await asyncio.sleep(1.5)  # a message that is answered is no idle time
+        server.harness.runner.gate.set()
+        assert "predictions" in json.loads(await socket.recv())
         assert "predictions" in await ask(socket, step())
-        (stream,) = streams
-        stream.heard_s -= 3
-        assert stream.is_idle()
-        assert "predictions" in await ask(socket, step())
-        assert not stream.is_idle()
         with pytest.raises(ConnectionClosed):
             await socket.recv()
-        assert (socket.close_code, socket.close_reason) == (1000, "idle for 3 s")
+        assert (socket.close_code, socket.close_reason) == (1000, "idle for 1 s")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +232,7 @@ async def test_a_stream_is_idle_from_its_last_message_on(
     ],
 )
 def test_a_message_of_one_token_is_read_as_its_model_would_read_it(message: str) -> None:
-    token, body = only_token(message), parse(message, StreamBody)
+    token, body = only_token(message), valid(parsed(message), StreamBody)
     assert token is not None and body.tokens == [token]
     plain = StepRequest("a", (token,))
     assert (body.mode, body.top_k, body.expected_position) == (plain.mode, plain.top_k, plain.expected_position)
@@ -290,22 +263,20 @@ def test_any_other_message_is_left_to_its_model(message: str) -> None:
     assert only_token(message) is None
 
 
-async def test_behind_a_long_message_more_are_read(serve: Serve, by_task: list[str | bytes]) -> None:  # noqa: F811
+async def test_behind_a_long_message_more_are_read(serve: Serve) -> None:  # noqa: F811
     async with serve() as server, opened(server) as socket:
-        long = step() + " " * 5000
-        assert (await ask(socket, long))["position"] == 2
+        assert (await ask(socket, step() + " " * 5000))["position"] == 2
         assert (await ask(socket, step()))["position"] == 3
-        assert by_task == [long]
 
 
-async def test_what_nobody_expected_while_a_message_is_read_is_told_by_the_task(
+async def test_what_nobody_expected_is_told_and_closes_the_socket(
     serve: Serve,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object) -> None:
         raise LookupError("this is a bug")
 
-    monkeypatch.setattr(Stream, "step", fails)
+    monkeypatch.setattr(Stream, "answer", fails)
     async with serve() as server, opened(server) as socket:
         assert (await ask(socket, step(top_k=2)))["error"]["status"] == 500
         with pytest.raises(ConnectionClosed) as closed:
