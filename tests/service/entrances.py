@@ -1,0 +1,219 @@
+"""The ways in which a step comes to an engine, each with the same interface: see `Entrance`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import chain
+from typing import Any, Protocol
+
+from websockets.asyncio.client import ClientConnection, connect
+
+from tests.service.engine_harness import EngineHarness
+from tests.service.server_harness import Client, Document, OneEngine, ServerHarness, post, served, start_sessions
+from wane.service.api import encode
+from wane.service.api.problem import describe
+from wane.service.engine.engine import Engine
+from wane.service.engine.pending import Pending
+from wane.service.errors import WaneError
+from wane.service.settings import Settings
+from wane.service.types import Answer, StepRequest
+
+TIMEOUT_S = Settings().request_timeout_ms / 1000
+"""What every step may take."""
+
+
+class Call(Protocol):
+    """A step that was sent."""
+
+    async def outcome(self) -> Document:
+        """The answer's document, or the problem document."""
+        ...
+
+    async def hang_up(self) -> None:
+        """The client leaves, and reads no answer."""
+        ...
+
+
+class Entrance:
+    """One way in. `models` has the engine that is served."""
+
+    has_task = False
+    """Whether a step that comes in this way is run by an `asyncio.Task` of its own."""
+
+    def __init__(self, models: OneEngine) -> None:
+        self.models = models
+
+    async def send(self, session: str, **step: Any) -> Call:
+        """Sends a step: `tokens` or `input`; `expected_position`, `idempotency_key`."""
+        raise NotImplementedError
+
+    async def step(self, session: str, **step: Any) -> Document:
+        """Sends a step, and waits for its outcome."""
+        return await (await self.send(session, **step)).outcome()
+
+    async def none_in_flight(self) -> None:
+        """Waits until the server has let go of every request that was sent."""
+        await self.models.epochs.depart()
+
+    async def close(self) -> None:
+        """Closes what is open, and checks that steps came in this way and no other."""
+
+
+class EngineCall:
+    def __init__(self, engine: Engine, pending: Pending[Answer]) -> None:
+        self._engine = engine
+        self._pending = pending
+
+    async def outcome(self) -> Document:
+        try:
+            answer = await self._pending
+        except WaneError as error:
+            return describe(error).body("")
+        document: Document = json.loads(encode.json_bytes(encode.answer(self._engine, answer)))
+        return document
+
+    async def hang_up(self) -> None:
+        self._pending.cancel()
+
+
+class EngineEntrance(Entrance):
+    """`Engine.submit`."""
+
+    async def send(self, session: str, **step: Any) -> EngineCall:
+        engine = await self.models.engine_for(session)
+        if "input" in step:
+            step["tokens"] = await engine.encode(step.pop("input"))
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        request = StepRequest(session, tuple(step.pop("tokens")), deadline=deadline, **step)
+        return EngineCall(engine, engine.submit(request))
+
+
+class HttpCall:
+    def __init__(self, client: Client, idle: list[Client]) -> None:
+        self._client = client
+        self._idle = idle
+
+    async def outcome(self) -> Document:
+        _, headers, document = await self._client.hear()
+        if headers.get("connection") != "close":
+            self._idle.append(self._client)
+        if "results" not in document:
+            return document
+        (result,) = document["results"]
+        failure: Document | None = result.get("error")
+        return failure or result
+
+    async def hang_up(self) -> None:
+        self._client.writer.close()
+
+
+class HttpEntrance(Entrance):
+    """POST /v1/sessions/{session}/tokens, dispatched by the server's own protocol."""
+
+    def __init__(self, server: ServerHarness) -> None:
+        super().__init__(server.models)
+        self.server = server
+        self.idle: list[Client] = []
+
+    async def send(self, session: str, **step: Any) -> HttpCall:
+        key = step.pop("idempotency_key", None)
+        headers = [] if key is None else [f"idempotency-key: {key}"]
+        return await self.send_request(post(step, *headers, path=f"/v1/sessions/{session}/tokens"))
+
+    async def send_request(self, request: bytes) -> HttpCall:
+        client = self.idle.pop() if self.idle else await Client.of(self.server)
+        client.writer.write(request)
+        return HttpCall(client, self.idle)
+
+    async def close(self) -> None:
+        assert bool(self.server.asgi_paths) is self.has_task
+
+
+class AsgiEntrance(HttpEntrance):
+    """The same, on uvicorn's protocol."""
+
+    has_task = True
+
+
+class BulkEntrance(HttpEntrance):
+    """POST /v1/sessions/tokens, of one step."""
+
+    async def send(self, session: str, **step: Any) -> HttpCall:
+        return await self.send_request(post({"steps": [{"session": session, **step}]}, path="/v1/sessions/tokens"))
+
+
+class WebSocketCall:
+    def __init__(self, socket: ClientConnection, idle: list[ClientConnection]) -> None:
+        self._socket = socket
+        self._idle = idle
+
+    async def outcome(self) -> Document:
+        document: Document = json.loads(await self._socket.recv())
+        failure: Document | None = document.get("error")
+        if failure is not None and failure["status"] in (404, 409, 503):  # the server closes the WebSocket
+            await self._socket.wait_closed()
+        else:
+            self._idle.append(self._socket)
+        return failure or document
+
+    async def hang_up(self) -> None:
+        await self._socket.close()
+
+
+class WebSocketEntrance(Entrance):
+    """/v1/sessions/{session}/stream, on the server's own protocol. A session's steps share a WebSocket."""
+
+    is_native = True
+
+    def __init__(self, server: ServerHarness) -> None:
+        super().__init__(server.models)
+        self.server = server
+        self.idle: dict[str, list[ClientConnection]] = {}
+
+    async def send(self, session: str, **step: Any) -> WebSocketCall:
+        idle = self.idle.setdefault(session, [])
+        if not idle:
+            url = self.server.url.replace("http://", "ws://")
+            idle.append(await connect(f"{url}/v1/sessions/{session}/stream", proxy=None))
+        socket = idle.pop()
+        await socket.send(json.dumps(step))
+        return WebSocketCall(socket, idle)
+
+    async def close(self) -> None:
+        for socket in chain.from_iterable(self.idle.values()):
+            await socket.close()
+        assert bool(self.server.native_sockets) is self.is_native
+
+
+class AsgiWebSocketEntrance(WebSocketEntrance):
+    """The same, on uvicorn's protocol."""
+
+    is_native = False
+
+
+NATIVE: dict[str, type[HttpEntrance | WebSocketEntrance]] = {
+    "http": HttpEntrance,
+    "bulk": BulkEntrance,
+    "websocket": WebSocketEntrance,
+}
+ASGI: dict[str, type[HttpEntrance | WebSocketEntrance]] = {
+    "asgi": AsgiEntrance,
+    "asgi-websocket": AsgiWebSocketEntrance,
+}
+ENTRANCES = ["engine", *NATIVE, *ASGI]
+
+
+@asynccontextmanager
+async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
+    """The entrance of this name to an engine with the sessions a, b and c, each after one token."""
+    if name == "engine":
+        await start_sessions(harness)
+        yield EngineEntrance(OneEngine(harness.engine))
+        return
+    async with served(harness, native=name in NATIVE) as server:
+        entrance = (NATIVE | ASGI)[name](server)
+        yield entrance
+        await entrance.close()

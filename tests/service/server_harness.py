@@ -1,0 +1,168 @@
+"""The server over an engine harness, on a real socket, and a client that speaks to it in bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from tests.service.conftest import SocketServer, never
+from tests.service.engine_harness import EngineHarness
+from tests.service.fake_engine import FakeRegistry
+from wane.service.app import Application, create_app
+from wane.service.engine.engine import Engine
+from wane.service.net.websocket_protocol import CHANNEL
+from wane.service.observability.metrics import Metrics
+from wane.service.registry.registry import ModelRegistry
+from wane.service.server import WEBSOCKETS, protocols
+from wane.service.settings import Settings
+from wane.service.types import StepRequest
+
+PREDICT = "/v1/predict"
+STEP = "/v1/sessions/a/tokens"
+STEP_ROUTE = "/v1/sessions/{session}/tokens"
+
+Document = dict[str, Any]
+
+
+class OneEngine(FakeRegistry):
+    """A registry of one real engine, which a test may replace."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine  # type: ignore[assignment]
+
+    async def engine_for(  # type: ignore[override]
+        self, session: str, model: str | None = None, deadline: float | None = None
+    ) -> Engine:
+        self.check_ready()
+        return cast(Engine, self.engine)
+
+    def swap(self, engine: Engine) -> None:
+        """Serves another engine from now on."""
+        cast(Engine, self.engine).retire()
+        self.engine = engine  # type: ignore[assignment]
+
+    async def close(self) -> None:
+        """The harness's fixture closes the engine."""
+
+
+class ServerHarness(SocketServer):
+    """The server over a harness's engine.
+
+    `asgi_paths`: of the requests that reached the ASGI application. `native_sockets`: the WebSockets that the server's
+    own protocol carries.
+    """
+
+    def __init__(self, harness: EngineHarness, *, native: bool, **changes: Any) -> None:
+        """`native`: on the server's own protocol classes; else on uvicorn's. `changes` of the settings."""
+        settings = Settings(**changes)
+        self.harness = harness
+        self.metrics = Metrics()
+        self.models = OneEngine(harness.engine)
+        app = create_app(settings, cast(ModelRegistry, self.models), self.metrics, on_load_failure=never)
+        super().__init__(app, self.models)
+        self.ends = asyncio.Event()
+        self.asgi_paths: list[str] = []
+        self.native_sockets = 0
+        self.clients: list[Client] = []
+
+        async def note(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                self.asgi_paths.append(scope["path"])
+            elif scope["type"] == "websocket":
+                self.native_sockets += CHANNEL in scope
+            await Application.__call__(app, scope, receive, send)
+
+        named = WEBSOCKETS | (protocols(settings, self.metrics, app.dispatcher) if native else {"http": "httptools"})
+        if native:
+            named["http"] = self.counting(named["http"])
+        self.config = uvicorn.Config(note, port=0, **named, log_config=None)
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, which looks ten times a second whether it is to end."""
+        await self.on_tick(0)
+        await self.ends.wait()
+
+    def counted(self, status: int, route: str = STEP_ROUTE) -> float:
+        """How many requests to the route were counted with this status."""
+        labels = {"route": route, "method": "POST", "status": str(status)}
+        return self.metrics.registry.get_sample_value("wane_http_requests_total", labels) or 0.0
+
+
+@asynccontextmanager
+async def served(harness: EngineHarness, *, native: bool = True, **changes: Any) -> AsyncIterator[ServerHarness]:
+    """The server, with the sessions a, b and c: each after one token, 5, and with its state in the pool."""
+    await start_sessions(harness)
+    server = ServerHarness(harness, native=native, **changes)
+    task = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    try:
+        yield server
+    finally:
+        for client in server.clients:
+            client.writer.close()
+        server.ends.set()
+        await task
+
+
+async def start_sessions(harness: EngineHarness) -> None:
+    """Starts the sessions a, b and c: each after one token, 5, and with its state in the pool."""
+    for name in "abc":
+        await harness.engine.create_session(name)
+        await harness.engine.submit(StepRequest(name, (5,)))
+
+
+class Client:
+    """One connection, which is spoken to in bytes."""
+
+    def __init__(self, server: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.server = server
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def of(cls, server: ServerHarness) -> Client:
+        """A new connection, which the server's context manager closes."""
+        server.clients.append(cls(server, *await asyncio.open_connection(*server.address)))
+        return server.clients[-1]
+
+    async def say(self, *parts: bytes) -> None:
+        """Sends each part in a packet of its own, once the server has read the one before it."""
+        await self.server.say(self.writer, *parts)
+
+    async def hear(self) -> tuple[int, dict[str, str], Document]:
+        """The next response: status, headers, document."""
+        status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(status.split()[1]), headers, json.loads(body)
+
+    async def ask(self, *parts: bytes) -> tuple[int, Document]:
+        """Sends a request; its response's status and document."""
+        await self.say(*parts)
+        status, _, document = await self.hear()
+        return status, document
+
+
+def post(body: object, *headers: str, path: str = STEP, version: str = "1.1") -> bytes:
+    """A request, whole. `body`: bytes, or what is sent as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/{version}", "host: wane", f"content-length: {len(content)}", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
+
+
+def in_two(request: bytes) -> tuple[bytes, bytes]:
+    """The head and the body of a request. Sent one after the other, they go to the ASGI application."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    return head + b"\r\n\r\n", body
+
+
+def repeatable(document: Document) -> Document:
+    """An answer without what differs from request to request."""
+    return {name: value for name, value in document.items() if name not in ("latency", "request_id", "session")}

@@ -1,0 +1,376 @@
+"""A step behaves alike, whichever way it comes in and wherever sessions are kept: behaviour x entrance x store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.entrances import ENTRANCES, TIMEOUT_S, Call, EngineEntrance, Entrance, entered
+from tests.service.server_harness import repeatable
+from tests.service.sessions.stores.redis_server import RedisServer, redis_server
+from tests.service.slow_client import until
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.factory import make_store
+from wane.service.sessions.stores.store import Store
+from wane.service.settings import Settings
+from wane.service.types import StepRequest
+
+EOS = 0
+MakeReplica = Callable[..., Awaitable[EngineHarness]]
+Step = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis"), ("--appendonly", "no")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+def store(request: pytest.FixtureRequest) -> str:
+    """Where sessions are kept."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
+    """Opens the store of one more replica, which has the sessions of all."""
+    address = "memory" if store == "memory" else request.getfixturevalue("redis").url
+    settings = Settings(store=address, store_namespace=f"t{id(request.node)}")
+    stores: list[Store] = []
+
+    async def opened() -> Store:
+        if store != "memory" or not stores:
+            stores.append(make_store(settings, 16, Metrics()))
+            await stores[-1].open()
+        return stores[-1]
+
+    yield opened
+    for one in stores:
+        await one.close()
+
+
+@pytest.fixture
+def make_replica(store: str, open_store: Callable[[], Awaitable[Store]], make_harness: MakeHarness) -> MakeReplica:
+    """Makes engines that share their sessions."""
+
+    async def made(**changes: Any) -> EngineHarness:
+        return make_harness(store=await open_store(), **changes)
+
+    return made
+
+
+@pytest.fixture
+async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> EngineHarness:
+    """The engine behind the entrance. `request.param`: its settings."""
+    return await make_replica(**getattr(request, "param", {}))
+
+
+@pytest.fixture(params=ENTRANCES)
+async def entrance(
+    request: pytest.FixtureRequest, harness: EngineHarness, travel: Callable[[float], None]
+) -> AsyncIterator[Entrance]:
+    """The way in to the sessions a, b and c, each after one token, 5. The server ends on the clock that it began on."""
+    async with entered(request.param, harness) as entrance:
+        yield entrance
+
+
+def most_probable(harness: EngineHarness, *tokens: int) -> list[int]:
+    """What the model itself predicts after these tokens of a session."""
+    best: list[int] = np.argsort(-harness.runner.logits([EOS, *tokens]))[:5].tolist()
+    return best
+
+
+def predicted(answer: dict[str, Any]) -> list[int]:
+    return [one["token_id"] for one in answer["predictions"]]
+
+
+async def position(harness: EngineHarness, session: str) -> int:
+    return (await harness.engine.get_session(session)).position
+
+
+def close_gate(harness: EngineHarness) -> None:
+    """From now on runs begin and do not end."""
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+
+
+async def block(harness: EngineHarness) -> Awaitable[object]:
+    """Begins a run that does not end before the gate opens: what comes meanwhile waits in the queue."""
+    close_gate(harness)
+    blocking = harness.engine.submit(StepRequest("b", (8,)))
+    await harness.runner.until_busy()
+    return blocking
+
+
+async def queued(harness: EngineHarness, call: Awaitable[Call]) -> Call:
+    """A step that was sent, and waits in the queue."""
+    sent = await call
+    await until(lambda: harness.sample("wane_queue_items") == 1)
+    return sent
+
+
+async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
+    """A step that was sent, and whose run has begun and does not end before the gate opens."""
+    close_gate(harness)
+    sent = await call
+    await harness.runner.until_busy()
+    return sent
+
+
+# What a step does.
+
+
+@pytest.mark.parametrize(
+    ("step", "tokens"),
+    [
+        ({"tokens": [6]}, (6,)),
+        ({"tokens": [6, 7]}, (6, 7)),
+        ({"input": "ab"}, None),
+        ({"tokens": [6], "expected_position": 1, "idempotency_key": "k"}, (6,)),
+    ],
+    ids=["one token", "two tokens", "text", "position and key"],
+)
+async def test_a_step_is_appended_and_answered_as_the_engine_answers(
+    entrance: Entrance, harness: EngineHarness, step: Step, tokens: tuple[int, ...] | None
+) -> None:
+    tokens = tokens or tuple(harness.vocabulary.encode("ab"))
+    answer = await entrance.step("a", **step)
+    assert (answer["session"], answer["position"]) == ("a", 1 + len(tokens))
+    assert (answer["state"], answer["replayed"]) == ("resident", False)
+    assert predicted(answer) == most_probable(harness, 5, *tokens)
+    assert repeatable(answer) == repeatable(await EngineEntrance(entrance.models).step("b", tokens=tokens))
+    assert await position(harness, "a") == 1 + len(tokens)
+
+
+@pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "asgi"], indirect=True)
+async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
+    """uvicorn's protocol makes a task for every request, so `asgi` is left out; a commit in Redis is a task."""
+    await entrance.step("a", tokens=[6])
+    created: list[object] = []
+
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **named: Any) -> asyncio.Task[Any]:
+        created.append(coroutine)
+        return asyncio.Task(coroutine, loop=loop, **named)
+
+    asyncio.get_running_loop().set_task_factory(create)
+    step = await running(harness, entrance.send("a", tokens=[6, 7]))
+    assert not created
+    harness.runner.gate.set()
+    assert (await step.outcome())["position"] == 4
+    assert bool(created) is (store == "redis")
+
+
+# Repetitions and conflicts.
+
+
+@pytest.mark.parametrize("said", [{"expected_position": 1}, {"idempotency_key": "k"}], ids=["position", "key"])
+async def test_a_step_that_is_repeated_is_answered_again_and_appended_once(
+    entrance: Entrance, harness: EngineHarness, said: Step
+) -> None:
+    first, again = [await entrance.step("a", tokens=[6], **said) for _ in range(2)]
+    assert (first["replayed"], again["replayed"]) == (False, True)
+    assert (again["position"], predicted(again)) == (2, predicted(first))
+    assert await position(harness, "a") == 2
+
+
+@pytest.mark.parametrize("other", [{"tokens": [7]}, {"expected_position": 2}], ids=["tokens", "position"])
+async def test_the_key_of_the_last_step_with_another_step_is_refused(
+    entrance: Entrance, harness: EngineHarness, other: Step
+) -> None:
+    step = {"tokens": [6], "expected_position": 1, "idempotency_key": "k"}
+    await entrance.step("a", **step)
+    refused = await entrance.step("a", **(step | other))
+    assert (refused["code"], refused["status"], refused["position"]) == ("idempotency_key_reused", 409, 2)
+    assert (await entrance.step("a", **step))["replayed"] is True
+    assert await position(harness, "a") == 2
+
+
+@pytest.mark.parametrize(
+    ("session", "step", "code"),
+    [
+        ("nowhere", {}, "unknown_session"),
+        ("a", {"expected_position": 9}, "position_conflict"),
+        ("a", {"tokens": [10_000]}, "invalid_request"),
+    ],
+    ids=["unknown session", "conflict", "unknown token"],
+)
+async def test_a_step_that_cannot_be_taken_is_refused(
+    entrance: Entrance, harness: EngineHarness, session: str, step: Step, code: str
+) -> None:
+    refused = await entrance.step(session, **({"tokens": [6]} | step))
+    assert refused["code"] == code
+    assert refused.get("position") == (1 if code == "position_conflict" else None)
+    assert (await entrance.step("a", tokens=[6]))["position"] == 2
+
+
+# Two writers.
+
+
+async def test_two_clients_of_a_session_are_answered_one_after_the_other(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    harness.runner.calls.clear()
+    first = await running(harness, entrance.send("a", tokens=[6]))
+    second = await entrance.send("a", tokens=[7])
+    harness.runner.gate.set()
+    assert [(await call.outcome())["position"] for call in (first, second)] == [2, 3]
+    assert harness.runner.calls == [("step", [[6]]), ("step", [[7]])]
+
+
+async def test_a_step_that_loses_its_comparison_is_run_again_on_what_the_other_writer_left(
+    entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
+) -> None:
+    other = await make_replica()
+    step = await running(harness, entrance.send("a", tokens=[6]))
+    await other.engine.submit(StepRequest("a", (99,)))
+    harness.runner.gate.set()
+    answer = await step.outcome()
+    assert (answer["position"], answer["state"], answer["replayed"]) == (3, "resident", False)
+    assert predicted(answer) == most_probable(harness, 5, 99, 6)
+    assert harness.sample("wane_step_conflicts_total") == 1
+
+
+async def test_a_step_with_a_position_that_loses_its_comparison_is_a_conflict(
+    entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
+) -> None:
+    other = await make_replica()
+    step = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
+    await other.engine.submit(StepRequest("a", (99,)))
+    harness.runner.gate.set()
+    refused = await step.outcome()
+    assert (refused["code"], refused["position"]) == ("position_conflict", 2)
+    assert await position(harness, "a") == 2
+
+
+async def test_two_replicas_that_step_a_session_at_once_both_commit(
+    entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
+) -> None:
+    other = await make_replica()
+    close_gate(other)
+    theirs = other.engine.submit(StepRequest("a", (99,)))
+    await other.runner.until_busy()
+    ours = await running(harness, entrance.send("a", tokens=[6]))
+    harness.runner.gate.set()
+    other.runner.gate.set()
+    positions = {(await theirs).position, (await ours.outcome())["position"]}
+    assert positions == {2, 3}
+    conflicts = [one.sample("wane_step_conflicts_total") for one in (harness, other)]
+    assert sorted(conflicts) == [0, 1]
+
+
+# Failures and refusals.
+
+
+async def test_a_run_that_fails_changes_nothing(entrance: Entrance, harness: EngineHarness) -> None:
+    harness.runner.poison = 6
+    failed = await entrance.step("a", tokens=[6])
+    assert (failed["code"], failed["status"]) == ("internal", 500)
+    answer = await entrance.step("a", tokens=[7])
+    assert (answer["position"], answer["state"]) == (2, "resident")
+    assert predicted(answer) == most_probable(harness, 5, 7)
+
+
+@pytest.mark.parametrize("harness", [{"max_queue": 1}], indirect=True, ids=["one may wait"])
+async def test_a_full_queue_refuses_and_the_session_is_free_again(entrance: Entrance, harness: EngineHarness) -> None:
+    blocking = await block(harness)
+    waiting = harness.engine.submit(StepRequest("c", (8,)))
+    refused = await entrance.step("a", tokens=[6])
+    assert (refused["code"], refused["retryable"]) == ("overloaded", True)
+    assert harness.sample("wane_queue_rejected_total") == 1
+    harness.runner.gate.set()
+    await blocking
+    await waiting
+    assert (await entrance.step("a", tokens=[6]))["position"] == 2
+
+
+async def test_an_engine_that_drains_answers_what_it_admitted_and_refuses_the_rest(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    admitted = await running(harness, entrance.send("a", tokens=[6]))
+    draining = asyncio.ensure_future(harness.engine.drain())
+    await asyncio.sleep(0)
+    refused = await entrance.step("b", tokens=[6])
+    assert (refused["code"], draining.done()) == ("unavailable", False)
+    harness.runner.gate.set()
+    assert (await admitted.outcome())["position"] == 2
+    await draining
+
+
+# Deadlines and clients that leave.
+
+
+async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(
+    entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    blocking = await block(harness)
+    call = await queued(harness, entrance.send("a", tokens=[6]))
+    travel(TIMEOUT_S + 1)
+    late = await call.outcome()
+    assert (late["code"], "still commits" in late["detail"]) == ("deadline_exceeded", False)
+    harness.runner.gate.set()
+    await blocking
+    assert ("step", [[6]]) not in harness.runner.calls
+    assert (await entrance.step("a", tokens=[6], expected_position=1))["replayed"] is False
+    assert harness.sample("wane_queue_dropped_total", reason="deadline") == 1
+
+
+async def test_a_deadline_that_passes_in_the_batch_is_told_and_the_step_commits(
+    entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
+    travel(TIMEOUT_S + 1)
+    late = await call.outcome()
+    assert (late["code"], "still commits" in late["detail"]) == ("deadline_exceeded", True)
+    harness.runner.gate.set()
+    again = await entrance.step("a", tokens=[6], expected_position=1)
+    assert (again["replayed"], again["position"]) == (True, 2)
+
+
+async def test_a_client_that_leaves_before_the_batch_leaves_no_trace(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    blocking = await block(harness)
+    call = await queued(harness, entrance.send("a", tokens=[6]))
+    await call.hang_up()
+    await entrance.none_in_flight()
+    harness.runner.gate.set()
+    await blocking
+    assert ("step", [[6]]) not in harness.runner.calls
+    assert (await entrance.step("a", tokens=[6], expected_position=1))["replayed"] is False
+    assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
+
+
+async def test_a_client_that_leaves_in_the_batch_finds_its_step_committed(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
+    await call.hang_up()
+    await entrance.none_in_flight()
+    harness.runner.gate.set()
+    again = await entrance.step("a", tokens=[6], expected_position=1)
+    assert (again["replayed"], again["position"]) == (True, 2)
+
+
+# Another version of the model.
+
+
+async def test_a_session_goes_on_under_a_model_that_is_swapped_in_meanwhile(
+    entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
+) -> None:
+    new = await make_replica()
+    step = await running(harness, entrance.send("a", tokens=[6]))
+    entrance.models.swap(new.engine)
+    harness.runner.gate.set()
+    answer = await step.outcome()
+    assert (answer["position"], answer["state"]) == (2, "resident")
+    answer = await entrance.step("a", tokens=[7])
+    assert (answer["position"], answer["state"]) == (3, "rebuilt")
+    assert predicted(answer) == most_probable(new, 5, 6, 7)
+    assert harness.engine.retired
