@@ -210,6 +210,11 @@ class Exchange:
             self._has_hung_up = True
             self._task.interrupt()
 
+    def stop(self) -> None:
+        """The server stops, and waits no longer."""
+        if not self.over and self._task is not None:
+            self._task.interrupt()
+
     async def _run(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
         try:
             self.admit()

@@ -106,6 +106,10 @@ class InFlight(Protocol):
         """The client has gone."""
         ...
 
+    def stop(self) -> None:
+        """The server stops, and waits no longer."""
+        ...
+
 
 class RequestDispatcher(Protocol):
     """Takes requests that came whole. `max_body_bytes`: the longest body that it takes."""
@@ -446,7 +450,11 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         super().on_message_complete()
 
     def shutdown(self) -> None:
+        """As uvicorn's, which cancels the tasks of requests when the time for shutdown is over: a request that was
+        dispatched has no task."""
         self.keepalive_hold = None
+        if self.in_flight is not None and self.config.timeout_graceful_shutdown is not None:
+            self.loop.call_later(self.config.timeout_graceful_shutdown, self.in_flight.stop)
         super().shutdown()
 
     def in_body(self) -> bool:

@@ -53,7 +53,7 @@ HEADERS = (
     b"content-type: application/json",
     b"accept: text/event-stream",
     b"x-long: " + b"y" * 300,
-    b"x-too-long: " + b"y" * 3000,
+    b"x-too-long: " + b"y" * 5000,
     b"host: twice",
     b"x-empty:",
     b"upgrade: h2c",

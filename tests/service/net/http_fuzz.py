@@ -33,7 +33,7 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 2048}
+LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # no body of a case is so long that Wane reads on no more
 QUIET_TURNS = 40  # of the event loop without a byte, after which nothing more is expected
 SURE_S = 0.3  # as long without a byte, where a difference has to be sure
 CLOSED_S = 10.0  # within which everything of a connection is over once its client has gone
