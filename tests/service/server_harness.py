@@ -16,10 +16,10 @@ from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeRegistry
 from wane.service.app import Application, create_app
 from wane.service.engine.engine import Engine
-from wane.service.net.websocket_protocol import CHANNEL
+from wane.service.net.receive_queue import CHANNEL
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
-from wane.service.server import WEBSOCKETS, protocols
+from wane.service.server import protocols
 from wane.service.settings import Settings
 from wane.service.types import StepRequest
 
@@ -79,7 +79,7 @@ class ServerHarness(SocketServer):
                 self.native_sockets += CHANNEL in scope
             await Application.__call__(app, scope, receive, send)
 
-        named = WEBSOCKETS | (protocols(settings, self.metrics, app.dispatcher) if native else {"http": "httptools"})
+        named = protocols(settings, self.metrics, app.dispatcher, plain_uvicorn=not native)
         if native:
             named["http"] = self.counting(named["http"])
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)

@@ -159,7 +159,7 @@ async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, 
         created.append(coroutine)
         return asyncio.Task(coroutine, loop=loop, **named)
 
-    asyncio.get_running_loop().set_task_factory(create)
+    asyncio.get_running_loop().set_task_factory(create)  # type: ignore[arg-type]  # typeshed has more overloads
     step = await running(harness, entrance.send("a", tokens=[6, 7]))
     assert not created
     harness.runner.gate.set()
