@@ -153,7 +153,8 @@ class EagerTask(Waiter[T]):
         except StopIteration as end:
             result = end.value
         except BaseException as raised:
-            error = raised
+            assert raised.__traceback__ is not None
+            error = raised.with_traceback(raised.__traceback__.tb_next)  # without this call, which holds the error
         else:
             self._wait(found)
             return
