@@ -131,7 +131,7 @@ class EagerTask(Waiter[T]):
         if waits_for is None or self._coroutine is None:  # it is over, or is running right now
             return
         if isinstance(waits_for, asyncio.Future):
-            waits_for.remove_done_callback(self._go_on)
+            waits_for.remove_done_callback(self._go_on_from)
             waits_for.cancel()
         elif isinstance(waits_for, asyncio.Handle):
             waits_for.cancel()
@@ -139,7 +139,12 @@ class EagerTask(Waiter[T]):
             waits_for._callback = None
         self._run(self._coroutine.throw, asyncio.CancelledError())
 
-    def _go_on(self, _: object = None) -> None:
+    def _go_on_from(self, future: asyncio.Future[Any]) -> None:
+        """The future is done. It may be waited for no longer: an interrupt may come before this callback."""
+        if self._waits_for is future:
+            self._go_on()
+
+    def _go_on(self) -> None:
         assert self._coroutine is not None, "a coroutine that is over waits for nothing: this is a bug"
         self._waits_for = None
         self._run(self._coroutine.send, None)
@@ -176,5 +181,5 @@ class EagerTask(Waiter[T]):
             self._waits_for = asyncio.get_running_loop().call_soon(self._go_on)
         else:
             found._asyncio_future_blocking = False
-            found.add_done_callback(self._go_on)
+            found.add_done_callback(self._go_on_from)
             self._waits_for = found
