@@ -27,6 +27,8 @@ PREDICT = "/v1/predict"
 STEP = "/v1/sessions/a/tokens"
 STEP_ROUTE = "/v1/sessions/{session}/tokens"
 
+OF_ONE_REQUEST = ("latency", "request_id", "session")
+
 Document = dict[str, Any]
 
 
@@ -163,6 +165,10 @@ def in_two(request: bytes) -> tuple[bytes, bytes]:
     return head + b"\r\n\r\n", body
 
 
-def repeatable(document: Document) -> Document:
+def repeatable(document: Any) -> Any:
     """An answer without what differs from request to request."""
-    return {name: value for name, value in document.items() if name not in ("latency", "request_id", "session")}
+    if isinstance(document, list):
+        return [repeatable(one) for one in document]
+    if not isinstance(document, dict):
+        return document
+    return {name: repeatable(value) for name, value in document.items() if name not in OF_ONE_REQUEST}

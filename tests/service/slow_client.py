@@ -144,8 +144,9 @@ def statuses(said: bytes) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def frame(first: int, data: bytes = b"") -> bytes:

@@ -1,78 +1,374 @@
-"""Coroutines that run without a task: what they leave behind, and whose context they see."""
+"""Coroutines that are run without an `asyncio.Task`, wait for the same things, and fail and are cancelled alike."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar, copy_context
 
 import pytest
 
-from wane.service.aio.deadline import until
-from wane.service.aio.eager import EagerTask, Waiter
-from wane.service.errors import InvalidRequest
+from wane.service.aio.eager import EagerTask, Waiter, current_task
+
+NAME: ContextVar[str] = ContextVar("NAME")
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Fails where the body leaves something that only the garbage collector can free."""
+class Waits:
+    """Something to wait for; `end` makes its result ready, which is 7."""
+
+    def __init__(self, kind: str) -> None:
+        self.waiter = Waiter[int]()
+        self.future = asyncio.get_running_loop().create_future()
+        self.awaitable: Awaitable[int | None] = {
+            "waiter": lambda: self.waiter,
+            "future": lambda: self.future,
+            "turn": lambda: asyncio.sleep(0, 7),
+            "eager task": lambda: EagerTask(self._wait()),
+            "task": lambda: asyncio.create_task(self._wait()),
+        }[kind]()
+
+    async def _wait(self) -> int:
+        return await self.waiter
+
+    def end(self) -> None:
+        self.waiter.resolve(7)
+        if not self.future.done():
+            self.future.set_result(7)
+
+
+KINDS = ["waiter", "future", "turn", "eager task", "task"]
+
+
+@pytest.fixture(params=KINDS)
+async def waits(request: pytest.FixtureRequest) -> Waits:
+    return Waits(request.param)
+
+
+async def add_one(number: Awaitable[int | None]) -> int:
+    return 1 + (await number or 0)
+
+
+async def turns() -> None:
+    """Lets every callback run that is ready."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+# Results.
+
+
+async def test_a_coroutine_that_never_waits_is_over_at_once() -> None:
+    async def answer() -> int:
+        return 7
+
+    task = EagerTask(answer())
+    assert task.done
+    assert task.result() == 7
+
+
+async def test_a_coroutine_goes_on_in_the_call_that_resolves_its_waiter() -> None:
+    waiter = Waiter[int]()
+    task = EagerTask(add_one(waiter))
+    assert not task.done
+    waiter.resolve(7)
+    assert task.done
+    assert task.result() == 8
+
+
+async def test_a_coroutine_waits_for_whatever_a_task_can_wait_for(waits: Waits) -> None:
+    task = EagerTask(add_one(waits.awaitable))
+    assert not task.done
+    waits.end()
+    await turns()
+    assert task.done and task.result() == 8
+
+
+async def test_a_coroutine_may_wait_again_and_again() -> None:
+    waiters = [Waiter[int]() for _ in range(3)]
+
+    async def add() -> int:
+        return sum([await waiter for waiter in waiters])
+
+    task = EagerTask(add())
+    for waiter in reversed(waiters):
+        waiter.resolve(2)
+    assert task.result() == 6
+
+
+@pytest.mark.parametrize("wait", [False, True], ids=["at once", "later"])
+async def test_a_task_may_await_it(wait: bool) -> None:
+    waiter = Waiter[int]()
+    eager = EagerTask(add_one(waiter))
+    if not wait:
+        waiter.resolve(7)
+    task = asyncio.create_task(add_one(eager))
+    await asyncio.sleep(0)
+    waiter.resolve(7)
+    assert await task == 9
+
+
+async def test_it_is_the_current_task_while_its_coroutine_runs_and_no_longer() -> None:
+    found: list[object] = []
+    waiter, inner = Waiter[int](), Waiter[int]()
+
+    async def note(one: Waiter[int]) -> None:
+        found.append(current_task())
+        await one
+        found.append(current_task())
+
+    async def nest() -> None:
+        found.append(current_task())
+        await EagerTask(note(inner))
+        found.append(current_task())
+
+    outer = EagerTask(nest())
+    assert current_task() is None
+    other = EagerTask(note(waiter))
+    inner.resolve(1)
+    waiter.resolve(1)
+    assert current_task() is None
+    first, second, third, fourth, fifth, sixth = found
+    assert first is fifth is outer and second is fourth and second not in (outer, other, None)
+    assert third is sixth is other
+
+
+async def test_it_may_have_a_context_of_its_own() -> None:
+    waiter = Waiter[int]()
+
+    async def rename() -> str:
+        before = NAME.get()
+        NAME.set("its own")
+        await waiter
+        return f"{before}, {NAME.get()}"
+
+    NAME.set("its maker's")
+    task = EagerTask(rename(), copy_context())
+    assert NAME.get() == "its maker's"
+    NAME.set("another")
+    waiter.resolve(1)
+    assert task.result() == "its maker's, its own"
+    assert NAME.get() == "another"
+
+
+# Callbacks.
+
+
+async def test_it_calls_back_once_and_at_once() -> None:
+    called: list[str] = []
+    waiter = Waiter[int]()
+    waiter.on_done(lambda _: called.append("taken back"))
+    waiter.on_done(lambda _: called.append("first"))
+    waiter.resolve(7)
+    waiter.resolve(8)
+    waiter.fail(LookupError())
+    assert (called, waiter.result()) == (["first"], 7)
+    waiter.on_done(lambda _: called.append("late"))
+    assert called == ["first", "late"]
+
+
+async def test_what_was_cancelled_is_not_resolved_and_calls_nobody_back() -> None:
+    called: list[str] = []
+    waiter = Waiter[int]()
+    waiter.on_done(lambda _: called.append("called"))
+    waiter.cancel()
+    waiter.resolve(7)
+    assert waiter.done and not called
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_a_failure_is_raised_where_the_result_is_awaited(later: bool) -> None:
+    waiter = Waiter[int]()
+    task = EagerTask(add_one(EagerTask(add_one(waiter))))
+    waiting = asyncio.create_task(add_one(task)) if later else None
+    await asyncio.sleep(0)
+    waiter.fail(LookupError("there is none"))
+    assert task.done
+    with pytest.raises(LookupError, match="there is none"):
+        await (waiting or task)
+
+
+async def test_a_coroutine_goes_on_behind_a_failure_that_it_catches() -> None:
+    first, second = Waiter[int](), Waiter[int]()
+
+    async def wait() -> int:
+        try:
+            return await first
+        except LookupError:
+            return await second
+
+    task = EagerTask(wait())
+    first.fail(LookupError())
+    second.resolve(7)
+    assert task.result() == 7
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+async def test_what_ends_the_process_passes(error: type[BaseException]) -> None:
+    waiter = Waiter[int]()
+
+    async def wait() -> None:
+        await waiter
+        raise error
+
+    task = EagerTask(wait())
+    with pytest.raises(error):
+        waiter.resolve(7)
+    assert current_task() is None and not task.done
+
+
+# Cancellation.
+
+
+async def test_an_interrupt_is_raised_where_the_coroutine_waits(waits: Waits) -> None:
+    told: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await waits.awaitable
+        finally:
+            told.append("interrupted")
+
+    task = EagerTask(wait())
+    task.interrupt()
+    assert task.done and told == ["interrupted"]
+    with pytest.raises(asyncio.CancelledError):
+        task.result()
+    waits.end()
+    await turns()
+
+
+async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits) -> None:
+    other = Waiter[int]()
+
+    async def wait() -> int:
+        try:
+            await waits.awaitable
+        except asyncio.CancelledError:
+            return await other
+        raise AssertionError("it was not interrupted")
+
+    task = EagerTask(wait())
+    task.interrupt()
+    waits.end()  # of which nobody is told
+    await turns()
+    assert not task.done
+    other.resolve(3)
+    assert task.result() == 3
+
+
+async def test_an_interrupt_between_a_future_s_result_and_its_callback_takes_the_callback_back() -> None:
+    future, other = asyncio.get_running_loop().create_future(), Waiter[int]()
+
+    async def wait() -> int:
+        try:
+            await future
+        except asyncio.CancelledError:
+            return await other
+        raise AssertionError("it was not interrupted")
+
+    task = EagerTask(wait())
+    future.set_result(7)
+    task.interrupt()
+    await turns()
+    assert not task.done
+    other.resolve(3)
+    assert task.result() == 3
+
+
+async def test_a_cancelled_task_interrupts_its_coroutine_and_tells_nobody(waits: Waits) -> None:
+    told: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await waits.awaitable
+        finally:
+            told.append("interrupted")
+
+    task = EagerTask(wait())
+    task.on_done(lambda: told.append("called back"))
+    task.cancel()
+    task.cancel()
+    waits.end()
+    await turns()
+    assert task.done and told == ["interrupted"]
+
+
+async def test_cancelling_a_task_that_awaits_it_interrupts_its_coroutine() -> None:
+    waiter, interrupted = Waiter[int](), asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await waiter
+        finally:
+            interrupted.set()
+
+    async def wait_for(task: EagerTask[None]) -> None:
+        await task
+
+    waiting = asyncio.create_task(wait_for(EagerTask(wait())))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert interrupted.is_set()
+
+
+async def test_a_coroutine_that_interrupts_its_own_task_goes_on() -> None:
+    async def interrupt() -> int:
+        task = current_task()
+        assert task is not None
+        task.interrupt()
+        await asyncio.sleep(0)
+        return 7
+
+    task = EagerTask(interrupt())
+    await turns()
+    assert task.result() == 7
+
+
+async def test_an_interrupt_of_what_is_over_does_nothing() -> None:
+    waiter = Waiter[int]()
+    task = EagerTask(add_one(waiter))
+    waiter.resolve(7)
+    task.interrupt()
+    assert task.result() == 8
+
+
+# Garbage.
+
+
+def succeed(waiter: Waiter[int], task: EagerTask[int]) -> None:
+    waiter.resolve(7)
+    assert task.result() == 9
+
+
+def fail(waiter: Waiter[int], task: EagerTask[int]) -> None:
+    waiter.fail(LookupError())
+    with pytest.raises(LookupError):
+        task.result()
+
+
+def cancel(waiter: Waiter[int], task: EagerTask[int]) -> None:
+    task.cancel()
+
+
+@pytest.mark.parametrize("end", [succeed, fail, cancel])
+async def test_a_task_whose_end_was_heard_of_leaves_nothing_for_the_garbage_collector(
+    end: Callable[[Waiter[int], EagerTask[int]], None],
+) -> None:
+    def run() -> None:
+        waiter = Waiter[int]()
+        end(waiter, EagerTask(add_one(EagerTask(add_one(waiter)))))
+
+    run()  # what is made once is made now
     gc.collect()
     gc.disable()
     try:
-        yield
+        run()
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-async def caught(task: Callable[[], EagerTask[None]]) -> None:
-    """Waits for a task, which fails or is cancelled."""
-    try:
-        await task()
-    except (InvalidRequest, asyncio.CancelledError):
-        return
-    raise AssertionError("the task did not fail")
-
-
-async def raises(waiter: Waiter[None]) -> None:
-    await waiter
-    raise InvalidRequest("no")
-
-
-async def waits(waiter: Waiter[None]) -> None:
-    with until(asyncio.get_running_loop().time() + 60.0):
-        await waiter
-
-
-def raise_in_the_coroutine() -> None:
-    waiter: Waiter[None] = Waiter()
-    task = EagerTask(caught(lambda: EagerTask(raises(waiter))))
-    waiter.resolve(None)
-    assert task.done
-
-
-def fail_what_it_waits_for() -> None:
-    waiter: Waiter[None] = Waiter()
-    task = EagerTask(caught(lambda: EagerTask(waits(waiter))))
-    waiter.fail(InvalidRequest("no"))
-    assert task.done
-
-
-def interrupt_it() -> None:
-    waiter: Waiter[None] = Waiter()
-    task = EagerTask(caught(lambda: EagerTask(waits(waiter))))
-    task.interrupt()
-    assert task.done
-
-
-def cancel_it() -> None:
-    waiter: Waiter[None] = Waiter()
-    EagerTask(waits(waiter)).cancel()
-
-
-@pytest.mark.parametrize("end", [raise_in_the_coroutine, fail_what_it_waits_for, interrupt_it, cancel_it])
-async def test_a_task_that_fails_leaves_nothing_for_the_garbage_collector(end: Callable[[], None]) -> None:
-    end()  # what is made once
-    with without_collector():
-        end()

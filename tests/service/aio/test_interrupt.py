@@ -1,0 +1,263 @@
+"""Deadlines and hang-ups end the body of a `with` in either kind of task, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from wane.service.aio.deadline import until
+from wane.service.aio.eager import EagerTask, Waiter
+from wane.service.aio.interrupt import Interrupt
+from wane.service.errors import DeadlineExceeded
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+HOUR_S = 3600.0
+
+
+@pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine, for something to be awaited."""
+    kind: Run = request.param
+    return kind
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def turns() -> None:
+    """Lets every callback run that is ready."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Ended(Exception):
+    """The body was ended by its interrupt."""
+
+
+class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
+    """Raises Ended where the body is ended by its interrupt, which it hands to `made`."""
+
+    def __init__(self, made: list[Interrupt]) -> None:
+        self._made = made
+
+    def __enter__(self) -> None:
+        self._made.append(Interrupt())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._made[-1].ended(kind):
+            raise Ended
+
+
+async def test_an_interrupt_ends_a_body_where_it_waits(run: Run) -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> None:
+        with interruptible(made):
+            await Waiter[None]()
+
+    task = run(body())
+    await turns()
+    made[0].fire()
+    with pytest.raises(Ended):
+        await task
+
+
+async def test_after_an_interrupt_the_task_goes_on_and_may_be_interrupted_again(run: Run) -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> int:
+        for _ in range(2):
+            with pytest.raises(Ended), interruptible(made):
+                await Waiter[None]()
+        await asyncio.sleep(0)
+        return 7
+
+    task = run(body())
+    for index in range(2):
+        await turns()
+        made[index].fire()
+    assert await task == 7
+
+
+async def test_an_interrupt_that_comes_after_the_body_does_nothing(run: Run) -> None:
+    made: list[Interrupt] = []
+    waiter = Waiter[int]()
+
+    async def body() -> int:
+        with interruptible(made):
+            pass
+        return await waiter
+
+    task = run(body())
+    await turns()
+    made[0].fire()
+    waiter.resolve(7)
+    assert await task == 7
+
+
+async def test_an_interrupt_that_a_body_survives_is_not_raised(run: Run) -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> int:
+        with interruptible(made):
+            try:
+                await Waiter[None]()
+            except asyncio.CancelledError:
+                return 7
+        raise AssertionError("it was not interrupted")
+
+    task = run(body())
+    await turns()
+    made[0].fire()
+    assert await task == 7
+
+
+async def test_a_failure_of_an_interrupted_body_is_its_own(run: Run) -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> None:
+        with interruptible(made):
+            try:
+                await Waiter[None]()
+            finally:
+                raise LookupError
+
+    task = run(body())
+    await turns()
+    made[0].fire()
+    with pytest.raises(LookupError):
+        await task
+
+
+async def test_a_cancellation_by_others_is_no_interrupt() -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> None:
+        with interruptible(made):
+            await Waiter[None]()
+
+    task = asyncio.ensure_future(body())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    eager = EagerTask(body())
+    eager.interrupt()
+    with pytest.raises(asyncio.CancelledError):
+        eager.result()
+
+
+async def test_a_cancellation_that_comes_with_an_interrupt_is_a_cancellation() -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> None:
+        with interruptible(made):
+            await Waiter[None]()
+
+    task = asyncio.ensure_future(body())
+    await asyncio.sleep(0)
+    made[0].fire()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# Deadlines.
+
+
+async def test_a_deadline_ends_a_body_where_it_waits(run: Run, travel: Callable[[float], None]) -> None:
+    async def body() -> None:
+        with until(now() + HOUR_S, "too late"):
+            await Waiter[None]()
+
+    task = run(body())
+    await turns()
+    travel(2 * HOUR_S)
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        await task
+
+
+async def test_a_body_that_is_over_in_time_and_one_without_a_deadline_are_left_alone(
+    run: Run, travel: Callable[[float], None]
+) -> None:
+    async def body() -> int:
+        for deadline in (now() + HOUR_S, None):
+            with until(deadline):
+                await asyncio.sleep(0)
+        return 7
+
+    task = run(body())
+    await turns()
+    travel(2 * HOUR_S)
+    assert await task == 7
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+async def test_of_nested_deadlines_the_one_that_passes_is_told(
+    run: Run, travel: Callable[[float], None], outer_first: bool
+) -> None:
+    told: list[str] = []
+
+    async def body() -> None:
+        sooner, later = now() + HOUR_S, now() + 10 * HOUR_S
+        with until(sooner if outer_first else later, "outer"):
+            try:
+                with until(later if outer_first else sooner, "inner"):
+                    await Waiter[None]()
+            except DeadlineExceeded as error:
+                told.append(str(error))
+
+    task = run(body())
+    await turns()
+    travel(2 * HOUR_S)
+    if outer_first:
+        with pytest.raises(DeadlineExceeded, match="outer"):
+            await task
+        assert told == []
+    else:
+        await task
+        assert told == ["inner"]
+
+
+async def test_a_cancellation_within_a_deadline_is_a_cancellation(travel: Callable[[float], None]) -> None:
+    async def body() -> None:
+        with until(now() + HOUR_S), until(now() + 10 * HOUR_S):
+            await Waiter[None]()
+
+    task = asyncio.ensure_future(body())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    eager = EagerTask(body())
+    eager.interrupt()
+    with pytest.raises(asyncio.CancelledError):
+        eager.result()
+    travel(20 * HOUR_S)
+    await turns()
+    assert eager.done
+
+
+async def test_a_deadline_and_a_hang_up_that_come_together_end_the_body_once(
+    run: Run, travel: Callable[[float], None]
+) -> None:
+    made: list[Interrupt] = []
+
+    async def body() -> int:
+        try:
+            with interruptible(made), until(now() + HOUR_S):
+                await Waiter[None]()
+        except (Ended, DeadlineExceeded):
+            await asyncio.sleep(0)
+            return 7
+        raise AssertionError("it was not ended")
+
+    task = run(body())
+    await turns()
+    travel(2 * HOUR_S)
+    made[0].fire()
+    assert await task == 7
