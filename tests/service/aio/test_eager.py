@@ -20,13 +20,14 @@ class Waits:
     def __init__(self, kind: str) -> None:
         self.waiter = Waiter[int]()
         self.future = asyncio.get_running_loop().create_future()
-        self.awaitable: Awaitable[int | None] = {
+        makers: dict[str, Callable[[], Awaitable[int]]] = {
             "waiter": lambda: self.waiter,
             "future": lambda: self.future,
             "turn": lambda: asyncio.sleep(0, 7),
             "eager task": lambda: EagerTask(self._wait()),
             "task": lambda: asyncio.create_task(self._wait()),
-        }[kind]()
+        }
+        self.awaitable = makers[kind]()
 
     async def _wait(self) -> int:
         return await self.waiter
@@ -289,7 +290,7 @@ async def test_a_cancelled_task_interrupts_its_coroutine_and_tells_nobody(waits:
             told.append("interrupted")
 
     task = EagerTask(wait())
-    task.on_done(lambda: told.append("called back"))
+    task.on_done(lambda _: told.append("called back"))
     task.cancel()
     task.cancel()
     waits.end()
