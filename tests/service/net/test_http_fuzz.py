@@ -17,7 +17,7 @@ async def test_mutated_requests_are_answered_alike_on_both_protocol_classes() ->
 
 
 async def test_a_difference_is_found() -> None:
-    fuzz = Fuzz()
+    fuzz = Fuzz(sure_s=0.0)
     fuzz.theirs.registry.engine.failure = Overloaded("planted")
     _, different = await fuzz.run(SEED, range(20))
     assert different and all(b'"overloaded"' in one.compared.theirs.received for one in different)
