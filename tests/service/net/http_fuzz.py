@@ -309,12 +309,29 @@ def not_utf8(both: Compared) -> bool:
     return ours[-1].body.replace(told, short) == theirs[-1].body or (replied is not None and both.theirs.closed)
 
 
+def read_ahead(both: Compared) -> bool:
+    """Wane reads the next messages of a WebSocket while one is answered, and uvicorn reads none. So a frame that ends
+    the WebSocket takes effect earlier: before the answers to the messages in front of it."""
+    ours, theirs = responses(both.ours.received), responses(both.theirs.received)
+    if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
+        return False
+    answered, close, reason = ours[-1].body.rpartition(b"\x88")
+    return (
+        both.ours.closed
+        and both.theirs.closed
+        and bool(close)
+        and theirs[-1].body.startswith(answered)
+        and theirs[-1].body.endswith(close + reason)
+    )
+
+
 RULES: dict[str, Callable[[Compared], bool]] = {
     "malformed": malformed,
     "a head over max_header_bytes": last_by(431),
     "CONNECT with a body": last_by(400, b"malformed HTTP request: CONNECT takes no body"),
     "answered before its chunked body had ended": unread_body,
     "text that is not UTF-8": not_utf8,
+    "WebSocket ended before all answers": read_ahead,
 }
 """By which a difference is meant."""
 
