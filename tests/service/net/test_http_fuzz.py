@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.service.net.http_cases import make_case
-from tests.service.net.http_fuzz import CORRECTIONS, RULES, Fuzz
+from tests.service.net.http_fuzz import Fuzz
 from wane.service.errors import Overloaded
 
 CASES, SEED = 500, 1
@@ -13,14 +13,13 @@ async def test_mutated_requests_are_answered_alike_on_both_protocol_classes() ->
     counted, different = await Fuzz().run(SEED, range(CASES))
     assert different == []
     assert counted.total() == CASES and counted["same"] > CASES / 2
-    assert {"same", *RULES, *CORRECTIONS} - set(counted) == set(), "a rule that no case needs"
 
 
 async def test_a_difference_is_found() -> None:
-    fuzz = Fuzz()
+    fuzz = Fuzz(sure_s=0.0)
     fuzz.theirs.registry.engine.failure = Overloaded("planted")
     _, different = await fuzz.run(SEED, range(20))
-    assert different and all(b'"overloaded"' in one.compared.theirs.received for one in different)
+    assert any(b'"overloaded"' in one.compared.theirs.received for one in different)
 
 
 def test_a_case_is_the_same_for_the_same_seed() -> None:

@@ -112,9 +112,10 @@ async def test_messages_that_come_while_one_is_answered_keep_their_order(
     monkeypatch.setattr("wane.service.api.disconnect.DISCONNECT_GRACE_S", 0)
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
-        for length in range(1, MOST_EARLY + 1):
+        await socket.send(json.dumps({"tokens": [1]}))
+        await engine.waiting.wait()  # else as many as are read may wait, and the ping is not
+        for length in range(2, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))
-        await engine.waiting.wait()
         await (await socket.ping())  # so that they have come
         engine.wait.set()
         positions = [json.loads(await socket.recv())["position"] for _ in range(MOST_EARLY)]
