@@ -1,10 +1,10 @@
-"""The server's own WebSockets: however a message comes in it is taken for what it is, and whatever is said is heard."""
+"""The server's own WebSocket protocol: messages however they come in, texts of every length, and the receive queue."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,9 +13,10 @@ import uvicorn
 from websockets.asyncio.client import connect
 from websockets.frames import Frame, Opcode
 
-from tests.service.slow_client import HANDSHAKE, frame, serving
+from tests.service.slow_client import HANDSHAKE, frame, serving, until
+from wane.service.aio.eager import EagerTask
 from wane.service.errors import Abandoned
-from wane.service.net.websocket_protocol import LINE, ClientDisconnected, ReceiveQueue, short_text
+from wane.service.net.websocket_protocol import CHANNEL, ClientDisconnected, ReceiveQueue, short_text
 from wane.service.observability.metrics import Metrics
 from wane.service.server import WEBSOCKETS, protocols
 from wane.service.settings import Settings
@@ -132,85 +133,130 @@ def test_a_short_text_is_read(size: int) -> None:
 
 
 @asynccontextmanager
-async def saying(texts: list[bytes], heard: asyncio.Event) -> AsyncIterator[str]:
-    """A server that says these texts on every WebSocket, and notes that a client that has left can be told nothing."""
+async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
+    """A server that sends these texts on every WebSocket. `refused`: it could send none to a client that had left."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        line = scope[LINE]
+        channel = scope[CHANNEL]
         await receive()
         await send({"type": "websocket.accept"})
         for text in texts:
-            await line.say(text)
-        while (await line.receive())["type"] != "websocket.disconnect":
+            await channel.send_text(text)
+        while (await channel.receive())["type"] != "websocket.disconnect":
             pass
         with pytest.raises(ClientDisconnected):
-            await line.say(b"late")
-        await line.hang_up(1000, "late")  # changes nothing
-        heard.set()
+            await channel.send_text(b"late")
+        await channel.send_close(1000, "late")  # changes nothing
+        refused.set()
 
     named = protocols(Settings(), Metrics())
     server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, **(WEBSOCKETS | named)))
     task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: server.started)
     host, port = server.servers[0].sockets[0].getsockname()
     yield f"ws://{host}:{port}/"
     server.should_exit = True
     await task
 
 
-async def test_texts_of_every_length_are_heard_as_they_were_said() -> None:
+async def test_texts_of_every_length_are_received_as_they_were_sent() -> None:
     texts = [b"x" * size for size in (0, 1, 125, 126, 65_535, 65_536, 300_000)]
-    heard = asyncio.Event()
-    async with saying(texts, heard) as url:
+    refused = asyncio.Event()
+    async with saying(texts, refused) as url:
         async with connect(url, proxy=None) as client:
             assert [await client.recv() for _ in texts] == [text.decode() for text in texts]
-        await heard.wait()
+        await refused.wait()
 
 
-# What a line's route waits in.
+# The receive queue. Its reader, and the body of its `with`, are run by either kind of task.
+
+MESSAGE: dict[str, Any] = {"type": "websocket.receive", "text": "{}"}
+DISCONNECT: dict[str, Any] = {"type": "websocket.disconnect", "code": 1000}
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-async def test_work_for_a_client_that_leaves_is_given_up() -> None:
-    receive_queue = ReceiveQueue(asyncio.get_running_loop())
-    with pytest.raises(Abandoned), receive_queue:
-        receive_queue.put_nowait({"type": "websocket.disconnect", "code": 1000})
-        await asyncio.Event().wait()
-    task = asyncio.current_task()
-    assert task is not None and not task.cancelling()
+@pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine, for something to be awaited."""
+    kind: Run = request.param
+    return kind
 
 
-async def test_work_for_a_client_that_has_left_already_has_its_time_and_is_given_up_then() -> None:
-    receive_queue = ReceiveQueue(asyncio.get_running_loop())
-    receive_queue.put_nowait({"type": "websocket.receive", "text": "{}"})
-    receive_queue.put_nowait({"type": "websocket.disconnect", "code": 1000})
-    assert (await receive_queue.get())["type"] == "websocket.receive"
-    with receive_queue:
-        await asyncio.sleep(0)
-    with pytest.raises(Abandoned), receive_queue:
-        await asyncio.Event().wait()
-    assert (await receive_queue.get())["type"] == "websocket.disconnect"
+@pytest.fixture
+async def queue() -> ReceiveQueue:
+    return ReceiveQueue(asyncio.get_running_loop())
 
 
-async def test_a_cancellation_from_elsewhere_is_no_hang_up() -> None:
-    receive_queue = ReceiveQueue(asyncio.get_running_loop())
-
-    async def waits() -> None:
-        with receive_queue:
+async def test_work_for_a_client_that_leaves_is_cancelled(queue: ReceiveQueue, run: Run) -> None:
+    async def work() -> None:
+        with queue:
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(waits())
+    working = run(work())
     await asyncio.sleep(0)
-    task.cancel()
+    queue.put_nowait(DISCONNECT)
+    with pytest.raises(Abandoned):
+        await working
+
+
+async def test_work_for_a_client_that_has_left_already_has_a_grace_period(queue: ReceiveQueue, run: Run) -> None:
+    async def work() -> object:
+        assert await queue.get() is MESSAGE
+        with queue:
+            await asyncio.sleep(0)
+        with pytest.raises(Abandoned), queue:
+            await asyncio.Event().wait()
+        return await queue.get()
+
+    queue.put_nowait(MESSAGE)
+    queue.put_nowait(DISCONNECT)
+    assert await run(work()) is DISCONNECT
+
+
+async def test_a_cancellation_by_others_is_no_hang_up(queue: ReceiveQueue) -> None:
+    async def work() -> None:
+        with queue:
+            await asyncio.Event().wait()
+
+    working = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    working.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await task
+        await working
 
 
-async def test_what_comes_is_taken_in_its_order_by_one_who_waited_for_it() -> None:
-    receive_queue = ReceiveQueue(asyncio.get_running_loop())
-    waiting = asyncio.create_task(receive_queue.get())
+async def test_messages_are_taken_in_their_order(queue: ReceiveQueue, run: Run) -> None:
+    async def take() -> list[object]:
+        return [(await queue.get())["number"] for _ in range(4)]
+
+    taking = run(take())
     await asyncio.sleep(0)
-    for code in (1, 2):
-        receive_queue.put_nowait({"type": "websocket.receive", "code": code})
-    assert (await waiting)["code"] == 1
-    assert len(receive_queue) == 1 and (await receive_queue.get())["code"] == 2 and receive_queue.empty()
+    queue.put_nowait({**MESSAGE, "number": 0})
+    queue.put_now({**MESSAGE, "number": 1})
+    queue.put_nowait({**MESSAGE, "number": 2})
+    assert 1 <= len(queue) <= 3
+    queue.put_nowait({**MESSAGE, "number": 3})
+    assert await taking == [0, 1, 2, 3]
+    assert queue.empty()
+
+
+async def test_a_reader_goes_on_at_once_where_the_protocol_is_at_rest(queue: ReceiveQueue) -> None:
+    reading = EagerTask(queue.get())
+    queue.put_now(MESSAGE)
+    assert reading.done and reading.result() is MESSAGE
+
+
+async def test_a_reader_goes_on_in_the_next_turn_where_it_is_not(queue: ReceiveQueue) -> None:
+    reading = EagerTask(queue.get())
+    queue.put_nowait(MESSAGE)
+    assert not reading.done
+    await asyncio.sleep(0)
+    assert reading.done and reading.result() is MESSAGE
+
+
+async def test_a_message_is_kept_for_the_next_reader_where_the_first_gave_up(queue: ReceiveQueue) -> None:
+    reading = EagerTask(queue.get())
+    queue.put_nowait(MESSAGE)
+    reading.interrupt()
+    await asyncio.sleep(0)
+    assert await queue.get() is MESSAGE
