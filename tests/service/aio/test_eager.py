@@ -18,23 +18,30 @@ class Waits:
     """Something to wait for; `end` makes its result ready, which is 7."""
 
     def __init__(self, kind: str) -> None:
-        self.waiter = Waiter[int]()
-        self.future = asyncio.get_running_loop().create_future()
-        self.awaitable: Awaitable[int | None] = {
-            "waiter": lambda: self.waiter,
-            "future": lambda: self.future,
-            "turn": lambda: asyncio.sleep(0, 7),
-            "eager task": lambda: EagerTask(self._wait()),
-            "task": lambda: asyncio.create_task(self._wait()),
-        }[kind]()
+        self._waiter = Waiter[int]()
+        self._future = asyncio.get_running_loop().create_future()
+        self.awaitable = self._make(kind)
+
+    def _make(self, kind: str) -> Awaitable[int]:
+        match kind:
+            case "waiter":
+                return self._waiter
+            case "future":
+                return self._future
+            case "turn":
+                return asyncio.sleep(0, 7)
+            case "eager task":
+                return EagerTask(self._wait())
+            case _:
+                return asyncio.create_task(self._wait())
 
     async def _wait(self) -> int:
-        return await self.waiter
+        return await self._waiter
 
     def end(self) -> None:
-        self.waiter.resolve(7)
-        if not self.future.done():
-            self.future.set_result(7)
+        self._waiter.resolve(7)
+        if not self._future.done():
+            self._future.set_result(7)
 
 
 KINDS = ["waiter", "future", "turn", "eager task", "task"]
@@ -45,8 +52,8 @@ async def waits(request: pytest.FixtureRequest) -> Waits:
     return Waits(request.param)
 
 
-async def add_one(number: Awaitable[int | None]) -> int:
-    return 1 + (await number or 0)
+async def add_one(number: Awaitable[int]) -> int:
+    return 1 + await number
 
 
 async def turns() -> None:
