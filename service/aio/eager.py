@@ -58,7 +58,6 @@ class Waiter(Generic[T]):
         """As `resolve`, with what `await` raises."""
         if not self.done:
             self._error = error
-            del error  # it holds this frame, once it was raised in what is called back
             self._finish()
 
     def cancel(self) -> None:
@@ -158,24 +157,22 @@ class EagerTask(Waiter[T]):
         except StopIteration as end:
             result = end.value
         except BaseException as raised:
-            error = raised
+            assert raised.__traceback__ is not None
+            error = raised.with_traceback(raised.__traceback__.tb_next)  # without this call, which holds the error
         else:
             self._wait(found)
             return
         finally:
             _running.task = before
         self._coroutine = None
-        try:
-            if error is None:
-                if not self.done:
-                    self._result = result
-                    self._finish()
-            elif isinstance(error, Exception | asyncio.CancelledError):
-                self.fail(error)
-            else:  # the process is to end
-                raise error
-        finally:
-            del error, value, self  # they hold each other through the traceback
+        if error is None:
+            if not self.done:
+                self._result = result
+                self._finish()
+        elif isinstance(error, Exception | asyncio.CancelledError):
+            self.fail(error)
+        else:  # the process is to end
+            raise error
 
     def _wait(self, found: Waiter[Any] | asyncio.Future[Any] | None) -> None:
         if isinstance(found, Waiter):

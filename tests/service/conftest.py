@@ -114,9 +114,10 @@ class SocketServer(DrainingServer):
 
 @pytest.fixture(params=[False, True], ids=["wane", "uvicorn"])
 async def server(
-    request: pytest.FixtureRequest, app: Application, registry: FakeRegistry
+    request: pytest.FixtureRequest, app: Application, registry: FakeRegistry, travel: Callable[[float], None]
 ) -> AsyncIterator[SocketServer]:
-    """Real uvicorn on a real socket, with the fake engine behind it; on both kinds of protocol classes."""
+    """Real uvicorn on a real socket, with the fake engine behind it; on both kinds of protocol classes. It stops on the
+    clock that it started on."""
     server = SocketServer(app, registry, plain_uvicorn=request.param)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()

@@ -16,6 +16,7 @@ from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeRegistry
 from wane.service.app import Application, create_app
 from wane.service.engine.engine import Engine
+from wane.service.net.http_protocol import HttpProtocol
 from wane.service.net.receive_queue import CHANNEL
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
@@ -90,6 +91,11 @@ class ServerHarness(SocketServer):
         """As uvicorn's, which looks ten times a second whether it is to end."""
         await self.on_tick(0)
         await self.ends.wait()
+
+    @property
+    def connections(self) -> list[HttpProtocol]:
+        """Those that are open, of a native server."""
+        return cast(list[HttpProtocol], [*self.server_state.connections])
 
     def counted(self, status: int, route: str = STEP_ROUTE) -> float:
         """How many requests to the route were counted with this status."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -155,11 +155,11 @@ async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, 
     await entrance.step("a", tokens=[6])
     created: list[object] = []
 
-    def create(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **named: Any) -> asyncio.Task[Any]:
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
         created.append(coroutine)
         return asyncio.Task(coroutine, loop=loop, **named)
 
-    asyncio.get_running_loop().set_task_factory(create)  # type: ignore[arg-type]  # typeshed has more overloads
+    asyncio.get_running_loop().set_task_factory(create)
     step = await running(harness, entrance.send("a", tokens=[6, 7]))
     assert not created
     harness.runner.gate.set()
@@ -178,6 +178,7 @@ async def test_a_step_that_is_repeated_is_answered_again_and_appended_once(
     assert (first["replayed"], again["replayed"]) == (False, True)
     assert (again["position"], predicted(again)) == (2, predicted(first))
     assert await position(harness, "a") == 2
+    assert harness.sample("wane_steps_replayed_total") == 1
 
 
 @pytest.mark.parametrize("other", [{"tokens": [7]}, {"expected_position": 2}], ids=["tokens", "position"])

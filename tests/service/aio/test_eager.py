@@ -9,6 +9,7 @@ from contextvars import ContextVar, copy_context
 
 import pytest
 
+from wane.service.aio.deadline import until
 from wane.service.aio.eager import EagerTask, Waiter, current_task
 
 NAME: ContextVar[str] = ContextVar("NAME")
@@ -18,24 +19,30 @@ class Waits:
     """Something to wait for; `end` makes its result ready, which is 7."""
 
     def __init__(self, kind: str) -> None:
-        self.waiter = Waiter[int]()
-        self.future = asyncio.get_running_loop().create_future()
-        makers: dict[str, Callable[[], Awaitable[int]]] = {
-            "waiter": lambda: self.waiter,
-            "future": lambda: self.future,
-            "turn": lambda: asyncio.sleep(0, 7),
-            "eager task": lambda: EagerTask(self._wait()),
-            "task": lambda: asyncio.create_task(self._wait()),
-        }
-        self.awaitable = makers[kind]()
+        self._waiter = Waiter[int]()
+        self._future = asyncio.get_running_loop().create_future()
+        self.awaitable = self._make(kind)
+
+    def _make(self, kind: str) -> Awaitable[int]:
+        match kind:
+            case "waiter":
+                return self._waiter
+            case "future":
+                return self._future
+            case "turn":
+                return asyncio.sleep(0, 7)
+            case "eager task":
+                return EagerTask(self._wait())
+            case _:
+                return asyncio.create_task(self._wait())
 
     async def _wait(self) -> int:
-        return await self.waiter
+        return await self._waiter
 
     def end(self) -> None:
-        self.waiter.resolve(7)
-        if not self.future.done():
-            self.future.set_result(7)
+        self._waiter.resolve(7)
+        if not self._future.done():
+            self._future.set_result(7)
 
 
 KINDS = ["waiter", "future", "turn", "eager task", "task"]
@@ -46,8 +53,13 @@ async def waits(request: pytest.FixtureRequest) -> Waits:
     return Waits(request.param)
 
 
-async def add_one(number: Awaitable[int | None]) -> int:
-    return 1 + (await number or 0)
+async def add_one(number: Awaitable[int]) -> int:
+    return 1 + await number
+
+
+async def in_time(number: Awaitable[int]) -> int:
+    with until(asyncio.get_running_loop().time() + 60):
+        return 1 + await number
 
 
 async def turns() -> None:
@@ -363,7 +375,7 @@ async def test_a_task_whose_end_was_heard_of_leaves_nothing_for_the_garbage_coll
 ) -> None:
     def run() -> None:
         waiter = Waiter[int]()
-        end(waiter, EagerTask(add_one(EagerTask(add_one(waiter)))))
+        end(waiter, EagerTask(add_one(EagerTask(in_time(waiter)))))
 
     run()  # what is made once is made now
     gc.collect()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from tests.service.alone import alone
 from wane.service.aio.deadline import until
 from wane.service.aio.eager import EagerTask, Waiter
 from wane.service.aio.interrupt import Interrupt
@@ -181,6 +183,15 @@ async def test_a_deadline_ends_a_body_where_it_waits(run: Run, travel: Callable[
         await task
 
 
+async def test_a_deadline_that_has_passed_ends_the_first_wait(run: Run) -> None:
+    async def body() -> None:
+        with until(now() - 1):
+            await Waiter[None]()
+
+    with pytest.raises(DeadlineExceeded):
+        await run(body())
+
+
 async def test_a_body_that_is_over_in_time_and_one_without_a_deadline_are_left_alone(
     run: Run, travel: Callable[[float], None]
 ) -> None:
@@ -261,3 +272,16 @@ async def test_a_deadline_and_a_hang_up_that_come_together_end_the_body_once(
     travel(2 * HOUR_S)
     made[0].fire()
     assert await task == 7
+
+
+async def meet_deadlines() -> None:
+    """Ten of them, a minute off."""
+    gc.collect()
+    for _ in range(10):
+        with until(now() + 60):
+            pass
+    assert gc.collect() == 0
+
+
+def test_a_deadline_that_is_met_leaves_nothing_for_the_garbage_collector() -> None:
+    alone(meet_deadlines)

@@ -1,16 +1,12 @@
-"""Coarse timers, and the deadline that rests on them."""
+"""Coarse timers."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 
 import pytest
 
-from tests.service.alone import alone
-from wane.service.aio.deadline import until
 from wane.service.aio.timers import Timers, timers
-from wane.service.errors import DeadlineExceeded
 
 
 def now() -> float:
@@ -103,63 +99,3 @@ async def test_alarms_that_are_far_off_have_few_timers_and_ring_no_later_than_th
         late = [timer - when for timer in timers if timer >= when]
         assert late and min(late) <= (when - began_s) / 64 + 0.0101
     assert len(timers) <= 200
-
-
-async def test_a_deadline_that_passes_takes_the_place_of_the_cancellation() -> None:
-    with pytest.raises(DeadlineExceeded, match="too late"), until(now() + 0.01, "too late"):
-        await asyncio.Event().wait()
-    task = asyncio.current_task()
-    assert task is not None and not task.cancelling()
-
-
-async def test_a_deadline_that_has_passed_cancels_the_first_wait() -> None:
-    with pytest.raises(DeadlineExceeded), until(now() - 1):
-        await asyncio.Event().wait()
-
-
-async def test_the_outer_of_two_deadlines_reaches_through_the_inner() -> None:
-    with pytest.raises(DeadlineExceeded, match="outer"), until(now() + 0.01, "outer"), until(now() + 60, "inner"):
-        await asyncio.Event().wait()
-
-
-async def test_no_deadline_and_one_that_is_met_change_nothing() -> None:
-    with until(None):
-        await asyncio.sleep(0)
-    with until(now() + 0.01):
-        pass
-    done = asyncio.Event()
-    timers().at(now() + 0.03, done.set)
-    await done.wait()
-
-
-async def test_a_cancellation_from_elsewhere_stays_one() -> None:
-    entered = asyncio.Event()
-
-    async def waits() -> None:
-        with until(now() + 60):
-            entered.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(waits())
-    await entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_what_fails_in_time_fails_as_it_does() -> None:
-    with pytest.raises(ZeroDivisionError), until(now() + 60):
-        raise ZeroDivisionError
-
-
-async def meet_deadlines() -> None:
-    """Ten of them, a minute off."""
-    gc.collect()
-    for _ in range(10):
-        with until(now() + 60):
-            pass
-    assert gc.collect() == 0
-
-
-def test_a_deadline_that_is_met_leaves_nothing_for_the_garbage_collector() -> None:
-    alone(meet_deadlines)

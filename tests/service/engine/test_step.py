@@ -1,4 +1,7 @@
-"""The rules of api.md, "Steps that can be retried", and what a session is made of."""
+"""Sessions, step by step: replays, conflicts, states that are resident or rebuilt, modes, and how sessions end.
+
+What every way in to a step shares is in `tests/service/test_conformance.py`.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +76,6 @@ async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: Engi
         assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.RESIDENT, 0.0)
 
 
-async def test_one_token_from_a_resident_state_is_one_run_of_the_step_graph(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    harness.runner.calls.clear()
-    await harness.engine.submit(StepRequest(session, (6,)))
-    assert harness.runner.calls == [("step", [[6]])]
-
-
 async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.runner.calls.clear()
@@ -93,18 +89,6 @@ async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(h
 # Replays and conflicts
 
 
-async def test_the_same_tokens_at_the_last_steps_start_are_a_replay(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    first = await harness.engine.submit(StepRequest(session, (6, 7), expected_position=1))
-    again = await harness.engine.submit(StepRequest(session, (6, 7), expected_position=1))
-    assert again.replayed is True
-    assert again.position == first.position == 3
-    assert [one.token_id for one in again.predictions] == [one.token_id for one in first.predictions]
-    assert [one.logprob for one in again.predictions] == pytest.approx([one.logprob for one in first.predictions])
-    assert (await harness.engine.get_session(session)).position == 3
-    assert harness.sample("wane_steps_replayed_total") == 1
-
-
 async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
@@ -113,17 +97,6 @@ async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: E
     assert again.replayed is True
     assert again.state is StateSource.REBUILT
     assert listed(again) == expected(harness, [5, 6])
-
-
-@pytest.mark.parametrize("position", [None, 1])
-async def test_the_same_key_is_a_replay_with_and_without_a_position(
-    harness: EngineHarness, position: int | None
-) -> None:
-    session = await start(harness, 5)
-    step = StepRequest(session, (6,), expected_position=position, idempotency_key="k")
-    assert (await harness.engine.submit(step)).replayed is False
-    assert (await harness.engine.submit(step)).replayed is True
-    assert (await harness.engine.get_session(session)).position == 2
 
 
 async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(harness: EngineHarness) -> None:
@@ -237,18 +210,6 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * 4, 7])
 
 
-async def test_a_step_with_a_position_that_loses_is_a_conflict_and_not_tried_again(
-    make_harness: MakeHarness,
-) -> None:
-    store = ContendedStore()
-    harness = make_harness(store=store)
-    session = await start(harness, 5)
-    store.attempts, store.losses = 0, 1
-    with pytest.raises(PositionConflict) as caught:
-        await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
-    assert (store.attempts, caught.value.position) == (1, 2)
-
-
 async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: MakeHarness) -> None:
     store = ContendedStore()
     harness = make_harness(store=store)
@@ -325,17 +286,6 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
 # Failures and clients who leave
 
 
-async def test_a_failed_run_commits_nothing_and_the_state_stays(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    harness.runner.poison = 6
-    with pytest.raises(WaneError, match="failed to run"):
-        await harness.engine.submit(StepRequest(session, (6,)))
-    view = await harness.engine.get_session(session)
-    assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    answer = await harness.engine.submit(StepRequest(session, (7,)))
-    assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 7])
-
-
 async def test_an_output_that_is_no_number_is_a_failed_run(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -364,24 +314,6 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_h
     ]
 
 
-async def test_a_client_who_hangs_up_before_the_batch_leaves_no_trace(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    harness.runner.gate.clear()
-    other = asyncio.ensure_future(harness.engine.submit(PredictRequest((9,))))
-    await harness.runner.until_busy()
-    step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
-    await turn()
-    step.cancel()
-    await turn()
-    harness.runner.gate.set()
-    await other
-    assert step.cancelled()
-    view = await harness.engine.get_session(session)
-    assert (view.position, view.state) == (1, StateSource.RESIDENT)
-    assert ("step", [[6]]) not in harness.runner.calls
-    assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
-
-
 async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_no_trace(
     harness: EngineHarness,
 ) -> None:
@@ -397,24 +329,6 @@ async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_
     harness.runner.gate.set()
     assert (await first).position == 2
     assert (await harness.engine.get_session(session)).position == 2
-
-
-async def test_a_client_who_hangs_up_in_the_batch_finds_the_step_committed_and_can_replay_it(
-    harness: EngineHarness,
-) -> None:
-    session = await start(harness, 5)
-    harness.runner.busy.clear()
-    harness.runner.gate.clear()
-    step = StepRequest(session, (6,), expected_position=1)
-    gone = asyncio.ensure_future(harness.engine.submit(step))
-    await harness.runner.until_busy()
-    gone.cancel()
-    await turn()
-    assert gone.cancelled()
-    harness.runner.gate.set()
-    again = await harness.engine.submit(step)  # waits for the session's turn, so behind the commit
-    assert (again.replayed, again.position) == (True, 2)
-    assert listed(again) == expected(harness, [5, 6])
 
 
 async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
@@ -451,37 +365,6 @@ async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch
     harness.runner.gate.set()
     await harness.engine.drain()
     assert (await harness.engine.get_session(session)).position == 1101
-
-
-async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    harness.runner.gate.clear()
-    other = asyncio.ensure_future(harness.engine.submit(PredictRequest((9,))))
-    await harness.runner.until_busy()
-    now = asyncio.get_running_loop().time()
-    with pytest.raises(DeadlineExceeded):
-        await harness.engine.submit(StepRequest(session, (6,), deadline=now))
-    harness.runner.gate.set()
-    await other
-    assert (await harness.engine.get_session(session)).position == 1
-
-
-async def test_a_deadline_that_passes_in_the_batch_is_answered_and_the_step_commits(
-    harness: EngineHarness, travel: Callable[[float], None]
-) -> None:
-    session = await start(harness, 5)
-    harness.runner.busy.clear()
-    harness.runner.gate.clear()
-    step = StepRequest(session, (6,), expected_position=1)
-    deadline = asyncio.get_running_loop().time() + 3600
-    late = asyncio.ensure_future(harness.engine.submit(replace(step, deadline=deadline)))
-    await harness.runner.until_busy()
-    travel(2 * 3600)
-    with pytest.raises(DeadlineExceeded, match="it still commits: repeat it"):
-        await late
-    harness.runner.gate.set()
-    again = await harness.engine.submit(step)
-    assert (again.replayed, again.position) == (True, 2)
 
 
 async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the_session(
@@ -828,22 +711,6 @@ async def test_more_sessions_than_the_store_keeps_are_refused(make_harness: Make
     await start(harness)
     with pytest.raises(Overloaded, match="the 2 sessions that there are take"):
         await harness.engine.create_session()
-
-
-async def test_draining_finishes_what_was_admitted_and_refuses_the_rest(harness: EngineHarness) -> None:
-    session = await start(harness, 5)
-    harness.runner.busy.clear()
-    harness.runner.gate.clear()
-    step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
-    await harness.runner.until_busy()
-    draining = asyncio.create_task(harness.engine.drain())
-    await turn()
-    assert not draining.done()
-    with pytest.raises(Unavailable, match="stopping"):
-        await harness.engine.submit(StepRequest(session, (7,)))
-    harness.runner.gate.set()
-    assert (await step).position == 2
-    await draining
 
 
 CUT = {

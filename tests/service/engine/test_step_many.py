@@ -1,15 +1,20 @@
-"""Many steps of one call."""
+"""Many steps of one call: over a stepper that records their order, and over an engine."""
 
 from __future__ import annotations
 
 import asyncio
 from contextvars import ContextVar
+from typing import Any
 
-from tests.service.engine_harness import EngineHarness
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.server_harness import start_sessions
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.pending import Pending
 from wane.service.engine.step_many import step_many
-from wane.service.errors import EarlierStepFailed, InvalidRequest
+from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession
+from wane.service.sessions.stores.store import SessionRecord
 from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
@@ -76,3 +81,73 @@ async def test_every_step_of_a_call_is_submitted_in_the_context_of_the_call(harn
     caller.set("the call")
     await step_many(submit, requests(("s", 5), ("s", 6)))  # the second goes on where the first one's batch is over
     assert seen == ["the call", "the call"]
+
+
+# Over an engine.
+
+
+@pytest.fixture
+async def started(harness: EngineHarness) -> EngineHarness:
+    """With the sessions a, b and c, each after one token."""
+    await start_sessions(harness)
+    return harness
+
+
+async def position(harness: EngineHarness, session: str) -> int:
+    return (await harness.engine.get_session(session)).position
+
+
+async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: EngineHarness) -> None:
+    started.runner.calls.clear()
+    steps = requests(("a", 6), ("nowhere", 6), ("b", 7), ("c", 10_000))
+    outcomes = await step_many(started.engine.submit, steps)
+    assert [type(outcome) for outcome in outcomes] == [Answer, UnknownSession, Answer, InvalidRequest]
+    assert started.runner.calls == [("step", [[6], [7]])]
+
+
+async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
+    await step_many(started.engine.submit, requests(("a", 6), ("b", 6), ("c", 6)))
+    report: Any = await started.engine.report()
+    assert report["operations"] == {"step": 6}  # the three that started the sessions among them
+    assert report["modes"]["recurrent"]["requests"] == 6
+    assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 6
+    assert started.sample("wane_answers_total", operation="step", mode="recurrent") == 6
+
+
+async def test_a_step_whose_commit_fails_fails_alone(started: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = started.store.append
+
+    async def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
+        if record.session == "a":
+            raise OSError("no more room")
+        return await append(record, *step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(started.store, "append", failing)
+        outcomes = await step_many(started.engine.submit, requests(("a", 6), ("b", 6)))
+    assert [type(outcome) for outcome in outcomes] == [OSError, Answer]
+    assert (await started.engine.submit(StepRequest("a", (6,)))).position == 2
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 9])
+async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(started: EngineHarness, top_k: int) -> None:
+    steps = [StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)]
+    few, many = await step_many(started.engine.submit, steps)
+    assert isinstance(few, Answer) and isinstance(many, Answer)
+    assert (len(few.predictions), len(many.predictions)) == (2, top_k)
+    assert few.predictions[:top_k] == many.predictions[:2]
+
+
+async def test_a_caller_that_leaves_takes_back_the_steps_that_wait(make_harness: MakeHarness) -> None:
+    harness = make_harness(max_batch_size=1)
+    await start_sessions(harness)
+    harness.runner.busy.clear()
+    harness.runner.gate.clear()
+    call = asyncio.create_task(step_many(harness.engine.submit, requests(("a", 6), ("b", 6), ("c", 6), ("c", 7))))
+    await harness.runner.until_busy()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    harness.runner.gate.set()
+    await harness.engine.drain()
+    assert [await position(harness, name) for name in "abc"] == [2, 1, 1]

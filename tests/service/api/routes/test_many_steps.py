@@ -125,16 +125,3 @@ def test_real_sessions_stepped_together_are_where_they_would_be_alone(http: http
         for one, other in zip(result["predictions"], single["predictions"], strict=True):
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
     assert http.get(f"/v1/sessions/{together[0]}").json()["position"] == 3
-
-
-def test_a_key_that_comes_again_with_another_step_is_refused_in_its_place(http: httpx.Client) -> None:
-    sessions = [http.post("/v1/sessions", json={}).json()["session"] for _ in range(3)]
-    steps = [{"session": session, "tokens": [5], "idempotency_key": "k"} for session in sessions]
-    http.post(PATH, json={"steps": steps}).raise_for_status()
-    steps[0]["tokens"] = [6]
-    steps[1]["expected_position"] = 1
-    other, elsewhere, same = http.post(PATH, json={"steps": steps}).json()["results"]
-    for result in (other, elsewhere):
-        assert_members(result["error"], 409, "idempotency_key_reused")
-        assert result["error"]["position"] == 1
-    assert (same["replayed"], same["position"]) == (True, 1)

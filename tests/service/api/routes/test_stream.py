@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,23 +16,30 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_sync
 
 from tests.service.conftest import LIMIT, SocketServer
+from tests.service.engine_harness import EngineHarness
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.problems import assert_members
+from tests.service.server_harness import served
+from wane.service.api.body import only_token, parsed, valid
 from wane.service.api.routes import stream
+from wane.service.api.schemas.sessions import StreamBody
+from wane.service.auth.keyring import Principal
 from wane.service.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     PositionConflict,
+    RateLimited,
     TooLarge,
     Unavailable,
     UnknownSession,
 )
 from wane.service.net.receive_queue import MOST_EARLY
 from wane.service.settings import Settings
-from wane.service.types import Mode, PredictRequest, StepRequest
+from wane.service.types import Mode, Owner, PredictRequest, StepRequest
 
+KEY = "alice-0123456789abcdefgh"
 PATH = "/v1/sessions/s/stream"
 
 
@@ -216,12 +223,16 @@ async def test_a_message_that_is_too_long_closes_with_1009(server: SocketServer,
         assert (await closed(socket))[0] == 1009
 
 
-async def test_a_stream_without_messages_is_closed_in_time(
-    server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+async def test_a_stream_is_closed_when_it_was_idle_since_its_last_message(
+    server: SocketServer, engine: FakeEngine, travel: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "settings", lambda _: Settings(stream_idle_s=0.05))
+    monkeypatch.setattr(stream, "settings", lambda _: Settings(stream_idle_s=8))
     async with opened(server) as socket:
-        assert await closed(socket) == (1000, "idle for 0.05 s")
+        for _ in range(2):
+            travel(5)
+            assert (await ask(socket, {"tokens": [1]}))["position"] == 1
+        travel(9)
+        assert await closed(socket) == (1000, "idle for 8 s")
 
 
 async def test_a_server_that_drains_closes_with_1012(
@@ -261,6 +272,87 @@ async def counted(client: httpx.AsyncClient) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
+# Keys.
+
+
+@asynccontextmanager
+async def opened_with_key(harness: EngineHarness) -> AsyncIterator[ClientConnection]:
+    """A WebSocket of a key's owner, to a session of its own."""
+    async with served(harness, api_keys=f"alice:{KEY}") as server:
+        await harness.engine.create_session("mine", owner=Owner("alice"))
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with opened(server, "/v1/sessions/mine/stream", additional_headers=headers) as socket:
+            yield socket
+
+
+async def test_every_message_is_charged_once(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[float] = []
+    monkeypatch.setattr(Principal, "charge", lambda _, requests, before=0.0: charged.append(requests))
+    async with opened_with_key(harness) as socket:
+        charged.clear()
+        assert (await ask(socket, {"tokens": [6, 7]}))["position"] == 2
+        assert (await ask(socket, {"tokens": [6]}))["position"] == 3
+        assert (await ask(socket, {"tokens": [6], "top_k": 0}))["error"]["status"] == 422
+        assert charged == [1, 1, 1]
+
+
+async def test_a_message_over_the_rate_of_its_key_is_refused(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Principal, requests: float, before: float = 0.0) -> None:
+        raise RateLimited("too many", 1.0)
+
+    async with opened_with_key(harness) as socket:
+        with monkeypatch.context() as patched:
+            patched.setattr(Principal, "charge", refuse)
+            assert (await ask(socket, {"tokens": [6]}))["error"]["code"] == "rate_limited"
+        assert (await ask(socket, {"tokens": [6]}))["position"] == 1
+
+
+# How messages are read.
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"tokens": [6]}',
+        '{"tokens":[0]}',
+        '{"tokens":[1],"tokens":[-7]}',
+        '{"tokens":[123456789012345678901234567890]}',
+    ],
+)
+def test_a_message_of_one_token_is_read_as_its_model_would_read_it(message: str) -> None:
+    token, body = only_token(message), valid(parsed(message), StreamBody)
+    assert token is not None and body.tokens == [token]
+    plain = StepRequest("a", (token,))
+    assert (body.mode, body.top_k, body.expected_position) == (plain.mode, plain.top_k, plain.expected_position)
+    assert (body.idempotency_key, body.rewind) == (plain.idempotency_key, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "{",
+        "6",
+        "[6]",
+        "{}",
+        '{"tokens":6}',
+        '{"tokens":[]}',
+        '{"tokens":[6,7]}',
+        '{"tokens":[true]}',
+        '{"tokens":[6.0]}',
+        '{"tokens":["6"]}',
+        '{"tokens":null}',
+        '{"input":"a"}',
+        '{"tokens":[6],"top_k":1}',
+        '{"tokens":[6],"wrong":1}',
+    ],
+)
+def test_any_other_message_is_read_by_its_model(message: str) -> None:
+    assert only_token(message) is None
+
+
 def test_every_close_code_is_explained() -> None:
     assert stream.__doc__ is not None
     for code in (stream.INTERNAL, stream.RESTART, stream.NO_SESSION, stream.CONFLICT, 1009):
@@ -295,34 +387,6 @@ def test_a_stream_answers_as_steps_over_http_do(live: LiveServer, http: httpx.Cl
         socket.send(json.dumps({"tokens": [6], "expected_position": 1}))
         assert json.loads(socket.recv())["position"] == 2
     assert http.get(f"/v1/sessions/{session}").json()["position"] == 2
-
-
-def test_another_client_on_the_same_session_is_noticed(live: LiveServer, http: httpx.Client, session: str) -> None:
-    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
-        socket.send('{"tokens": [5], "expected_position": 0}')
-        assert json.loads(socket.recv())["position"] == 1
-        http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [6]}).raise_for_status()
-        socket.send('{"tokens": [7], "expected_position": 1}')
-        assert json.loads(socket.recv())["error"]["position"] == 2
-        with pytest.raises(ConnectionClosed):
-            socket.recv()
-        assert socket.close_code == 4409
-
-
-@pytest.mark.parametrize("again", [{"tokens": [7]}, {"tokens": [5], "expected_position": 1}], ids=str)
-def test_a_key_that_comes_again_with_another_step_is_refused(
-    live: LiveServer, http: httpx.Client, session: str, again: dict[str, Any]
-) -> None:
-    with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
-        for replayed in (False, True):
-            socket.send('{"tokens": [5], "idempotency_key": "k"}')
-            assert json.loads(socket.recv())["replayed"] is replayed
-        socket.send(json.dumps({**again, "idempotency_key": "k"}))
-        error = json.loads(socket.recv())["error"]
-        assert (error["status"], error["code"], error["position"]) == (409, "idempotency_key_reused", 1)
-        with pytest.raises(ConnectionClosed):
-            socket.recv()
-        assert socket.close_code == 4409
 
 
 def test_a_server_that_stops_closes_its_streams() -> None:

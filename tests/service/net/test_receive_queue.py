@@ -1,0 +1,104 @@
+"""The queue of a WebSocket's messages. Its reader, and the body of its `with`, are run by either kind of task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from wane.service.aio.eager import EagerTask
+from wane.service.errors import Abandoned
+from wane.service.net.receive_queue import ReceiveQueue
+
+MESSAGE: dict[str, Any] = {"type": "websocket.receive", "text": "{}"}
+DISCONNECT: dict[str, Any] = {"type": "websocket.disconnect", "code": 1000}
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine, for something to be awaited."""
+    kind: Run = request.param
+    return kind
+
+
+@pytest.fixture
+async def queue() -> ReceiveQueue:
+    return ReceiveQueue(asyncio.get_running_loop())
+
+
+async def test_work_for_a_client_that_leaves_is_cancelled(queue: ReceiveQueue, run: Run) -> None:
+    async def work() -> None:
+        with queue:
+            await asyncio.Event().wait()
+
+    working = run(work())
+    await asyncio.sleep(0)
+    queue.put_nowait(DISCONNECT)
+    with pytest.raises(Abandoned):
+        await working
+
+
+async def test_work_for_a_client_that_has_left_already_has_a_grace_period(queue: ReceiveQueue, run: Run) -> None:
+    async def work() -> object:
+        assert await queue.get() is MESSAGE
+        with queue:
+            await asyncio.sleep(0)
+        with pytest.raises(Abandoned), queue:
+            await asyncio.Event().wait()
+        return await queue.get()
+
+    queue.put_nowait(MESSAGE)
+    queue.put_nowait(DISCONNECT)
+    assert await run(work()) is DISCONNECT
+
+
+async def test_a_cancellation_by_others_is_no_hang_up(queue: ReceiveQueue) -> None:
+    async def work() -> None:
+        with queue:
+            await asyncio.Event().wait()
+
+    working = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+
+
+async def test_messages_are_taken_in_their_order(queue: ReceiveQueue, run: Run) -> None:
+    async def take() -> list[object]:
+        return [(await queue.get())["number"] for _ in range(4)]
+
+    taking = run(take())
+    await asyncio.sleep(0)
+    queue.put_nowait({**MESSAGE, "number": 0})
+    queue.put_now({**MESSAGE, "number": 1})
+    queue.put_nowait({**MESSAGE, "number": 2})
+    assert 1 <= len(queue) <= 3
+    queue.put_nowait({**MESSAGE, "number": 3})
+    assert await taking == [0, 1, 2, 3]
+    assert queue.empty()
+
+
+async def test_a_reader_goes_on_at_once_where_the_protocol_is_at_rest(queue: ReceiveQueue) -> None:
+    reading = EagerTask(queue.get())
+    queue.put_now(MESSAGE)
+    assert reading.done and reading.result() is MESSAGE
+
+
+async def test_a_reader_goes_on_in_the_next_turn_where_it_is_not(queue: ReceiveQueue) -> None:
+    reading = EagerTask(queue.get())
+    queue.put_nowait(MESSAGE)
+    assert not reading.done
+    await asyncio.sleep(0)
+    assert reading.done and reading.result() is MESSAGE
+
+
+async def test_a_message_is_kept_for_the_next_reader_where_the_first_gave_up(queue: ReceiveQueue) -> None:
+    reading = EagerTask(queue.get())
+    queue.put_nowait(MESSAGE)
+    reading.interrupt()
+    await asyncio.sleep(0)
+    assert await queue.get() is MESSAGE
