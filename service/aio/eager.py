@@ -61,7 +61,7 @@ class Waiter(Generic[T]):
             self._finish()
 
     def cancel(self) -> None:
-        """The caller has left: nothing is resolved any more, and nobody is called back."""
+        """The caller has left. Drops a later result, and calls nobody back."""
         self._callback = None
         self.done = True
 

@@ -199,8 +199,9 @@ async def test_the_key_of_the_last_step_with_another_step_is_refused(
         ("nowhere", {}, "unknown_session"),
         ("a", {"expected_position": 9}, "position_conflict"),
         ("a", {"tokens": [10_000]}, "invalid_request"),
+        ("a", {"tokens": [-1]}, "invalid_request"),
     ],
-    ids=["unknown session", "conflict", "unknown token"],
+    ids=["unknown session", "conflict", "unknown token", "negative token"],
 )
 async def test_a_step_that_cannot_be_taken_is_refused(
     entrance: Entrance, harness: EngineHarness, session: str, step: Step, code: str
