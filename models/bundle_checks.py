@@ -15,6 +15,9 @@ from wane.models.vocabulary import Vocabulary
 MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
+TOP = 16
+"""Largest logits that the graphs put out, or as many as there are tokens."""
+
 NEWEST_OPSET = 21
 """The newest ONNX opset that the oldest supported onnxruntime (1.20) runs."""
 

@@ -347,7 +347,8 @@ class ModeAnswer:
     latency: Latency
 
 
-class Answer(NamedTuple):
+@dataclass(slots=True)
+class Answer:
     """What the model says comes next, and how it came to say so.
 
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved

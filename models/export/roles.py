@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from onnx import TensorProto
 
-from wane.models.bundle_checks import ROLES
+from wane.models.bundle_checks import ROLES, TOP
 from wane.models.cell_registry import CELLS
 from wane.models.certificate.request import RequestBound
 from wane.models.export.graph import GraphWriter
@@ -33,9 +33,6 @@ from wane.models.manifest import Architecture, Precision, Role
 
 ROWS_AT_ONCE = 256
 """Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""
-
-TOP = 16
-"""Tokens that are picked out in the graph."""
 
 
 def build_graphs(

@@ -180,6 +180,38 @@ class Row:
         return None if outputs is None else outputs[self._row]
 
 
+class ColumnBatch:
+    """Steps of one token that are run together, as arrays of B rows.
+
+    slots: int (B), of the states; tokens: int64 (B); queued_s: float64 (B), since when each waited, by
+    `time.perf_counter`. After the run either `outputs`, by name, or the `failure`.
+    """
+
+    __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
+
+    def __init__(self, slots: NDArray[np.intp], tokens: NDArray[np.int64], queued_s: NDArray[np.float64]) -> None:
+        self.slots = slots
+        self.tokens = tokens
+        self.queued_s = queued_s
+        self.outputs: Mapping[str, Array] = {}
+        self.failure: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def waited_s(self, started_s: float) -> float:
+        """How long all rows together have waited until `started_s`."""
+        return float(started_s * len(self.slots) - self.queued_s.sum())
+
+
+def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Mapping[str, Array]) -> None:
+    """Runs a batch in columns, and writes no state. `room`: as of `run`."""
+    try:
+        columns.outputs = runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)})
+    except Exception as error:  # the general procedure finds out whose fault it is
+        columns.failure = error
+
+
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
     """Whether a batch of `items` sequences, `longest` and `total` positions long, is within both limits."""
     if role not in MOST_POSITIONS:

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from wane.models.bundle_checks import ROLES
 from wane.models.manifest import Role
 from wane.service.batching import batch
-from wane.service.batching.batch import Row, Work
+from wane.service.batching.batch import ColumnBatch, Row, Work
 from wane.service.batching.cost_model import CostModel, RunTimeModel
-from wane.service.batching.scheduler import ONE_TOKEN, FairScheduler, Scheduler
+from wane.service.batching.scheduler import COLUMNS, ONE_TOKEN, FairScheduler, Scheduler
 from wane.service.batching.ticket import Ticket, WorkItem, enter
 from wane.service.errors import DeadlineExceeded, Overloaded, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
@@ -53,6 +53,30 @@ class _Observers:
     waited: Observe
 
 
+class Columns(Protocol):
+    """Steps that wait in columns, and what is done with them."""
+
+    def __len__(self) -> int:
+        """How many steps wait."""
+        ...
+
+    def begin(self, most: int) -> ColumnBatch | None:
+        """The next batch, of at most so many steps; None if no step that waits can be run."""
+        ...
+
+    def hold(self, running: ColumnBatch) -> None:
+        """The batch is to be run on the runner's thread."""
+        ...
+
+    def watch(self) -> None:
+        """Those who wait have to wait for longer than until the event loop's next turn."""
+        ...
+
+    def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
+        """Answers a batch that was run from `started_s` on, in seconds as of `time.perf_counter`."""
+        ...
+
+
 class _Ran(NamedTuple):
     """A batch that was run; `cancelled`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
 
@@ -62,6 +86,12 @@ class _Ran(NamedTuple):
     cancelled: Sequence[WorkItem]
     started_s: float
     seconds: float
+    columns: ColumnBatch | None = None
+
+    @property
+    def items_run(self) -> int:
+        """How many items were run."""
+        return len(self.items) if self.columns is None else len(self.columns)
 
 
 class Batcher:
@@ -99,6 +129,9 @@ class Batcher:
         self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the one that waits
         self._now = 0.0  # on the event loop's clock, when the latest batch was taken
         self._closed = False
+        self.columns: Columns | None = None
+        self._columns_item = WorkItem(COLUMNS, Ticket())  # stands in the queue for all steps that wait in columns
+        self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
         self._room = pool.room(max_batch_size)
@@ -120,7 +153,8 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Items that wait for the runner."""
-        return len(self._queue) + (0 if self._ahead is None else len(self._ahead[0]))
+        in_columns = 0 if self.columns is None else len(self.columns) - self._columns_queued
+        return len(self._queue) + in_columns + (0 if self._ahead is None else len(self._ahead[0]))
 
     @property
     def idle(self) -> bool:
@@ -148,12 +182,23 @@ class Batcher:
         self._pool.retain(work.read)
         if work.write is not None:
             self._pool.retain(work.write)
+        self._put(item)
+        return item
+
+    def queue_columns(self) -> None:
+        """Steps wait in columns."""
+        if not self._columns_queued:
+            self._columns_queued = True
+            self._put(self._columns_item)
+            if self._taken and self.columns is not None:
+                self.columns.watch()
+
+    def _put(self, item: WorkItem) -> None:
         self._queue.put(item)
-        if self._ahead is not None and work.role in ONE_TOKEN:
+        if self._ahead is not None and item.work.role in ONE_TOKEN:
             self._take_back(*self._ahead)
         if not self._starting and (not self._taken or (self._taken < MOST_TAKEN and self._queue.full)):
             self._start_soon()
-        return item
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
         """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
@@ -186,7 +231,8 @@ class Batcher:
         if self._ahead is not None:
             self._take_back(*self._ahead)
         for item in self._queue.clear():
-            self._drop(item, Unavailable("the server is stopping"))
+            if item is not self._columns_item:
+                self._drop(item, Unavailable("the server is stopping"))
         await asyncio.to_thread(self._executor.shutdown)
 
     def _waiting(self, role: Role) -> int:
@@ -204,11 +250,16 @@ class Batcher:
             items = self._take()
             if not items:
                 break
-            if not self._quick(items):
-                self._hand_over(items)
+            columns: ColumnBatch | None = None
+            if items[0] is self._columns_item:
+                columns = self._begin_columns()
+                if columns is None:
+                    continue
+            if not self._quick(items[0].work.role, len(items) if columns is None else len(columns)):
+                self._hand_over(items, columns)
                 continue
-            ran = self._run(items)
-            self._times.took(ran.role, len(items), ran.seconds, here=True)
+            ran = self._run(items, columns)
+            self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
             if self._queue.before(ran.role):  # they may be as quick, and do not hold up these
                 self._start_soon()
@@ -224,17 +275,28 @@ class Batcher:
             self._starting = True
             asyncio.get_running_loop().call_soon(self._start)
 
-    def _quick(self, items: Sequence[WorkItem]) -> bool:
-        """Whether a batch is to be run on this thread."""
-        role = items[0].work.role
-        return role in ONE_TOKEN and self._times.expected(role, len(items)) <= self._inline_s
+    def _begin_columns(self) -> ColumnBatch | None:
+        """The next batch of the steps that wait in columns; those beyond it take their turn again."""
+        assert self.columns is not None, "steps of no columns: this is a bug"
+        self._columns_queued = False
+        found = self.columns.begin(self._max_batch)
+        if len(self.columns) and not self._columns_queued:
+            self._columns_queued = True
+            self._queue.put(self._columns_item)
+        return found
 
-    def _hand_over(self, items: list[WorkItem]) -> None:
+    def _quick(self, role: Role, count: int) -> bool:
+        """Whether a batch is to be run on this thread."""
+        return role in ONE_TOKEN and self._times.expected(role, count) <= self._inline_s
+
+    def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
         """To the runner's thread."""
         self._taken += 1
-        if self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
+        if columns is not None and self.columns is not None:
+            self.columns.hold(columns)
+        elif self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
             enter(items)
-        running = self._executor.submit(self._run_aside, items, asyncio.get_running_loop())
+        running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:
             self._ahead = items, running
 
@@ -245,13 +307,16 @@ class Batcher:
             self._taken -= 1
             self._queue.put_back(items)
 
-    def _run_aside(self, items: list[WorkItem], loop: asyncio.AbstractEventLoop) -> None:
+    def _run_aside(self, items: list[WorkItem], columns: ColumnBatch | None, loop: asyncio.AbstractEventLoop) -> None:
         """Runs a batch on the runner's thread; its results are handed back all at once."""
-        loop.call_soon_threadsafe(self._finish, self._run(items))
+        loop.call_soon_threadsafe(self._finish, self._run(items, columns))
 
-    def _run(self, items: list[WorkItem]) -> _Ran:
+    def _run(self, items: list[WorkItem], columns: ColumnBatch | None) -> _Ran:
         """Runs a batch. Of one that waited for the runner some waiters may have left."""
         started_s = time.perf_counter()
+        if columns is not None:
+            batch.run_columns(columns, self._pool, self._runner, self._room)
+            return _Ran("step", (), (), (), started_s, time.perf_counter() - started_s, columns)
         wanted = [item for item in items if not item.done]
         enter(wanted)
         rows = batch.run([item.work for item in wanted], self._pool, self._runner, self._room) if wanted else []
@@ -287,8 +352,8 @@ class Batcher:
     def _finish(self, ran: _Ran) -> None:
         """A batch was run on the runner's thread: the next one is started, and then its results are handed out."""
         self._queue.ran(ran.role, ran.seconds)
-        if ran.role in ONE_TOKEN and ran.items:
-            self._times.took(ran.role, len(ran.items), ran.seconds, here=False)
+        if ran.role in ONE_TOKEN and ran.items_run:
+            self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
         self._taken -= 1
         self._ahead = None  # it runs now
         self._start()
@@ -296,18 +361,20 @@ class Batcher:
 
     def _hand_out(self, ran: _Ran) -> None:
         """Resolves the items of a batch that was run."""
-        role, items, rows, cancelled, started_s, compute_s = ran
+        role, items, rows, cancelled, started_s, compute_s, columns = ran
+        if columns is not None and self.columns is not None:
+            self._observe(role, [1] * len(columns), columns.waited_s(started_s), compute_s)
+            self.columns.finish(columns, started_s, compute_s)
+            return
         for item in cancelled:
             deadline = item.ticket.deadline
             self._skip(item, late=deadline is not None and deadline <= self._now)
         if not items:
             return
-        self._observe(role, items, started_s, compute_s)
+        lengths = [1] * len(items) if role in ONE_TOKEN else [item.work.length for item in items]
+        self._observe(role, lengths, sum([started_s - item.queued_s for item in items]), compute_s)
         if role not in ONE_TOKEN:
             self._sequence_s += EMA_ALPHA * (compute_s / len(items) - self._sequence_s)
-        if self._cost_model is not None:
-            tokens = len(items) if role in ONE_TOKEN else sum(item.work.length for item in items)
-            self._cost_model.observe(role, len(items), tokens, compute_s)
         self._pool.release_all([item.work.read for item in items])
         self._pool.release_all([item.work.write for item in items if item.work.write is not None])
         for item, row in zip(items, rows, strict=True):
@@ -329,14 +396,16 @@ class Batcher:
             ended_s = started_s + compute_s
             Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
 
-    def _observe(self, role: Role, items: Sequence[WorkItem], started_s: float, compute_s: float) -> None:
-        """Counts a batch that has run."""
-        lengths = [1] if role in ONE_TOKEN else [item.work.length for item in items]
+    def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
+        """Counts a batch that has run, of items of these lengths, which have waited so long together."""
+        items, tokens = len(lengths), sum(lengths)
         observer = self._observers[role]
-        observer.items(len(items))
-        observer.padding(1 - sum(lengths) / (max(lengths) * len(lengths)))
+        observer.items(items)
+        observer.padding(1 - tokens / (max(lengths) * items))
         observer.seconds(compute_s)
-        observer.waited(sum([started_s - item.queued_s for item in items]))
+        observer.waited(waited_s)
+        if self._cost_model is not None:
+            self._cost_model.observe(role, items, tokens, compute_s)
 
     def _drop(self, item: WorkItem, error: WaneError | None) -> None:
         """Releases the slots of an item that is not run, and fails it if it is still waited for."""

@@ -37,6 +37,9 @@ SLICED: frozenset[Role] = frozenset({"window", "advance"})
 ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
 """Roles whose items all take the same time: those of the first line."""
 
+COLUMNS = Work("step")
+"""What stands in the first line for all steps that wait in columns: a batch of its own."""
+
 
 class Queued(Protocol):
     """Whatever waits."""
@@ -151,10 +154,12 @@ class FairScheduler(Scheduler[I]):
                 continue
             if not taken:
                 role = item.work.role
-            elif item.work.role != role:
+            elif item.work.role != role or item.work is COLUMNS:
                 left.append(item)
                 continue
             taken.append(item)
+            if item.work is COLUMNS:
+                break
         if left:
             line.extendleft(reversed(left))
         return taken

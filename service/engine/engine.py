@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
+from wane.models.bundle_checks import TOP
 from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest, Role
 from wane.models.vocabulary import TooManyTokens, Vocabulary
@@ -35,6 +36,7 @@ from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
+from wane.service.engine.columns import PendingStep, StepColumns
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import Generation
 from wane.service.engine.housekeeping import Housekeeper
@@ -46,10 +48,11 @@ from wane.service.engine.shadow import Shadow, ShadowProcess
 from wane.service.engine.stats import Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
-from wane.service.errors import InvalidRequest
+from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import RADIUS, Runner
+from wane.service.runners.runner import RADIUS, TOP_IDS, Runner
 from wane.service.sessions.record import TokenHistory
+from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
 from wane.service.sessions.stores.codec import model_fingerprint
 from wane.service.sessions.stores.store import Store
@@ -77,6 +80,9 @@ ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the wa
 
 BEGUN_AT_ONCE = 32
 """Predictions of one call that are begun in one turn of the event loop."""
+
+IN_COLUMNS = (None, Mode.AUTO, Mode.RECURRENT)
+"""Modes of a step that may be taken in columns."""
 
 TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the versions of one model they are unlike
 
@@ -185,6 +191,24 @@ class Engine:
             self._cost_model,
             has_radius_output=has_radius_output,
         )
+        resident = ResidentSessions(pool, store, settings.session_ttl_s, clock)
+        outputs = runner.outputs("step")
+        self._columns = StepColumns(
+            manifest.certificate,
+            vocabulary,
+            pool,
+            resident,
+            self._sessions.locks,
+            margin,
+            self._admission,
+            self._stats,
+            metrics,
+            name,
+            most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
+            max_queue=settings.max_queue,
+            queue_columns=self._batcher.queue_columns,
+        )
+        self._batcher.columns = self._columns
         self._steps = SessionSteps(
             manifest,
             self._limits,
@@ -192,6 +216,7 @@ class Engine:
             self._batcher,
             self._forward,
             self._sessions,
+            resident,
             self._answer_builder,
             self._cost_model,
             metrics,
@@ -283,8 +308,30 @@ class Engine:
         """
         ticket = Ticket(request.deadline)
         if isinstance(request, StepRequest):
-            return Pending(self._step(request, ticket), ticket)
-        return Pending(self._predict(request, ticket), ticket)
+            return self._submit_step(request, ticket)
+        pending = Pending[Answer](ticket)
+        pending.start(self._predict(request, ticket))
+        return pending
+
+    def _submit_step(self, request: StepRequest, ticket: Ticket) -> Pending[Answer]:
+        pending = PendingStep(ticket, self._step, request)
+        if not (
+            len(request.tokens) == 1
+            and request.idempotency_key is None
+            and request.mode in IN_COLUMNS
+            and ticket.traced is None
+            and self._shadow is None
+            and self._columns.take(
+                request.session,
+                request.tokens[0],
+                request.expected_position,
+                request.top_k,
+                request.deadline,
+                pending,
+            )
+        ):
+            pending.step_again()
+        return pending
 
     async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
         self._limits.tokens(request.tokens)
@@ -352,7 +399,8 @@ class Engine:
             pending: list[tuple[int, Pending[Answer]]] = []
             for index in expected:
                 ticket = Ticket(requests[index].deadline)
-                one = Pending(self._predict_checked(requests[index], ticket), ticket)
+                one = Pending[Answer](ticket)
+                one.start(self._predict_checked(requests[index], ticket))
                 submitted.callback(one.cancel)
                 pending.append((index, one))
                 if len(pending) % BEGUN_AT_ONCE == 0:
@@ -523,6 +571,7 @@ class Engine:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
+        self._columns.close(Unavailable("the server is stopping"))
         await self._batcher.close()
 
     def discard(self) -> None:

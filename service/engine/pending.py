@@ -16,25 +16,40 @@ from wane.service.errors import DeadlineExceeded, Unavailable
 T = TypeVar("T")
 
 
+STILL_COMMITS = (
+    "the deadline passed while the step ran; it still commits: repeat it, with its position or its key, for the answer"
+)
+
+
 class Pending(EagerTask[T]):
     """The result of a request that was submitted, with its deadline.
 
     Once work of the request that cannot be taken back has entered a batch, the request is carried through, whether or
     not anybody waits for it. Before that, `cancel()` and the deadline take it back and leave no trace.
 
-    It calls back in the event loop's next turn. So the steps of one batch are all committed before the first of them is
-    encoded: 64 steps that do the same at the same time take a quarter less than 64 steps one after the other.
+    A coroutine comes to the result (`start`), or somebody else resolves it.
     """
 
     __slots__ = ("_timer", "ticket")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> None:
-        """`ticket`: that of all of the coroutine's work, with the deadline."""
+    def __init__(self, ticket: Ticket) -> None:
+        """`ticket`: that of all of the request's work, with the deadline."""
+        self._callback = self._error = self._result = None
+        self._coroutine = self._context = self._waits_for = None
+        self.done = False
         self.ticket = ticket
         self._timer: Timer | None = None
-        super().__init__(coroutine)
-        if not self.done and ticket.deadline is not None:
-            self._timer = timers().at(ticket.deadline, self._ring)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        """Runs a coroutine to the result.
+
+        The result calls back in the event loop's next turn. So the requests of one batch are all committed before the
+        first of them is encoded: 64 steps that do the same at the same time take a quarter less than one by one.
+        """
+        self._coroutine = coroutine
+        self._run(coroutine.send, None)
+        if not self.done and self.ticket.deadline is not None:
+            self._timer = timers().at(self.ticket.deadline, self._ring)
 
     def cancel(self) -> None:
         """The caller has left: takes the request back, unless it has entered a batch."""
@@ -54,14 +69,7 @@ class Pending(EagerTask[T]):
         has_entered = self.ticket.entered
         self._abandon()
         self._callback, self.done = callback, False
-        self.fail(
-            DeadlineExceeded(
-                "the deadline passed while the step ran; it still commits: repeat it, with its position or its key, "
-                "for the answer"
-                if has_entered
-                else TOO_LATE
-            )
-        )
+        self.fail(DeadlineExceeded(STILL_COMMITS if has_entered else TOO_LATE))
 
     def _abandon(self) -> None:
         self.done = self.ticket.abandoned = True
@@ -107,6 +115,11 @@ class Admission:
         self.active -= 1
         if not self.active:
             self._idle.set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more are taken."""
+        return self._closed
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

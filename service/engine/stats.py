@@ -6,7 +6,7 @@ import asyncio
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
@@ -85,15 +85,13 @@ class ModeStats:
             durations.add(value_ms)
             seconds.observe(value_ms / 1e3)
 
-    def made(self, answers: Sequence[Answer]) -> None:
-        """These answers were made."""
-        columns = zip(*[answer.latency for answer in answers], strict=True)
-        for (durations, seconds), values_ms in zip(self._phases, columns, strict=False):
+    def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
+        """Answers were made: of each, how long each of the phases took, in milliseconds, and its error bound."""
+        for (durations, seconds), values_ms in zip(self._phases, phases, strict=False):
             seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
-        for variation, count in Counter([answer.error_bound for answer in answers]).items():
+        for variation, count in Counter(variations).items():
             if variation is not None:
                 self._error_bound.observe_all([bisect_left(ERROR_BOUND, variation)] * count, variation * count)
-        proved = sum([answer.top1_proved for answer in answers])
         if proved:
             self._proved.inc(proved)
 
@@ -137,13 +135,24 @@ class Stats:
             asyncio.get_running_loop().call_soon(self._count_made)
         self._made.append((answer, operation))
 
+    def stepped(
+        self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int, waited_for: int
+    ) -> None:
+        """A batch of steps was answered: as `ModeStats.made`; `waited_for`: answers that somebody still waits for."""
+        self._of(Mode.RECURRENT).made(phases, variations, proved)
+        self.answered("step", Mode.RECURRENT, waited_for)
+
     def _count_made(self) -> None:
         made, self._made = self._made, []
         by_mode: dict[Mode, list[Answer]] = {}
         for answer, _ in made:
             by_mode.setdefault(answer.mode, []).append(answer)
         for mode, answers in by_mode.items():
-            self._of(mode).made(answers)
+            self._of(mode).made(
+                zip(*[answer.latency for answer in answers], strict=True),
+                [answer.error_bound for answer in answers],
+                sum([answer.top1_proved for answer in answers]),
+            )
         for (operation, mode), requests in Counter((operation, answer.mode) for answer, operation in made).items():
             if operation is not None:
                 self.answered(operation, mode, requests)

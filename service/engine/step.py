@@ -21,6 +21,7 @@ from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.limits import Limits
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
+from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.cache import CachedState
@@ -44,6 +45,7 @@ class SessionSteps:
         batcher: Batcher,
         forward: Forward,
         sessions: Sessions,
+        resident: ResidentSessions,
         answer_builder: AnswerBuilder,
         cost_model: CostModel,
         metrics: Metrics,
@@ -57,6 +59,7 @@ class SessionSteps:
         self._batcher = batcher
         self._forward = forward
         self._sessions = sessions
+        self._resident = resident
         self._answer_builder = answer_builder
         self._cost_model = cost_model
         self._has_radius_output = has_radius_output
@@ -178,6 +181,8 @@ class SessionSteps:
                 self._pool.release(write)
         if committed is None:
             return None
+        if own is Mode.RECURRENT:
+            self._resident.add(committed)
         return await self._answer_builder.answer(
             plan,
             lambda: input_ids,

@@ -8,9 +8,8 @@ Without either, the next request that needs the state rebuilds it from the tail.
 from __future__ import annotations
 
 import secrets
-import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 
 from wane.service.errors import (
@@ -25,7 +24,15 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.stores.codec import due
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, digest, follows
+from wane.service.sessions.stores.store import (
+    LastStep,
+    SessionRecord,
+    Snapshot,
+    Store,
+    follows,
+    of_key,
+    of_tokens,
+)
 from wane.service.state.cache import CachedState, StateCache
 from wane.service.state.pool import START
 from wane.service.types import ANYBODY, History, Mode, Owner, StepRequest, id_of, name_within
@@ -43,18 +50,6 @@ class StepKind(Enum):
 def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
     """What a step is remembered by once it was appended to the session in `record`."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
-
-
-def of_tokens(tokens: Sequence[int]) -> bytes:
-    """What a step's tokens are remembered by."""
-    if len(tokens) == 1:
-        return digest(tokens[0].to_bytes(8, "little", signed=True))
-    return digest(struct.pack(f"<{len(tokens)}q", *tokens))
-
-
-def of_key(key: str | None) -> bytes | None:
-    """What a step's key is remembered by."""
-    return None if key is None else digest(key.encode())
 
 
 def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:

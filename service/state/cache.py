@@ -9,13 +9,16 @@ writes to its slot and its checksum stay what they were, and where they do not t
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wane.models.manifest import StateTensor
+from wane.service.runners.runner import Array
 from wane.service.state.pool import RESERVED, StatePool
 
 NEXT_TO_GO = 64  # residents at the front of the order whose order is checked at a time
@@ -52,17 +55,17 @@ class StateCache(StatePool):
         super().__init__(state, hidden, budget_bytes)
         self._on_evict = on_evict
         self._order: OrderedDict[str, int] = OrderedDict()  # their slots, in the order of use
-        # By slot, what is known of the resident in it: of those that were ever used, so it grows with them.
-        self._sessions: list[str | None] = []
-        self._revisions = array("Q")
-        self._dropped_tokens = array("Q")
-        self._positions = array("Q")
-        self._touched_s = array("d")
-        self._written = array("Q")  # `written` of the slot when it became resident
-        self._seen_written = array("q")  # `written` and `checksum`, as they were last looked at
-        self._seen_checksum = array("Q")
-        for _ in range(RESERVED):
-            self._add_known()
+        # By slot, what is known of the resident in it. Zeroed memory is the system's until it is first written.
+        self.sessions: list[str | None] = [None] * RESERVED  # of the slots that were ever used: it grows with them
+        self._revisions = np.zeros(self.capacity, np.uint64)
+        self.dropped_tokens = np.zeros(self.capacity, np.int64)
+        self.positions = np.zeros(self.capacity, np.int64)
+        self.touched_s = np.zeros(self.capacity, np.float64)
+        self._written = np.zeros(self.capacity, np.uint32)  # `written` of the slot when it became resident
+        self._seen_written = np.full(self.capacity, -1, np.int64)  # `written` and `checksum`, as last looked at
+        self._seen_checksum = np.zeros(self.capacity, np.uint32)
+        self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
+        """Told of a session and its slot before its state is forgotten."""
 
     def acquire(self) -> int:
         """A slot with one user. Raises Overloaded when every slot is in use by requests."""
@@ -72,17 +75,7 @@ class StateCache(StatePool):
 
     def _add_slot(self) -> None:
         super()._add_slot()
-        self._add_known()
-
-    def _add_known(self) -> None:
-        self._sessions.append(None)
-        self._revisions.append(0)
-        self._dropped_tokens.append(0)
-        self._positions.append(0)
-        self._touched_s.append(0.0)
-        self._written.append(0)
-        self._seen_written.append(-1)
-        self._seen_checksum.append(0)
+        self.sessions.append(None)
 
     def _evict_one(self) -> None:
         for session, slot in self._order.items():
@@ -97,19 +90,38 @@ class StateCache(StatePool):
         self.retain(slot)
         self.drop(session)
         self._order[session] = slot
-        self._sessions[slot] = session
+        self.sessions[slot] = session
         self._revisions[slot] = revision
-        self._dropped_tokens[slot] = dropped_tokens
-        self._positions[slot] = position
-        self._touched_s[slot] = now_s
-        self._written[slot] = self._writes.item(slot)
+        self.dropped_tokens[slot] = dropped_tokens
+        self.positions[slot] = position
+        self.touched_s[slot] = now_s
+        self._written[slot] = self._writes[slot]
+
+    def slot_of(self, session: str) -> int | None:
+        """The slot of the session's resident state; its place in the order stays as it is."""
+        return self._order.get(session)
+
+    def advance(
+        self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
+    ) -> None:
+        """Replaces the states of B sessions by those of a run, each one token and one revision further, used now.
+
+        `outputs`: float32 (B, ...), as of `write`.
+        """
+        self.write(slots, outputs)
+        self.positions[slots] += 1
+        self._revisions[slots] += np.uint64(1)
+        self.touched_s[slots] = now_s
+        self._written[slots] = self._writes[slots]
+        for session in sessions:
+            self._order.move_to_end(session)
 
     def find(self, session: str, now_s: float) -> CachedState | None:
         """The session's resident state, which thereby becomes the most recently used."""
         slot = self._order.get(session)
         if slot is None:
             return None
-        self._touched_s[slot] = now_s
+        self.touched_s[slot] = now_s
         self._order.move_to_end(session)
         return self._cached(slot)
 
@@ -119,20 +131,22 @@ class StateCache(StatePool):
         return None if slot is None else self._cached(slot)
 
     def _cached(self, slot: int) -> CachedState:
-        return CachedState(slot, self._revisions[slot], self._dropped_tokens[slot], self._positions[slot])
+        return CachedState(slot, self._revisions.item(slot), self.dropped_tokens.item(slot), self.positions.item(slot))
 
     def drop(self, session: str) -> None:
         """Forgets a session's state, if there is one."""
-        slot = self._order.pop(session, None)
+        slot = self._order.get(session)
         if slot is not None:
-            self._sessions[slot] = None
+            self.on_drop(session, slot)
+            del self._order[session]
+            self.sessions[slot] = None
             self.release(slot)
 
     def drop_idle(self, since_s: float) -> None:
         """Forgets the states last used before `since_s`."""
         while self._order:
             session, slot = next(iter(self._order.items()))
-            if self._touched_s[slot] >= since_s:
+            if self.touched_s[slot] >= since_s:
                 return
             self.drop(session)
 
@@ -148,19 +162,19 @@ class StateCache(StatePool):
         `idle`: no request is in progress, so that nothing but residents may use slots.
         """
         texts = self.miscounts()
-        owners = len(self._sessions) - self._sessions.count(None)
+        owners = len(self.sessions) - self.sessions.count(None)
         if owners != len(self._order):
             texts.append(f"{owners} slots are those of {len(self._order)} sessions")
         if idle and self.used != len(self._order):
             texts.append(f"{self.used} slots are in use for {len(self._order)} sessions, and by no request")
-        first = [self._touched_s[slot] for slot in islice(self._order.values(), NEXT_TO_GO)]
+        first = [self.touched_s[slot] for slot in islice(self._order.values(), NEXT_TO_GO)]
         if any(one > other for one, other in pairwise(first)):
             texts.append("the next state to go is not the least recently used")
         found = [self._state_fault(slot) for slot in (range(RESERVED, self._untouched) if slots is None else slots)]
         return [*map(Fault, texts), *filter(None, found)]
 
     def _state_fault(self, slot: int) -> Fault | None:
-        session = self._sessions[slot]
+        session = self.sessions[slot]
         if session is None:
             return None
         if self._order.get(session) != slot:
@@ -168,8 +182,8 @@ class StateCache(StatePool):
         if not self._users[slot]:
             return Fault("a slot with a state is free")
         written, checksum = self.written(slot), self.checksum(slot)
-        was_looked_at = self._seen_written[slot] == written
-        before, self._seen_written[slot], self._seen_checksum[slot] = self._seen_checksum[slot], written, checksum
+        was_looked_at, before = self._seen_written[slot] == written, self._seen_checksum[slot]
+        self._seen_written[slot], self._seen_checksum[slot] = written, checksum
         if written != self._written[slot]:
             return Fault("a resident state was written to", session)
         if was_looked_at and checksum != before:
@@ -183,10 +197,12 @@ class StateCache(StatePool):
                 self.drop(fault.session)
         if all(fault.session is not None for fault in faults):
             return
+        for session, slot in self._order.items():
+            self.on_drop(session, slot)
         self._order.clear()
-        for slot, session in enumerate(self._sessions):
-            self._users[slot] -= session is not None
-            self._sessions[slot] = None
+        for slot, owner in enumerate(self.sessions):
+            self._users[slot] -= owner is not None
+            self.sessions[slot] = None
             if idle:
                 self._users[slot] = 0
         self.recount()

@@ -141,7 +141,9 @@ class StatePool:
         """Memory for the states of `rows` slots, for `gather`."""
         return {name: np.empty((rows, *self._arrays[name].shape[1:]), np.float32) for name in self._names}
 
-    def gather(self, slots: Sequence[int], room: Mapping[str, Array] | None = None) -> dict[str, Array]:
+    def gather(
+        self, slots: Sequence[int] | NDArray[np.intp], room: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
         """The states of B slots by name, each float32 (B, *shape): copies.
 
         In `room`, where it is given, until that is used again: memory fresh from the system takes longer to come by
@@ -163,17 +165,19 @@ class StatePool:
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
         """Writes a run's `next.<name>` and `hidden`, row by row, to B slots; None keeps nothing of its row."""
         kept = [row for row, slot in enumerate(slots) if slot is not None]
-        targets = [slot for slot in slots if slot is not None]
-        assert ZERO not in targets, "the zero state is not to be written: this is a bug"
         if not kept:
             return
-        all_rows = len(kept) == len(slots)
+        if len(kept) < len(slots):
+            outputs = {name: outputs[name][kept] for name in (HIDDEN, *(NEXT + name for name in self._names))}
+        self.write(np.array([slot for slot in slots if slot is not None], np.intp), outputs)
+
+    def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array]) -> None:
+        """As `scatter`, of rows that are all kept."""
+        assert slots.min() != ZERO, "the zero state is not to be written: this is a bug"
         for name in self._names:
-            values = outputs[NEXT + name]
-            self._arrays[name][targets] = values if all_rows else values[kept]
-        hidden = outputs[HIDDEN]
-        self._arrays[HIDDEN][targets] = hidden if all_rows else hidden[kept]
-        self._writes[targets] += 1
+            self._arrays[name][slots] = outputs[NEXT + name]
+        self._arrays[HIDDEN][slots] = outputs[HIDDEN]
+        self._writes[slots] += 1
 
     def pack(self, slot: int) -> bytes:
         """What a slot holds, as bytes."""

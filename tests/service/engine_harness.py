@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models.rounding import rounding
+from wane.models.bundle_checks import TOP
 from wane.models.certificate.total_variation import head_diameter, total_variation
 from wane.models.manifest import SCHEMA_VERSION, Architecture, Certificate, Manifest, Provenance, Role
 from wane.models.vocabulary import EOS, UNK, Vocabulary
@@ -22,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import RADIUS, Array, Runner
+from wane.service.runners.runner import LOG_SUM_EXP, RADIUS, TOP_IDS, TOP_LOGITS, Array, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
@@ -119,10 +120,15 @@ class FakeRunner:
         self.poison: int | None = None
         self.hot: int | None = None
         self.radius: float | None = None
+        self.puts_out_top = True
         self.decay = np.float32(0.9)
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Of windows, as far as anybody asks."""
+        """Of steps and of windows, as far as anybody asks."""
+        if role == "step" and not self.puts_out_top:
+            return ["logits", "hidden"]
+        if role == "step":
+            return ["logits", "hidden", TOP_LOGITS, TOP_IDS, LOG_SUM_EXP]
         assert role == "window"
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS]
 
@@ -217,6 +223,12 @@ class FakeRunner:
         outputs |= {f"next.{name}": value for name, value in state.items()}
         if role in ("step", "window"):
             outputs["logits"] = self._logits(state["layers.0.h"])
+        if role == "step" and self.puts_out_top:
+            logits = outputs["logits"]
+            ids = np.argsort(-logits, axis=1, kind="stable")[:, :TOP].astype(np.int64)
+            outputs |= {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, 1)}
+            shifted = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float64)
+            outputs[LOG_SUM_EXP] = (np.log(shifted.sum(axis=1)) + logits.max(axis=1)).astype(np.float32)
         if role == "window" and self.radius is not None:
             outputs[RADIUS] = np.full(len(tokens), self.radius, np.float32)
         return outputs
@@ -269,12 +281,14 @@ class EngineHarness:
         radius: float | None = None,
         cost_model: CostModel | None = None,
         throughput: ThroughputProfile | None = None,
+        puts_out_top: bool = True,
         **changes: Any,
     ) -> None:
         """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
         `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
         function has. `radius`: what the runner's windows say theirs is. `cost_model`: what runs are said to cost;
-        `throughput`: how long sequences are said to be cut best."""
+        `throughput`: how long sequences are said to be cut best. `puts_out_top`: without it, as with the graphs
+        of an earlier export, no step is taken in columns."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = Clock()
         self.metrics = Metrics()
@@ -286,6 +300,7 @@ class EngineHarness:
         )
         self.runner = FakeRunner(self.vocabulary.size)
         self.runner.radius = radius
+        self.runner.puts_out_top = puts_out_top
         self.shadow_runner = FakeRunner(self.vocabulary.size)
         self.shadow_runner.radius = radius
         if certified:

@@ -36,8 +36,10 @@ from wane.service.sessions.stores.store import (
     SessionRecord,
     Snapshot,
     StoreHealth,
+    WriteBuffer,
     appended,
     branch,
+    of_tokens,
 )
 from wane.service.types import Mode, owner_of
 
@@ -155,6 +157,10 @@ class Shard:
         packed = self._entries.get(session)
         return packed if packed is not None and now_s <= TOUCHED.unpack_from(packed)[0] + self._ttl_s else None
 
+    def peek(self, session: str) -> bytes | None:
+        """The session, even if it is over."""
+        return self._entries.get(session)
+
     def pop(self, session: str) -> bytes | None:
         """Takes the session out, if it is there."""
         return self._entries.pop(session, None)
@@ -216,6 +222,7 @@ class MemoryStore:
         self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
         self._owned: Counter[str] = Counter()  # by owner
+        self._buffered: dict[str, WriteBuffer] = {}  # sessions whose latest tokens are not here
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`."""
@@ -247,12 +254,12 @@ class MemoryStore:
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
         """See `Store`."""
         now_s = self._clock()
-        packed = self._shards[hash(session) % SHARDS].get(session, now_s)
+        packed = self._find(session)
         return None if packed is None else self._packing.unpack(session, packed, now_s)
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Store`."""
-        packed = self._find(session)
+        """See `Store`. A buffered session stays so; whether it is over, its next step finds out."""
+        packed = self._shard(session).peek(session) if session in self._buffered else self._find(session)
         return None if packed is None else self._packing.kind(packed)
 
     async def touch(self, session: str) -> None:
@@ -270,12 +277,35 @@ class MemoryStore:
     ) -> SessionRecord | None:
         """See `Store`."""
         session, now_s = record.session, self._clock()
-        packed = self._shards[hash(session) % SHARDS].get(session, now_s)
+        packed = self._find(session)
         if packed is None or revision(packed) != record.revision:
             return None
         position = record.position + len(tokens)
         tail = record.tail.append(tokens, position, self.session_history_tokens)
         return self._change(record, packed, now_s, position, tail, appended(record.revision), step)
+
+    def buffer(self, session: str, buffer: WriteBuffer) -> None:
+        """Leaves a session's next tokens to `buffer`, which is flushed before anything else is done with it."""
+        self._buffered[session] = buffer
+
+    def write(self, session: str, tokens: Sequence[int], used_s: float) -> None:
+        """Writes what the session's buffer held; the session stays buffered."""
+        packed = self._shard(session).peek(session)
+        assert packed is not None, "a buffered session is not there: this is a bug"
+        if not tokens:
+            self._shard(session).put(session, touched(packed, used_s))
+            return
+        before = self._packing.unpack(session, packed, used_s)
+        position = before.position + len(tokens)
+        tail = before.tail.append(tokens, position, self.session_history_tokens)
+        step = LastStep(position - 1, of_tokens(tokens[-1:]), None)
+        self._change(before, packed, used_s, position, tail, before.revision + len(tokens), step)
+
+    def flush(self, session: str) -> None:
+        """Writes what the session's buffer holds, if it has one, and ends its buffering."""
+        buffer = self._buffered.pop(session, None)
+        if buffer is not None:
+            self.write(session, *buffer.flush(session))
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""
@@ -321,6 +351,8 @@ class MemoryStore:
     async def close(self) -> None:
         """See `Store`. A file that could not be read is left as it is."""
         self._is_closed = True
+        for session in [*self._buffered]:
+            self.flush(session)
         if self._file is None or not self._is_open:
             return
         now_s = self._clock()
@@ -343,7 +375,9 @@ class MemoryStore:
 
     def _find(self, session: str) -> bytes | None:
         """The session, unless it has been idle for longer than the time to live."""
-        return self._shard(session).get(session, self._clock())
+        if session in self._buffered:
+            self.flush(session)
+        return self._shards[hash(session) % SHARDS].get(session, self._clock())
 
     def _change(
         self,
@@ -390,12 +424,16 @@ class MemoryStore:
         left = EXPIRED_AT_ONCE
         for shard in shards:
             while left and (session := shard.over(now_s)) is not None:
-                self._forget(session)
+                if self._find(session) is None:  # else a buffer knew of a later use
+                    self._forget(session)
                 left -= 1
 
     def _squeeze(self) -> None:
         """Ends the session that was longest idle."""
         oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
         session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
+        if session in self._buffered:
+            self.flush(session)
+            return
         self._forget(session)
         self._on_memory_eviction(self._packing.model(packed))

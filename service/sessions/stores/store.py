@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -48,6 +49,18 @@ def digest(data: bytes) -> bytes:
     """What a step's tokens and key are remembered by, in at most 16 bytes: themselves where they are shorter than
     that, else their BLAKE2b. No two are the same but for a collision, of which there is one in 2^64 digests."""
     return data if len(data) < DIGEST_BYTES else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def of_tokens(tokens: Sequence[int]) -> bytes:
+    """What a step's tokens are remembered by."""
+    if len(tokens) == 1:
+        return digest(tokens[0].to_bytes(8, "little", signed=True))
+    return digest(struct.pack(f"<{len(tokens)}q", *tokens))
+
+
+def of_key(key: str | None) -> bytes | None:
+    """What a step's key is remembered by."""
+    return None if key is None else digest(key.encode())
 
 
 class LastStep(NamedTuple):
@@ -109,6 +122,15 @@ class SessionRecord(NamedTuple):
 
 class StoreError(Exception):
     """The sessions that are to be served cannot be; the message is for the operator, and the process ends."""
+
+
+class WriteBuffer(Protocol):
+    """Holds the latest tokens of sessions that a store has not written yet."""
+
+    def flush(self, session: str) -> tuple[Sequence[int], float]:
+        """Gives up a session: the tokens that were appended since the store last had it, each by a step of its own
+        without a key, and when it was last used, in seconds on the store's clock."""
+        ...
 
 
 class Store(Protocol):
