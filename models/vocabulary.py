@@ -54,7 +54,8 @@ class TooManyTokens(Exception):
 class Vocabulary:
     """Encodes and decodes tokens; immutable and safe to share between threads.
 
-    `texts` and `partials`: by id, what `token` and `partial_bytes` say of one.
+    `texts` and `partials`: by id, what `token` and `partial_bytes` say of one. `partial_ids`: those that are not whole
+    UTF-8.
     """
 
     def __init__(self, kind: VocabularyKind, tokenizer_json: str) -> None:
@@ -81,6 +82,7 @@ class Vocabulary:
         self.partials = tuple(
             None if raw == text.encode() else raw for raw, text in zip(self._bytes, self.texts, strict=True)
         )
+        self.partial_ids = frozenset(index for index, raw in enumerate(self.partials) if raw is not None)
         self._ids = {name: index for index, name in enumerate(names)}
         self._longest_bytes = max(map(len, self._bytes))
 

@@ -158,7 +158,7 @@ class History:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRequest:
     """Append `tokens` to a session and predict what follows. Without a mode, the session's own."""
 

@@ -37,6 +37,7 @@ from wane.service.api.schemas.score import (
     ScoreSummaryDocument,
 )
 from wane.service.api.schemas.sessions import SessionDocument
+from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.engine import Engine
 from wane.service.sessions.stores.store import StoreHealth
 from wane.service.types import (
@@ -47,6 +48,7 @@ from wane.service.types import (
     Finish,
     GeneratedToken,
     Latency,
+    Mode,
     Percentiles,
     Prediction,
     Score,
@@ -156,6 +158,8 @@ def agreement(given: Agreement) -> AgreementDocument:
 
 
 def answer(engine: Engine, given: Answer) -> AnswerDocument:
+    if isinstance(given, StepAnswer):
+        return _step(engine, given.results, given.row)
     document: AnswerDocument = {
         "model": engine.name,
         "model_version": engine.version,
@@ -188,6 +192,40 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
     if given.durable is not None:
         document["durable"] = given.durable
     return document
+
+
+def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
+    """As `answer`, from the columns."""
+    vocabulary, most = results.vocabulary, results.top_k[row]
+    texts, ids, bound = vocabulary.texts, results.ids[row][:most], results.bounds[row]
+    found: list[PredictionDocument] = [
+        {"token_id": token, "token": texts[token], "probability": probability, "logprob": logprob}
+        for token, probability, logprob in zip(ids, results.probabilities[row], results.logprobs[row], strict=False)
+    ]
+    if not vocabulary.partial_ids.isdisjoint(ids):
+        for document in found:
+            if (partial := vocabulary.partials[document["token_id"]]) is not None:
+                document["bytes"] = list(partial)
+    return {
+        "model": engine.name,
+        "model_version": engine.version,
+        "device": engine.device,
+        "mode": Mode.RECURRENT,
+        "window": None,
+        "predictions": found,
+        "latency": {
+            "queue_ms": results.queue_ms[row],
+            "compute_ms": results.compute_ms,
+            "total_ms": results.total_ms[row],
+        },
+        "state": StateSource.RESIDENT,
+        "error_bound": None if bound is None else bound.variation,
+        "state_error_bound": None if bound is None else bound.state,
+        "top1_proved": results.proved[row],
+        "session": id_of(results.sessions[row]),
+        "position": results.positions[row],
+        "replayed": False,
+    }
 
 
 def comparison(engine: Engine, tokens: int, given: Comparison) -> ComparedModelDocument:

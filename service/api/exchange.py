@@ -40,6 +40,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
+TIMEOUT_HEADER_BYTES = TIMEOUT_HEADER.encode()
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
 WHOLE_BODY = "wane.body"
 """In the scope of a request whose body was read before its endpoint was called: the body."""
@@ -75,8 +76,10 @@ class RequestContext:
     def of(cls, scope: Scope) -> RequestContext:
         """A request's id is the client's `x-request-id`, else its trace's id, else a new one."""
         headers = dict(reversed(scope["headers"]))
-        parent = Parent.of(headers.get(b"traceparent"))
-        trace_id = None if parent is None else f"{parent.trace_id:032x}"
+        parent: Parent | None = None
+        trace_id: str | None = None
+        if b"traceparent" in headers and (parent := Parent.of(headers[b"traceparent"])) is not None:
+            trace_id = f"{parent.trace_id:032x}"
         given = headers.get(b"x-request-id")
         if given is not None and REQUEST_ID.fullmatch(given):
             request_id = given.decode()
@@ -119,9 +122,10 @@ class RequestPolicy:
 
     def timeout_s(self, here: RequestContext) -> float:
         """How long an answer is wanted. Raises InvalidRequest for a timeout that is not a number."""
-        asked = here.header(TIMEOUT_HEADER)
-        if asked is None:  # as nearly always
+        given = here.headers.get(TIMEOUT_HEADER_BYTES)
+        if given is None:  # as nearly always
             return self.request_timeout_ms / 1000
+        asked = given.decode("latin-1")
         if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
                 f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {truncate_repr(asked)}",
@@ -172,10 +176,10 @@ class Exchange:
     def admit(self) -> None:
         """Checks the path and the key, and sets the deadline. Raises NotFound, Unauthorized, Forbidden, RateLimited,
         InvalidRequest."""
-        here = self.context
-        self.policy.authenticate(self.scope, here)
-        here.timeout_s = self.policy.timeout_s(here)
-        here.body_timeout_s = self.policy.body_timeout_s
+        here, policy = self.context, self.policy
+        policy.authenticate(self.scope, here)
+        here.timeout_s = policy.timeout_s(here)
+        here.body_timeout_s = policy.body_timeout_s
         here.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
     @property

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from itertools import compress
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,50 +51,39 @@ StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
 class StepReceiver(Protocol):
-    """Waits for one step, or for several, each with an index of the receiver's own."""
+    """Waits for one step, or for several, each with a number of the receiver's own."""
 
     done: bool
     """Nobody waits any more."""
 
-    def step_ran(self, results: StepResults, row: int, index: int) -> None:
+    def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """The step is committed; this row is its answer."""
         ...
 
-    def step_failed(self, error: Exception, index: int) -> None:
+    def step_failed(self, error: Exception, number: int) -> None:
         """The step is over, or nobody waits for it any longer."""
         ...
 
-    def step_again(self, index: int) -> None:
+    def step_again(self, number: int) -> None:
         """Nothing was done: the step is to be taken by the general procedure."""
         ...
 
 
-class StepRow(NamedTuple):
-    """A step that waits for its batch. `expected_position` may be NO_POSITION; `queued_s` is by `time.perf_counter`."""
-
-    session: str
-    slot: int
-    token: int
-    expected_position: int
-    top_k: int
-    deadline: float | None
-    receiver: StepReceiver
-    number: int
-    queued_s: float
+StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float]
+"""A step that waits for its batch: session, slot of its state, token, expected position (or NO_POSITION), top_k,
+deadline, receiver, its number at the receiver, and since when it waits, by `time.perf_counter`."""
 
 
 class StepResults:
     """The answers to the steps of one batch: of B rows, a list for each field.
 
-    ids, logprobs, probabilities: of the most probable tokens, as many as the step that asked for the most. `encoded`:
-    each answer as JSON, made by whoever needs it first.
+    ids, logprobs, probabilities: of the most probable tokens, as many as the step that asked for the most.
     """
 
     __slots__ = (
         "batch_items",
         "bounds",
         "compute_ms",
-        "encoded",
         "ids",
         "logprobs",
         "positions",
@@ -118,7 +109,6 @@ class StepResults:
     total_ms: list[float]
     batch_items: int
     vocabulary: Vocabulary
-    encoded: list[bytes] | None
 
 
 class StepAnswer(Answer):
@@ -153,47 +143,64 @@ class StepAnswer(Answer):
 
 
 class PendingStep(Pending[Answer]):
-    """A step that was submitted: a row of a batch, or its general procedure's result."""
+    """A step that was submitted: a row of a batch, or the result of the general procedure."""
 
     __slots__ = ("_procedure", "_request")
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        procedure: Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]],
-        request: StepRequest,
-    ) -> None:
+    def __init__(self, procedure: StepProcedure, request: StepRequest) -> None:
         """`procedure`: takes any step."""
-        super().__init__(ticket)
+        super().__init__()
         self._procedure = procedure
         self._request = request
 
-    def step_ran(self, results: StepResults, row: int, index: int) -> None:  # noqa: ARG002
+    def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`. Calls back at once: all steps of the batch are committed."""
         if not self.done:
             self._result = StepAnswer(results, row)
             Waiter._finish(self)
 
-    def step_failed(self, error: Exception, index: int) -> None:  # noqa: ARG002
+    def step_failed(self, error: Exception, number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
         self.fail(error)
 
-    def step_again(self, index: int = 0) -> None:  # noqa: ARG002
+    def step_again(self, number: int = 0) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
         if not self.done:
-            self.start(self._procedure(self._request, self.ticket))
+            ticket = Ticket(self._request.deadline)
+            self.start(self._procedure(self._request, ticket), ticket)
 
 
 class StepBatch(ColumnBatch):
-    """Steps that are run together, and who waits for them."""
+    """Steps that are run together, and who waits for them: of B rows, a column for each field of `StepRow`."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("deadlines", "expected", "numbers", "receivers", "sessions", "top_k")
 
-    def __init__(self, rows: Sequence[StepRow], slots: NDArray[np.intp]) -> None:
-        super().__init__(
-            slots, np.array([row.token for row in rows], np.int64), np.array([row.queued_s for row in rows])
+    def __init__(self, rows: Sequence[StepRow]) -> None:
+        (
+            self.sessions,
+            slots,
+            tokens,
+            expected,
+            self.top_k,
+            self.deadlines,
+            self.receivers,
+            self.numbers,
+            queued_s,
+        ) = zip(*rows, strict=True)
+        super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
+        self.expected: NDArray[np.int64] = np.array(expected, np.int64)
+
+    def part(self, rows: NDArray[np.bool_]) -> StepBatch:
+        """Those rows that are true in `rows`, bool (B), with their outputs."""
+        part, flags = copy(self), rows.tolist()
+        part.sessions, part.top_k, part.deadlines, part.receivers, part.numbers = (
+            tuple(compress(column, flags))
+            for column in (self.sessions, self.top_k, self.deadlines, self.receivers, self.numbers)
         )
-        self.rows = rows
+        part.slots, part.tokens, part.queued_s = self.slots[rows], self.tokens[rows], self.queued_s[rows]
+        part.expected = self.expected[rows]
+        part.outputs = {name: values[rows] for name, values in self.outputs.items()}
+        return part
 
 
 class StepColumns:
@@ -235,6 +242,7 @@ class StepColumns:
         self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._rows: list[StepRow] = []
+        self._flushes = 0  # of the resident sessions, when the first of those that wait was taken in
         self._running: StepBatch | None = None  # on the runner's thread
         self._timer: Timer | None = None
         self._timer_at = 0.0
@@ -253,7 +261,7 @@ class StepColumns:
         top_k: int,
         deadline: float | None,
         receiver: StepReceiver,
-        index: int = 0,
+        number: int = 0,
     ) -> bool:
         """Takes in a step. False, and nothing was done, if it is one for the general procedure."""
         slot = self._resident.slot(session)
@@ -268,44 +276,50 @@ class StepColumns:
         ):
             return False
         position = NO_POSITION if expected_position is None else expected_position
-        self._queue_columns()
-        self._rows.append(
-            StepRow(session, slot, token, position, top_k, deadline, receiver, index, time.perf_counter())
-        )
+        if not self._rows:
+            self._flushes = self._resident.flushes
+            self._queue_columns()
+        self._rows.append((session, slot, token, position, top_k, deadline, receiver, number, time.perf_counter()))
         self._admission.enter()
         return True
 
     def begin(self, most: int) -> StepBatch | None:
         """The next batch, of at most so many rows; None if no step that waits can be run."""
         waiting, self._rows = self._rows[:most], self._rows[most:]
+        if not waiting:
+            return None
+        batch = StepBatch(waiting)
         now_s = asyncio.get_running_loop().time()
-        rows: list[StepRow] = []
-        again: list[StepRow] = []
-        for row in waiting:
-            if row.receiver.done:
+        if True in [one.done for one in batch.receivers] or min([one or now_s + 1 for one in batch.deadlines]) <= now_s:
+            batch = self._without_late(batch, now_s)
+        good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
+        good &= self._resident.alive(batch.slots)
+        if self._resident.flushes != self._flushes:  # states of waiting steps may have been evicted
+            good &= self._resident_still(batch)
+        if good.all():
+            return batch
+        # In the next turn: until this batch has run, or is held, no other request may take a state's slot.
+        asyncio.get_running_loop().call_soon(self._hand_back, batch.part(~good))
+        batch = batch.part(good)
+        return batch if len(batch) else None
+
+    def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
+        """Without those steps that nobody waits for, or whose deadline has passed, who are told."""
+        good = np.ones(len(batch), np.bool_)
+        for row, (receiver, deadline) in enumerate(zip(batch.receivers, batch.deadlines, strict=True)):
+            if receiver.done:
+                good[row] = False
                 self._abandoned.inc()
-                self._leave(row)
-            elif row.deadline is not None and row.deadline <= now_s:
-                self._late(row)
-            elif self._resident.slot(row.session) == row.slot:
-                rows.append(row)
-            else:
-                again.append(row)
-        batch: StepBatch | None = None
-        if rows:
-            slots = np.array([row.slot for row in rows], np.intp)
-            expected = np.array([row.expected_position for row in rows], np.int64)
-            good = (expected == NO_POSITION) | (expected == self._state_cache.positions[slots])
-            good &= self._resident.alive(slots)
-            if not good.all():
-                flags = good.tolist()
-                again += [row for row, is_good in zip(rows, flags, strict=True) if not is_good]
-                rows = [row for row, is_good in zip(rows, flags, strict=True) if is_good]
-                slots = slots[good]
-            if rows:
-                batch = StepBatch(rows, slots)
-        self._hand_back(again)
-        return batch
+                self._leave(batch.sessions[row])
+            elif deadline is not None and deadline <= now_s:
+                good[row] = False
+                self._late(batch.sessions[row], receiver, batch.numbers[row])
+        return batch.part(good)
+
+    def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Whether the states are where they were when the steps came: bool (B)."""
+        slots = [self._resident.slot(session) for session in batch.sessions]
+        return np.array([slot == there for slot, there in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
         """The batch is run on the runner's thread: until `finish`, no state of it goes."""
@@ -318,45 +332,36 @@ class StepColumns:
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Commits and answers the steps of a batch that was run from `started_s` on, by `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "a batch of others: this is a bug"
-        batch = ran
-        rows, slots = batch.rows, batch.slots
+        batch, good = ran, np.ones(len(ran), np.bool_)
         if self._running is batch:
             self._running = None
-            self._state_cache.release_all(slots.tolist())
-            good = np.array([self._resident.slot(row.session) == row.slot for row in rows])
-        else:
-            good = np.ones(len(rows), np.bool_)
+            self._state_cache.release_all(batch.slots.tolist())
+            good = self._resident_still(batch)
         if batch.failure is not None:
-            self._hand_back(rows)
+            self._hand_back(batch)
             return
-        outputs, tokens = batch.outputs, batch.tokens
         for name in ("logits", HIDDEN):
-            finite = np.isfinite(outputs[name])
+            finite = np.isfinite(batch.outputs[name])
             if not finite.all():
                 good &= finite.all(axis=1)
         if not good.all():
-            flags = good.tolist()
-            self._hand_back([row for row, is_good in zip(rows, flags, strict=True) if not is_good])
-            rows = [row for row, is_good in zip(rows, flags, strict=True) if is_good]
-            if not rows:
+            asyncio.get_running_loop().call_soon(self._hand_back, batch.part(~good))
+            batch = batch.part(good)
+            if not len(batch):
                 return
-            slots, tokens = slots[good], tokens[good]
-            outputs = {name: values[good] for name, values in outputs.items()}
-        sessions = [row.session for row in rows]
-        self._resident.commit(slots, sessions, tokens, outputs)
-        results = self._results(rows, slots, outputs, started_s, compute_s, len(batch))
-        self._count(results, rows)
-        leave, admission = self._locks.leave, self._admission
-        for session in sessions:
-            leave(session)
-            admission.leave()
-        for at, row in enumerate(rows):
-            row.receiver.step_ran(results, at, row.number)
+        self._resident.commit(batch.slots, batch.sessions, batch.tokens, batch.outputs)
+        results = self._results(batch, started_s, compute_s, len(ran))
+        self._count(results, batch)
+        self._leave_all(batch.sessions)
+        for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
+            receiver.step_ran(results, row, number)
 
     def watch(self) -> None:
         """The runner is busy: tells those whose deadline passes meanwhile."""
-        rows = [*self._rows, *(() if self._running is None else self._running.rows)]
-        deadlines = [row.deadline for row in rows if row.deadline is not None and not row.receiver.done]
+        waiting = [(deadline, receiver) for _, _, _, _, _, deadline, receiver, _, _ in self._rows]
+        if self._running is not None:
+            waiting += zip(self._running.deadlines, self._running.receivers, strict=True)
+        deadlines = [deadline for deadline, receiver in waiting if deadline is not None and not receiver.done]
         if deadlines and (self._timer is None or min(deadlines) < self._timer_at):
             if self._timer is not None:
                 self._timer.cancel()
@@ -366,9 +371,9 @@ class StepColumns:
     def close(self, error: Exception) -> None:
         """Fails what waits, and writes all tokens to the store."""
         waiting, self._rows = self._rows, []
-        for row in waiting:
-            self._leave(row)
-            row.receiver.step_failed(error, row.number)
+        for session, _, _, _, _, _, receiver, number, _ in waiting:
+            self._leave(session)
+            receiver.step_failed(error, number)
         if self._timer is not None:
             self._timer.cancel()
         self._resident.close()
@@ -379,69 +384,67 @@ class StepColumns:
         now_s = asyncio.get_running_loop().time()
         waiting, self._rows = self._rows, []
         for row in waiting:
-            if row.deadline is not None and row.deadline <= now_s and not row.receiver.done:
-                self._late(row)
+            session, _, _, _, _, deadline, receiver, number, _ = row
+            if deadline is not None and deadline <= now_s and not receiver.done:
+                self._late(session, receiver, number)
             else:
                 self._rows.append(row)
-        for row in () if self._running is None else self._running.rows:
-            if row.deadline is not None and row.deadline <= now_s and not row.receiver.done:
-                row.receiver.step_failed(DeadlineExceeded(STILL_COMMITS), row.number)
+        running = self._running
+        if running is not None:
+            for deadline, receiver, number in zip(running.deadlines, running.receivers, running.numbers, strict=True):
+                if deadline is not None and deadline <= now_s and not receiver.done:
+                    receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
         self.watch()
 
-    def _late(self, row: StepRow) -> None:
+    def _late(self, session: str, receiver: StepReceiver, number: int) -> None:
         self._too_late.inc()
-        self._leave(row)
-        row.receiver.step_failed(DeadlineExceeded(TOO_LATE), row.number)
+        self._leave(session)
+        receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
 
-    def _leave(self, row: StepRow) -> None:
-        self._locks.leave(row.session)
+    def _leave(self, session: str) -> None:
+        self._locks.leave(session)
         self._admission.leave()
 
-    def _hand_back(self, rows: Sequence[StepRow]) -> None:
-        """Gives these to the general procedure; they take their sessions' locks again at once, in their order."""
-        for row in rows:
-            self._leave(row)
-        for row in rows:
-            row.receiver.step_again(row.number)
+    def _leave_all(self, sessions: Sequence[str]) -> None:
+        leave = self._locks.leave
+        for session in sessions:
+            leave(session)
+        self._admission.leave(len(sessions))
 
-    def _results(
-        self,
-        rows: Sequence[StepRow],
-        slots: NDArray[np.intp],
-        outputs: Mapping[str, Array],
-        started_s: float,
-        compute_s: float,
-        batch_items: int,
-    ) -> StepResults:
+    def _hand_back(self, batch: StepBatch) -> None:
+        """Gives these to the general procedure; they take their sessions' locks again at once, in their order."""
+        self._leave_all(batch.sessions)
+        for receiver, number in zip(batch.receivers, batch.numbers, strict=True):
+            receiver.step_again(number)
+
+    def _results(self, batch: StepBatch, started_s: float, compute_s: float, batch_items: int) -> StepResults:
         """The answers of rows that are committed."""
-        results = StepResults()
-        results.top_k = [row.top_k for row in rows]
-        width = max(FEW, *results.top_k)
+        results, outputs = StepResults(), batch.outputs
+        results.top_k = batch.top_k
+        width = max(FEW, *batch.top_k)
         ids = outputs[TOP_IDS][:, :width]
         logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
         # The sum is rounded: of a token that is all but certain the difference may be above 0.
         logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
-        positions = self._state_cache.positions[slots]
+        positions = self._state_cache.positions[batch.slots]
         results.positions = positions.tolist()
-        dropped = self._state_cache.dropped_tokens[slots]
+        dropped = self._state_cache.dropped_tokens[batch.slots]
         if dropped.any():
             results.bounds = [
                 self._bound_of(known) if lost else self._bound_of_all
                 for known, lost in zip((positions - dropped).tolist(), dropped.tolist(), strict=True)
             ]
         else:
-            results.bounds = [self._bound_of_all] * len(rows)
+            results.bounds = [self._bound_of_all] * len(batch)
         results.proved = self._proved(results.bounds, ids, logits, outputs)
-        results.sessions = [row.session for row in rows]
+        results.sessions = batch.sessions
         results.compute_ms = 1e3 * compute_s
-        ended_s = time.perf_counter()
-        results.queue_ms = [1e3 * (started_s - row.queued_s) for row in rows]
-        results.total_ms = [1e3 * (ended_s - row.queued_s) for row in rows]
+        results.queue_ms = (1e3 * (started_s - batch.queued_s)).tolist()
+        results.total_ms = (1e3 * (time.perf_counter() - batch.queued_s)).tolist()
         results.batch_items = batch_items
         results.vocabulary = self._vocabulary
-        results.encoded = None
         return results
 
     def _proved(
@@ -465,12 +468,10 @@ class StepColumns:
         flags: list[bool] = proved.tolist()
         return flags
 
-    def _count(self, results: StepResults, rows: Sequence[StepRow]) -> None:
-        waited_for = sum([not row.receiver.done for row in rows])
-        variations = [None if one is None else one.variation for one in results.bounds]
+    def _count(self, results: StepResults, batch: StepBatch) -> None:
         self._stats.stepped(
-            (results.queue_ms, [results.compute_ms] * len(rows), results.total_ms),
-            variations,
+            (results.queue_ms, [results.compute_ms] * len(batch), results.total_ms),
+            [None if one is None else one.variation for one in results.bounds],
             sum(results.proved),
-            waited_for,
+            len(batch) - sum([receiver.done for receiver in batch.receivers]),
         )

@@ -50,6 +50,7 @@ from wane.service.engine.step import SessionSteps
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
+from wane.service.observability.tracing import CURRENT
 from wane.service.runners.runner import RADIUS, TOP_IDS, Runner
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
@@ -306,21 +307,20 @@ class Engine:
 
         The answer raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
         """
-        ticket = Ticket(request.deadline)
         if isinstance(request, StepRequest):
-            return self._submit_step(request, ticket)
-        pending = Pending[Answer](ticket)
-        pending.start(self._predict(request, ticket))
+            return self._submit_step(request)
+        ticket, pending = Ticket(request.deadline), Pending[Answer]()
+        pending.start(self._predict(request, ticket), ticket)
         return pending
 
-    def _submit_step(self, request: StepRequest, ticket: Ticket) -> Pending[Answer]:
-        pending = PendingStep(ticket, self._step, request)
+    def _submit_step(self, request: StepRequest) -> Pending[Answer]:
+        pending = PendingStep(self._step, request)
         if not (
             len(request.tokens) == 1
             and request.idempotency_key is None
             and request.mode in IN_COLUMNS
-            and ticket.traced is None
             and self._shadow is None
+            and CURRENT.get() is None
             and self._columns.take(
                 request.session,
                 request.tokens[0],
@@ -399,8 +399,8 @@ class Engine:
             pending: list[tuple[int, Pending[Answer]]] = []
             for index in expected:
                 ticket = Ticket(requests[index].deadline)
-                one = Pending[Answer](ticket)
-                one.start(self._predict_checked(requests[index], ticket))
+                one = Pending[Answer]()
+                one.start(self._predict_checked(requests[index], ticket), ticket)
                 submitted.callback(one.cancel)
                 pending.append((index, one))
                 if len(pending) % BEGUN_AT_ONCE == 0:

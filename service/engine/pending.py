@@ -30,26 +30,25 @@ class Pending(EagerTask[T]):
     A coroutine comes to the result (`start`), or somebody else resolves it.
     """
 
-    __slots__ = ("_timer", "ticket")
+    __slots__ = ("_ticket", "_timer")
 
-    def __init__(self, ticket: Ticket) -> None:
-        """`ticket`: that of all of the request's work, with the deadline."""
+    def __init__(self) -> None:
         self._callback = self._error = self._result = None
         self._coroutine = self._context = self._waits_for = None
         self.done = False
-        self.ticket = ticket
+        self._ticket: Ticket | None = None
         self._timer: Timer | None = None
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        """Runs a coroutine to the result.
+    def start(self, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> None:
+        """Runs a coroutine to the result; `ticket`: that of all of its work, with the deadline.
 
         The result calls back in the event loop's next turn. So the requests of one batch are all committed before the
         first of them is encoded: 64 steps that do the same at the same time take a quarter less than one by one.
         """
-        self._coroutine = coroutine
+        self._coroutine, self._ticket = coroutine, ticket
         self._run(coroutine.send, None)
-        if not self.done and self.ticket.deadline is not None:
-            self._timer = timers().at(self.ticket.deadline, self._ring)
+        if not self.done and ticket.deadline is not None:
+            self._timer = timers().at(ticket.deadline, self._ring)
 
     def cancel(self) -> None:
         """The caller has left: takes the request back, unless it has entered a batch."""
@@ -66,16 +65,18 @@ class Pending(EagerTask[T]):
         """The deadline has passed."""
         self._timer = None
         callback, self._callback = self._callback, None
-        has_entered = self.ticket.entered
+        has_entered = self._ticket is not None and self._ticket.entered
         self._abandon()
         self._callback, self.done = callback, False
         self.fail(DeadlineExceeded(STILL_COMMITS if has_entered else TOO_LATE))
 
     def _abandon(self) -> None:
-        self.done = self.ticket.abandoned = True
+        self.done = True
         self._stop_timer()
-        if not self.ticket.entered:
-            self.interrupt()
+        if self._ticket is not None:
+            self._ticket.abandoned = True
+            if not self._ticket.entered:
+                self.interrupt()
 
     def _finish(self) -> None:
         self._stop_timer()
@@ -110,9 +111,9 @@ class Admission:
         self.active += 1
         self._idle.clear()
 
-    def leave(self) -> None:
-        """One request has ended."""
-        self.active -= 1
+    def leave(self, requests: int = 1) -> None:
+        """One request has ended, or several."""
+        self.active -= requests
         if not self.active:
             self._idle.set()
 

@@ -10,9 +10,11 @@ metric when somebody scrapes. A value that has a trace is its bucket's exemplar 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -163,7 +165,9 @@ class Metrics:
             "reason",
         )
         self._message_children: dict[int, Counter] = {}
-        self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
+        self._counted: list[tuple[tuple[str, str, int], float, str | None]] = []  # HTTP requests, not counted yet
+        self._http_durations: dict[str, Observed] = {}
+        self._http_requests: dict[tuple[str, str, int], Counter] = {}
         self.ready = gauge("wane_ready", "1 from when every model is loaded, or failed to be, until the server drains.")
         self.model_loads = counter(
             "wane_model_loads",
@@ -278,18 +282,27 @@ class Metrics:
         self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "Processor time of shadows.", "model")
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an HTTP request. The metrics of these labels are looked up once: there are few, and many requests.
-        `trace_id`: of one that is traced."""
-        children = self._http_children.get((route, method, status))
-        if children is None:
-            children = (
-                self.http_requests.labels(route, method, str(status)),
-                self.http_request_seconds.labels(route),
-            )
-            self._http_children[route, method, status] = children
-        requests, durations = children
-        requests.inc()
-        durations.observe(seconds, trace_id)
+        """Counts an HTTP request; those of one turn of the event loop together. `trace_id`: of one that is traced."""
+        if not self._counted:
+            asyncio.get_running_loop().call_soon(self._count_requests)
+        self._counted.append(((route, method, status), seconds, trace_id))
+
+    def _count_requests(self) -> None:
+        """The metrics of these labels are looked up once: there are few, and many requests."""
+        counted, self._counted = self._counted, []
+        requests = Counts[tuple[str, str, int]]()
+        for labels, seconds, trace_id in counted:
+            durations = self._http_durations.get(labels[0])
+            if durations is None:
+                durations = self._http_durations[labels[0]] = self.http_request_seconds.labels(labels[0])
+            durations.observe(seconds, trace_id)
+            requests[labels] += 1
+        for labels, count in requests.items():
+            child = self._http_requests.get(labels)
+            if child is None:
+                route, method, status = labels
+                child = self._http_requests[labels] = self.http_requests.labels(route, method, str(status))
+            child.inc(count)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts a message of a WebSocket that was answered."""

@@ -266,6 +266,15 @@ class ModelRegistry:
             await self.wait_for(kind[0], deadline)
         return self._engine_of(session, kind, model)
 
+    def resident_engine(self, session: str) -> Engine | None:
+        """The engine that a session lives on, by its name within, where that is known without asking: of a session that
+        was seen here, of a model that is served."""
+        if self._store is None or self._status == "draining":
+            return None
+        kind = self._store.kind(session)
+        engine = None if kind is None else self._engines.get(kind[0])
+        return engine if engine is not None and kind is not None and kind[1] == engine.tokenizer else None
+
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
         """That of a session of this model, whose token ids are these; None: of one that there is not."""
         own, vocabulary = kind or ("", "")

@@ -39,6 +39,8 @@ class ResidentSessions:
         self._buffered = bytearray(state_cache.capacity)  # by slot: whether its session is one of these
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # of tokens in `_recent`
+        self.flushes = 0
+        """How many sessions have left."""
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
@@ -82,6 +84,7 @@ class ResidentSessions:
         slot = self._state_cache.slot_of(session)
         assert slot is not None, "a buffered session has a state: this is a bug"
         self._buffered[slot] = False
+        self.flushes += 1
         tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()
         return tokens, self._state_cache.touched_s.item(slot)
 

@@ -48,6 +48,7 @@ SessionId = Annotated[str, Path(examples=["demo"], description="the session's id
 POSITION = "x-wane-position"
 DIGITS = "[0-9]{1,15}"
 IDEMPOTENCY_KEY = "idempotency-key"
+STEP_HEADER_NAMES = {POSITION.encode(), IDEMPOTENCY_KEY.encode()}
 STEP_HEADERS = headers(
     {
         POSITION: ("as `expected_position`", {"pattern": anchored(DIGITS)}),
@@ -118,16 +119,22 @@ async def delete(request: Request, session: SessionId) -> Response:
 @router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
     """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
-    here = context(request.scope)
-    token = only_token(request.scope.get(WHOLE_BODY))
+    scope = request.scope
+    here = context(scope)
+    token = only_token(scope.get(WHOLE_BODY))
     body = ONE_TOKEN if token is not None else await decode(request, StepBody)
-    expected_position = position(here.header(POSITION), body.expected_position)
+    expected_position, idempotency_key = body.expected_position, None
+    if here.headers.keys() & STEP_HEADER_NAMES:
+        expected_position = position(here.header(POSITION), body.expected_position)
+        idempotency_key = here.header(IDEMPOTENCY_KEY)
     key = name_within(here.owner.name, session)
-    engine = await session_engine(request, key)
+    engine = registry(request).resident_engine(key)
+    if engine is None:
+        engine = await session_engine(request, key)
+    here.fields["model"] = engine.name
     tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, here.deadline)
-    idempotency_key = here.header(IDEMPOTENCY_KEY)
     answer = await engine.submit(step_request(key, tokens, body, here.deadline, expected_position, idempotency_key))
-    note_answer(request.scope, answer)
+    note_answer(scope, answer)
     return encode.reply(encode.answer(engine, answer))
 
 
