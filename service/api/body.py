@@ -18,6 +18,7 @@ from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -39,6 +40,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.settings import Settings
+from wane.service.types import SESSION_ID
 
 MOST_DIGITS = 1000
 """Of one number in a large body: what a number takes to decode grows with the square of its digits."""
@@ -365,6 +367,46 @@ def only_token(raw: bytes | str | None) -> int | None:
         return None
     tokens = document.get("tokens")
     return tokens[0] if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int else None
+
+
+class PlainStep(NamedTuple):
+    """A step of one token that says nothing else but where it starts."""
+
+    session: str
+    token: int
+    expected_position: int | None
+
+
+PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
+
+
+def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
+    """The steps of a call, at most so many, where each is plain and of another session, and whether it wants columns.
+    None for any other body, good or bad: most need no model to be read by."""
+    try:
+        document = orjson.loads(raw)
+    except ValueError:
+        return None
+    if type(document) is not dict or not document.keys() <= {"steps", "format"}:
+        return None
+    steps, form = document.get("steps"), document.get("format", "documents")
+    if type(steps) is not list or not 0 < len(steps) <= most or form not in ("documents", "columns"):
+        return None
+    found: list[PlainStep] = []
+    sessions: set[str] = set()
+    for step in steps:
+        if type(step) is not dict or not step.keys() <= PLAIN_STEP:
+            return None
+        session, tokens, expected = step.get("session"), step.get("tokens"), step.get("expected_position")
+        if type(session) is not str or SESSION_ID.fullmatch(session) is None:
+            return None
+        if type(tokens) is not list or len(tokens) != 1 or type(tokens[0]) is not int:
+            return None
+        if expected is not None and (type(expected) is not int or expected < 0):
+            return None
+        sessions.add(session)
+        found.append(PlainStep(session, tokens[0], expected))
+    return (found, form == "columns") if len(sessions) == len(found) else None
 
 
 def parsed(raw: bytes | str, *, partial: bool = False) -> Any:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from typing import cast
 
 import orjson
 from pydantic_core import to_jsonable_python
@@ -29,6 +30,7 @@ from wane.service.api.schemas.predict import (
     LatencyDocument,
     ModelDocument,
     PredictionDocument,
+    StepColumnsDocument,
 )
 from wane.service.api.schemas.score import (
     ScoreDocument,
@@ -226,6 +228,45 @@ def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
         "position": results.positions[row],
         "replayed": False,
     }
+
+
+StepResult = tuple[Engine, Answer] | Exception
+"""An answer and who gave it, or the failure in its place."""
+
+COLUMNS = (
+    "mode",
+    "window",
+    "state",
+    "position",
+    "replayed",
+    "durable",
+    "error_bound",
+    "state_error_bound",
+    "top1_proved",
+)
+"""Columns of many steps that hold what an answer has under the same name."""
+
+LATENCY = ("queue_ms", "compute_ms", "total_ms")
+
+
+def step_columns(
+    sessions: Sequence[str], results: Sequence[StepResult], failure: Callable[[Exception], dict[str, object]]
+) -> StepColumnsDocument:
+    """Many answers as one list for each field; `failure` makes a problem document."""
+    given = [None if isinstance(result, Exception) else result[1] for result in results]
+    columns: dict[str, object] = {
+        name: [None if one is None else getattr(one, name) for one in given] for name in COLUMNS
+    }
+    latencies = [one.latency for one in given if one is not None]
+    columns |= {
+        "session": sessions,
+        "model": [None if isinstance(result, Exception) else result[0].name for result in results],
+        "token_id": [None if one is None else [first.token_id for first in one.predictions] for one in given],
+        "logprob": [None if one is None else [first.logprob for first in one.predictions] for one in given],
+        "error": [failure(result) if isinstance(result, Exception) else None for result in results],
+        "latency": {name: max((getattr(one, name) for one in latencies), default=0.0) for name in LATENCY},
+    }
+    return cast(StepColumnsDocument, columns)
 
 
 def comparison(engine: Engine, tokens: int, given: Comparison) -> ComparedModelDocument:

@@ -36,7 +36,7 @@ from wane.service.chunked.layout import ThroughputProfile
 from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
-from wane.service.engine.columns import PendingStep, StepColumns
+from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import Generation
 from wane.service.engine.housekeeping import Housekeeper
@@ -314,24 +314,33 @@ class Engine:
         return pending
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
-        pending = PendingStep(self._step, request)
+        pending, tokens, expected = PendingStep(self._step, request), request.tokens, request.expected_position
         if not (
-            len(request.tokens) == 1
+            len(tokens) == 1
             and request.idempotency_key is None
             and request.mode in IN_COLUMNS
-            and self._shadow is None
-            and CURRENT.get() is None
-            and self._columns.take(
-                request.session,
-                request.tokens[0],
-                request.expected_position,
-                request.top_k,
-                request.deadline,
-                pending,
-            )
+            and self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending)
         ):
             pending.step_again()
         return pending
+
+    def take_step(
+        self,
+        session: str,
+        token: int,
+        expected_position: int | None,
+        top_k: int,
+        deadline: float | None,
+        receiver: StepReceiver,
+        number: int = 0,
+    ) -> bool:
+        """Takes a step of one token in columns; `number` is the step's at its receiver. False, and nothing was done,
+        where the step needs more than columns: then it is to be submitted."""
+        return (
+            self._shadow is None
+            and CURRENT.get() is None
+            and self._columns.take(session, token, expected_position, top_k, deadline, receiver, number)
+        )
 
     async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
         self._limits.tokens(request.tokens)

@@ -5,10 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 
-from wane.service.aio.eager import EagerTask
+from wane.service.aio.eager import EagerTask, Waiter
+from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
 from wane.service.types import Answer, StepRequest, id_of
+
+
+class StepCall(Waiter[None]):
+    """The steps of one call that were taken in columns, by their numbers; done with the last of them."""
+
+    __slots__ = ("again", "results", "waits_for")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[int, Answer | Exception] = {}
+        self.again: list[int] = []
+        """Those that the general procedure has to take."""
+        self.waits_for = 0
+
+    def step_ran(self, results: StepResults, row: int, number: int) -> None:
+        """See `StepReceiver`."""
+        self.results[number] = StepAnswer(results, row)
+        self._one_less()
+
+    def step_failed(self, error: Exception, number: int) -> None:
+        """See `StepReceiver`."""
+        self.results[number] = error
+        self._one_less()
+
+    def step_again(self, number: int) -> None:
+        """See `StepReceiver`."""
+        self.again.append(number)
+        self._one_less()
+
+    def _one_less(self) -> None:
+        self.waits_for -= 1
+        if not self.waits_for:
+            self.resolve(None)
 
 
 async def step_many(

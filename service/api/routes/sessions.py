@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
@@ -12,7 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.body import ONE_TOKEN, decode, headers, json_body, only_token, tokens_of
+from wane.service.api.body import (
+    LARGE_BYTES,
+    ONE_TOKEN,
+    PlainStep,
+    decode,
+    headers,
+    json_body,
+    only_token,
+    plain_steps,
+    tokens_of,
+)
 from wane.service.api.deps import (
     charge,
     deadline,
@@ -23,12 +34,13 @@ from wane.service.api.deps import (
     registry,
     session_engine,
     session_key,
+    settings,
 )
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import WHOLE_BODY, context
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, anchored
-from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepsDocument
+from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepColumnsDocument, StepsDocument
 from wane.service.api.schemas.sessions import (
     RewindBody,
     SessionBody,
@@ -36,11 +48,19 @@ from wane.service.api.schemas.sessions import (
     SessionStepBody,
     StepBody,
     StepsBody,
+    StepsFormat,
 )
 from wane.service.engine.engine import Engine
-from wane.service.engine.step_many import step_many
+from wane.service.engine.step_many import StepCall, step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
-from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within
+from wane.service.types import (
+    MAX_KEY_CHARACTERS,
+    SESSION_ID,
+    SLASH,
+    History,
+    StepRequest,
+    name_within,
+)
 
 # What is no id is refused by the engine, not by the framework, whose answer would be another.
 PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
@@ -58,6 +78,8 @@ STEP_HEADERS = headers(
         ),
     }
 )
+
+TOP_K = ONE_TOKEN.top_k  # of a step that does not say
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -175,35 +197,80 @@ async def rewind(request: Request, session: SessionId) -> Response:
     return encode.reply(encode.session(engine, view))
 
 
-Result = tuple[Engine, Answer] | Exception
-
-
-@router.post("/tokens", response_model=StepsDocument, openapi_extra=json_body(StepsBody))
+@router.post("/tokens", response_model=StepsDocument | StepColumnsDocument, openapi_extra=json_body(StepsBody))
 async def append_many(request: Request) -> Response:
     """Appends to many sessions, and predicts what follows in each. A step that fails does not fail the others."""
-    body = await decode(request, StepsBody)
+    raw = request.scope.get(WHOLE_BODY) or b""
+    plain = plain_steps(raw, settings(request).max_batch_inputs) if len(raw) <= LARGE_BYTES else None
+    steps: Sequence[SessionStepBody | PlainStep]
+    if plain is None:
+        body = await decode(request, StepsBody)
+        steps, in_columns = body.steps, body.format is StepsFormat.COLUMNS
+    else:
+        steps, in_columns = plain
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
             raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
-    charge(request, len(body.steps))
-    steps = await _step_many(request, body.steps)
-    results: list[AnswerDocument | FailureDocument] = []
-    for index, step in enumerate(steps, 1):
-        results.append(_document(request, step))
-        if index % encode.MADE_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    document: StepsDocument = {"results": results}
-    return encode.reply(document)
-
-
-async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[Result]:
-    """Every step at its session's engine, which is the same for all of the session's steps, whatever is loaded
-    meanwhile. Raises Unavailable where no model is served."""
+    charge(request, len(steps))
     models, until = registry(request), deadline(request)
     if models.is_coming():
         await models.wait_for(deadline=until)
     models.check_ready()
-    results: list[Result | None] = [None] * len(bodies)
+    results = await (_step_many(request, body.steps) if plain is None else _step_plain(request, plain[0]))
+    if in_columns:
+        sessions = [step.session for step in steps]
+        return encode.reply(encode.step_columns(sessions, results, partial(failure_document, request.scope)))
+    documents: list[AnswerDocument | FailureDocument] = []
+    for index, result in enumerate(results, 1):
+        documents.append(
+            {"error": failure_document(request.scope, result)}
+            if isinstance(result, Exception)
+            else encode.answer(*result)
+        )
+        if index % encode.MADE_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    document: StepsDocument = {"results": documents}
+    return encode.reply(document)
+
+
+async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
+    """As `_step_many`, of plain steps of different sessions: in columns, as far as these take them."""
+    models, here = registry(request), context(request.scope)
+    prefix = here.owner.name + SLASH if here.owner.name else ""
+    call, engines = StepCall(), dict[int, Engine]()
+    engine: Engine | None = None
+    rest: list[int] = []
+    for number, (session, token, expected_position) in enumerate(steps):
+        key = prefix + session
+        if engine is None or not engine.take_step(key, token, expected_position, TOP_K, here.deadline, call, number):
+            engine = models.resident_engine(key)
+            if engine is None or not engine.take_step(
+                key, token, expected_position, TOP_K, here.deadline, call, number
+            ):
+                rest.append(number)
+                continue
+        engines[number] = engine
+        call.waits_for += 1
+    results: dict[int, encode.StepResult] = {}
+    if len(rest) < len(steps):
+        await call
+    rest = sorted([*rest, *call.again])
+    if rest:
+        bodies = [
+            SessionStepBody(session=step.session, tokens=[step.token], expected_position=step.expected_position)
+            for step in [steps[number] for number in rest]
+        ]
+        results |= dict(zip(rest, await _step_many(request, bodies), strict=True))
+    for number, answer in call.results.items():
+        results[number] = answer if isinstance(answer, Exception) else (engines[number], answer)
+    return [results[number] for number in range(len(steps))]
+
+
+async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[encode.StepResult]:
+    """Every step at its session's engine, which is the same for all of the session's steps, whatever is loaded
+    meanwhile."""
+    models, until = registry(request), deadline(request)
+    results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
     steps: dict[int, StepRequest] = {}
     failed: set[str] = set()
@@ -231,9 +298,3 @@ async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) ->
         return tuple(body.tokens or ())
     await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
     return await tokens_of(engine, body.input, until)
-
-
-def _document(request: Request, result: Result) -> AnswerDocument | FailureDocument:
-    if isinstance(result, Exception):
-        return {"error": failure_document(request.scope, result)}
-    return encode.answer(*result)

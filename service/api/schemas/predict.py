@@ -171,3 +171,27 @@ class StepsDocument(TypedDict):
     """An answer or an error for each step, in order."""
 
     results: list[AnswerDocument | FailureDocument]
+
+
+class StepColumnsDocument(TypedDict):
+    """The answers to steps as one list for each field, in the order of the steps. Of a step that failed all are null but
+    `session` and `error`, a problem document, which is null for the others.
+
+    `token_id` and `logprob` list each step's predictions, the most probable first. `latency`: the largest of all steps.
+    """
+
+    session: list[str]
+    model: list[str | None]
+    mode: list[Mode | None]
+    window: list[int | None]
+    state: list[StateSource | None]
+    position: list[int | None]
+    replayed: list[bool | None]
+    durable: list[bool | None]
+    token_id: list[list[int] | None]
+    logprob: list[list[float] | None]
+    error_bound: list[float | None]
+    state_error_bound: list[float | None]
+    top1_proved: list[bool | None]
+    error: list[dict[str, object] | None]
+    latency: LatencyDocument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, ClassVar, NotRequired, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -92,6 +93,13 @@ class SessionStepBody(StepBody):
     idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
 
 
+class StepsFormat(StrEnum):
+    """How the answers to many steps are written."""
+
+    DOCUMENTS = "documents"
+    COLUMNS = "columns"
+
+
 class StepsBody(Body):
     """Steps of many sessions in one call. Those of one session are taken in order; behind one that fails, its session's
     others are not."""
@@ -103,6 +111,11 @@ class StepsBody(Body):
         Field(min_length=1, fail_fast=True),
         AtMost("max_batch_inputs"),
     ]
+    format: StepsFormat = Field(
+        default=StepsFormat.DOCUMENTS,
+        description="documents: an answer for each step, as of a single one; columns: one list for each field, a third "
+        "as long in all",
+    )
 
 
 class StreamBody(StepBody):
