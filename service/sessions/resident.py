@@ -31,7 +31,7 @@ class ResidentSessions:
     def __init__(
         self, state_cache: StateCache, store: Store, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ttl_s`: idle time after which a session ends. `clock` in seconds, as the store's."""
+        """`ttl_s`: idle time after which a session ends. `clock` in seconds."""
         self._state_cache = state_cache
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
@@ -76,7 +76,7 @@ class ResidentSessions:
             assert self._store is not None, "nothing is stepped here without such a store: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                self._store.write(sessions[row], self._recent[slot].tolist(), now_s)
+                self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
                 self._counts[slot] = 0
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
@@ -86,7 +86,7 @@ class ResidentSessions:
         self._buffered[slot] = False
         self.flushes += 1
         tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()
-        return tokens, self._state_cache.touched_s.item(slot)
+        return tokens, self._clock() - self._state_cache.touched_s.item(slot)
 
     def close(self) -> None:
         """Writes all tokens to the store."""

@@ -174,8 +174,8 @@ class StepsDocument(TypedDict):
 
 
 class StepColumnsDocument(TypedDict):
-    """The answers to steps as one list for each field, in the order of the steps. Of a step that failed all are null but
-    `session` and `error`, a problem document, which is null for the others.
+    """The answers to steps as one list for each field, in the order of the steps. Of a step that failed all are null
+    but `session` and `error`, a problem document, which is null for the others.
 
     `token_id` and `logprob` list each step's predictions, the most probable first. `latency`: the largest of all steps.
     """

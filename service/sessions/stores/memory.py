@@ -288,8 +288,9 @@ class MemoryStore:
         """Leaves a session's next tokens to `buffer`, which is flushed before anything else is done with it."""
         self._buffered[session] = buffer
 
-    def write(self, session: str, tokens: Sequence[int], used_s: float) -> None:
-        """Writes what the session's buffer held; the session stays buffered."""
+    def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
+        """Writes what the session's buffer held; the session, idle for so many seconds, stays buffered."""
+        used_s = self._clock() - idle_s
         packed = self._shard(session).peek(session)
         assert packed is not None, "a buffered session is not there: this is a bug"
         if not tokens:

@@ -129,7 +129,7 @@ class WriteBuffer(Protocol):
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
         """Gives up a session: the tokens that were appended since the store last had it, each by a step of its own
-        without a key, and when it was last used, in seconds on the store's clock."""
+        without a key, and for how many seconds it has been idle."""
         ...
 
 
