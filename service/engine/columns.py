@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, Protocol
 
@@ -64,8 +64,8 @@ class StepReceiver(Protocol):
         """The step is over, or nobody waits for it any longer."""
         ...
 
-    def step_again(self, number: int) -> None:
-        """Nothing was done: the step is to be taken by the general procedure."""
+    def step_again(self, pending: Pending[Answer], number: int) -> None:
+        """Nothing was done: the general procedure takes the step, and comes to this result."""
         ...
 
 
@@ -143,15 +143,19 @@ class StepAnswer(Answer):
 
 
 class PendingStep(Pending[Answer]):
-    """A step that was submitted: a row of a batch, or the result of the general procedure."""
+    """A step that was taken in columns."""
 
-    __slots__ = ("_procedure", "_request")
+    __slots__ = ("_general",)
 
-    def __init__(self, procedure: StepProcedure, request: StepRequest) -> None:
-        """`procedure`: takes any step."""
+    def __init__(self) -> None:
         super().__init__()
-        self._procedure = procedure
-        self._request = request
+        self._general: Pending[Answer] | None = None
+
+    def cancel(self) -> None:
+        """See `Pending`."""
+        super().cancel()
+        if self._general is not None:
+            self._general.cancel()
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`. Calls back at once: all steps of the batch are committed."""
@@ -163,11 +167,17 @@ class PendingStep(Pending[Answer]):
         """See `StepReceiver`."""
         self.fail(error)
 
-    def step_again(self, number: int = 0) -> None:  # noqa: ARG002
+    def step_again(self, pending: Pending[Answer], number: int) -> None:  # noqa: ARG002
         """See `StepReceiver`."""
-        if not self.done:
-            ticket = Ticket(self._request.deadline)
-            self.start(self._procedure(self._request, ticket), ticket)
+        self._general = pending
+        pending.on_done(self._settle)
+
+    def _settle(self, general: Waiter[Answer]) -> None:
+        self._general = None
+        try:
+            self.resolve(general.result())
+        except Exception as error:
+            self.fail(error)
 
 
 class StepBatch(ColumnBatch):
@@ -189,6 +199,12 @@ class StepBatch(ColumnBatch):
         ) = zip(*rows, strict=True)
         super().__init__(np.array(slots, np.intp), np.array(tokens, np.int64), np.array(queued_s, np.float64))
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
+
+    def request(self, row: int) -> StepRequest:
+        """The step in a row, as it is submitted."""
+        expected: int = self.expected.item(row)
+        position = None if expected == NO_POSITION else expected
+        return StepRequest(self.sessions[row], (self.tokens.item(row),), None, position, None, self.top_k[row])
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
         """Those rows that are true in `rows`, bool (B), with their outputs."""
@@ -221,13 +237,16 @@ class StepColumns:
         stats: Stats,
         metrics: Metrics,
         model: str,
+        procedure: StepProcedure,
         *,
         most_predictions: int,
         max_queue: int,
         queue_columns: Callable[[], None],
     ) -> None:
-        """`most_predictions`: that the graph of a step puts out and a request may ask for; 0: no step is taken in.
-        `max_queue`: steps that may wait. `queue_columns` tells the batcher that steps wait."""
+        """`procedure` takes any step that was admitted. `most_predictions`: that the graph of a step puts out and a
+        request may ask for; 0: no step is taken in. `max_queue`: steps that may wait. `queue_columns` tells the
+        batcher that steps wait.
+        """
         self._vocabulary = vocabulary
         self._size = vocabulary.size
         self._state_cache = state_cache
@@ -236,6 +255,7 @@ class StepColumns:
         self._margin = margin
         self._admission = admission
         self._stats = stats
+        self._procedure = procedure
         self._most_predictions = most_predictions
         self._max_queue = max_queue
         self._queue_columns = queue_columns
@@ -299,7 +319,7 @@ class StepColumns:
         if good.all():
             return batch
         # In the next turn: until this batch has run, or is held, no other request may take a state's slot.
-        asyncio.get_running_loop().call_soon(self._hand_back, batch.part(~good))
+        asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
 
@@ -338,14 +358,14 @@ class StepColumns:
             self._state_cache.release_all(batch.slots.tolist())
             good = self._resident_still(batch)
         if batch.failure is not None:
-            self._hand_back(batch)
+            self._hand_back(batch, entered=True)
             return
         for name in ("logits", HIDDEN):
             finite = np.isfinite(batch.outputs[name])
             if not finite.all():
                 good &= finite.all(axis=1)
         if not good.all():
-            asyncio.get_running_loop().call_soon(self._hand_back, batch.part(~good))
+            asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
             batch = batch.part(good)
             if not len(batch):
                 return
@@ -411,11 +431,24 @@ class StepColumns:
             leave(session)
         self._admission.leave(len(sessions))
 
-    def _hand_back(self, batch: StepBatch) -> None:
-        """Gives these to the general procedure; they take their sessions' locks again at once, in their order."""
-        self._leave_all(batch.sessions)
-        for receiver, number in zip(batch.receivers, batch.numbers, strict=True):
-            receiver.step_again(number)
+    def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
+        """Gives these to the general procedure; they take their sessions' locks again at once, in their order.
+
+        `entered`: they were in a batch, so they are carried through even if nobody waits for them.
+        """
+        for session in batch.sessions:
+            self._locks.leave(session)
+        columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
+        for row, (receiver, number, deadline) in enumerate(columns):
+            if receiver.done and not entered:
+                self._abandoned.inc()
+                self._admission.leave()
+                continue
+            ticket = Ticket(None if receiver.done else deadline)
+            ticket.entered, ticket.abandoned = entered, receiver.done
+            pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
+            if not receiver.done:
+                receiver.step_again(pending, number)
 
     def _results(self, batch: StepBatch, started_s: float, compute_s: float, batch_items: int) -> StepResults:
         """The answers of rows that are committed."""

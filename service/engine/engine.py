@@ -205,6 +205,7 @@ class Engine:
             self._stats,
             metrics,
             name,
+            self._step_admitted,
             most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
             max_queue=settings.max_queue,
             queue_columns=self._batcher.queue_columns,
@@ -309,20 +310,17 @@ class Engine:
         """
         if isinstance(request, StepRequest):
             return self._submit_step(request)
-        ticket, pending = Ticket(request.deadline), Pending[Answer]()
-        pending.start(self._predict(request, ticket), ticket)
-        return pending
+        ticket = Ticket(request.deadline)
+        return Pending.of(self._predict(request, ticket), ticket)
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
-        pending, tokens, expected = PendingStep(self._step, request), request.tokens, request.expected_position
-        if not (
-            len(tokens) == 1
-            and request.idempotency_key is None
-            and request.mode in IN_COLUMNS
-            and self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending)
-        ):
-            pending.step_again()
-        return pending
+        tokens, expected = request.tokens, request.expected_position
+        if len(tokens) == 1 and request.idempotency_key is None and request.mode in IN_COLUMNS:
+            pending = PendingStep()
+            if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
+                return pending
+        ticket = Ticket(request.deadline)
+        return Pending.of(self._step(request, ticket), ticket)
 
     def take_step(
         self,
@@ -346,6 +344,10 @@ class Engine:
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         self._admission.enter()
+        return await self._step_admitted(request, ticket)
+
+    async def _step_admitted(self, request: StepRequest, ticket: Ticket) -> Answer:
+        """As `submit`, of a step that was checked and counted as admitted."""
         try:
             if len(request.tokens) <= PIECE_TOKENS:
                 answer = await self._steps.step(request, ticket)
@@ -408,8 +410,7 @@ class Engine:
             pending: list[tuple[int, Pending[Answer]]] = []
             for index in expected:
                 ticket = Ticket(requests[index].deadline)
-                one = Pending[Answer]()
-                one.start(self._predict_checked(requests[index], ticket), ticket)
+                one = Pending.of(self._predict_checked(requests[index], ticket), ticket)
                 submitted.callback(one.cancel)
                 pending.append((index, one))
                 if len(pending) % BEGUN_AT_ONCE == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from wane.service.aio.deadline import TOO_LATE
 from wane.service.aio.eager import EagerTask
@@ -30,14 +30,21 @@ class Pending(EagerTask[T]):
     A coroutine comes to the result (`start`), or somebody else resolves it.
     """
 
-    __slots__ = ("_ticket", "_timer")
+    __slots__ = ("_timer", "ticket")
 
     def __init__(self) -> None:
         self._callback = self._error = self._result = None
         self._coroutine = self._context = self._waits_for = None
         self.done = False
-        self._ticket: Ticket | None = None
+        self.ticket: Ticket | None = None
         self._timer: Timer | None = None
+
+    @classmethod
+    def of(cls, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> Self:
+        """The result of a coroutine, which begins at once: see `start`."""
+        pending = cls()
+        pending.start(coroutine, ticket)
+        return pending
 
     def start(self, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> None:
         """Runs a coroutine to the result; `ticket`: that of all of its work, with the deadline.
@@ -45,7 +52,7 @@ class Pending(EagerTask[T]):
         The result calls back in the event loop's next turn. So the requests of one batch are all committed before the
         first of them is encoded: 64 steps that do the same at the same time take a quarter less than one by one.
         """
-        self._coroutine, self._ticket = coroutine, ticket
+        self._coroutine, self.ticket = coroutine, ticket
         self._run(coroutine.send, None)
         if not self.done and ticket.deadline is not None:
             self._timer = timers().at(ticket.deadline, self._ring)
@@ -65,7 +72,7 @@ class Pending(EagerTask[T]):
         """The deadline has passed."""
         self._timer = None
         callback, self._callback = self._callback, None
-        has_entered = self._ticket is not None and self._ticket.entered
+        has_entered = self.ticket is not None and self.ticket.entered
         self._abandon()
         self._callback, self.done = callback, False
         self.fail(DeadlineExceeded(STILL_COMMITS if has_entered else TOO_LATE))
@@ -73,9 +80,9 @@ class Pending(EagerTask[T]):
     def _abandon(self) -> None:
         self.done = True
         self._stop_timer()
-        if self._ticket is not None:
-            self._ticket.abandoned = True
-            if not self._ticket.entered:
+        if self.ticket is not None:
+            self.ticket.abandoned = True
+            if not self.ticket.entered:
                 self.interrupt()
 
     def _finish(self) -> None:

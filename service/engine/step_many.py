@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from functools import partial
 
 from wane.service.aio.eager import EagerTask, Waiter
 from wane.service.engine.columns import StepAnswer, StepResults
@@ -15,33 +16,45 @@ from wane.service.types import Answer, StepRequest, id_of
 class StepCall(Waiter[None]):
     """The steps of one call that were taken in columns, by their numbers; done with the last of them."""
 
-    __slots__ = ("again", "results", "waits_for")
+    __slots__ = ("_general", "results", "waits_for")
 
     def __init__(self) -> None:
         super().__init__()
         self.results: dict[int, Answer | Exception] = {}
-        self.again: list[int] = []
-        """Those that the general procedure has to take."""
         self.waits_for = 0
+        """How many of them are not over."""
+        self._general: list[Pending[Answer]] = []
+
+    def cancel(self) -> None:
+        """The caller has left: takes back the steps that have not entered a batch."""
+        super().cancel()
+        for pending in self._general:
+            pending.cancel()
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """See `StepReceiver`."""
-        self.results[number] = StepAnswer(results, row)
-        self._one_less()
+        self._came(StepAnswer(results, row), number)
 
     def step_failed(self, error: Exception, number: int) -> None:
         """See `StepReceiver`."""
-        self.results[number] = error
-        self._one_less()
+        self._came(error, number)
 
-    def step_again(self, number: int) -> None:
+    def step_again(self, pending: Pending[Answer], number: int) -> None:
         """See `StepReceiver`."""
-        self.again.append(number)
-        self._one_less()
+        self._general.append(pending)
+        pending.on_done(partial(self._settle, number))
 
-    def _one_less(self) -> None:
+    def _settle(self, number: int, general: Waiter[Answer]) -> None:
+        try:
+            self._came(general.result(), number)
+        except Exception as error:
+            self._came(error, number)
+
+    def _came(self, result: Answer | Exception, number: int) -> None:
+        self.results[number] = result
         self.waits_for -= 1
         if not self.waits_for:
+            self._general.clear()
             self.resolve(None)
 
 

@@ -134,7 +134,7 @@ class FakeEngine:
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         answer = self._step(request) if isinstance(request, StepRequest) else self._predict(request)
-        return Pending(answer, Ticket(request.deadline))
+        return Pending.of(answer, Ticket(request.deadline))
 
     async def _predict(self, request: PredictRequest) -> Answer:
         await self._ask(request)
@@ -326,6 +326,10 @@ class FakeRegistry:
         if self.is_coming():
             raise Unavailable(f"the server is loading model {self.engine.name!r}")
         return self.engine
+
+    def resident_engine(self, session: str) -> FakeEngine | None:
+        """No session was seen here."""
+        return None
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
         if id_of(session) == "unknown":

@@ -46,6 +46,10 @@ class OneEngine(FakeRegistry):
         self.check_ready()
         return cast(Engine, self.engine)
 
+    def resident_engine(self, session: str) -> Engine | None:  # type: ignore[override]
+        """The one."""
+        return cast(Engine, self.engine) if self.ready else None
+
     def swap(self, engine: Engine) -> None:
         """Serves another engine from now on."""
         cast(Engine, self.engine).retire()

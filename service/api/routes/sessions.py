@@ -251,16 +251,17 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
                 continue
         engines[number] = engine
         call.waits_for += 1
-    results: dict[int, encode.StepResult] = {}
-    if len(rest) < len(steps):
-        await call
-    rest = sorted([*rest, *call.again])
-    if rest:
+    try:
         bodies = [
             SessionStepBody(session=step.session, tokens=[step.token], expected_position=step.expected_position)
             for step in [steps[number] for number in rest]
         ]
-        results |= dict(zip(rest, await _step_many(request, bodies), strict=True))
+        results = dict(zip(rest, await _step_many(request, bodies) if rest else (), strict=True))
+        if len(rest) < len(steps):
+            await call
+    except BaseException:
+        call.cancel()
+        raise
     for number, answer in call.results.items():
         results[number] = answer if isinstance(answer, Exception) else (engines[number], answer)
     return [results[number] for number in range(len(steps))]

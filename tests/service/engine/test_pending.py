@@ -61,23 +61,25 @@ async def turns() -> None:
 
 async def test_the_result_is_told_once(travel: Callable[[float], None]) -> None:
     work, told = Work(), list[int]()
-    pending = Pending(work.run(), ticket())
+    given = ticket()
+    pending = Pending.of(work.run(), given)
     pending.on_done(lambda done: told.append(done.result()))
     work.waiter.resolve(7)
     travel(2 * HOUR_S)
     await turns()
     pending.cancel()
-    assert told == [7] and not pending.ticket.abandoned
+    assert told == [7] and not given.abandoned
 
 
 @pytest.mark.parametrize("entered", [False, True])
 async def test_a_caller_that_leaves_takes_back_what_has_not_entered_a_batch(entered: bool) -> None:
     work, told = Work(), list[str]()
-    pending = Pending(work.run(), ticket(entered=entered))
+    given = ticket(entered=entered)
+    pending = Pending.of(work.run(), given)
     pending.on_done(lambda _: told.append("called back"))
     pending.cancel()
     pending.cancel()
-    assert pending.ticket.abandoned
+    assert given.abandoned
     assert work.left is not entered
     work.waiter.resolve(7)
     await turns()
@@ -89,19 +91,20 @@ async def test_a_deadline_is_told_and_takes_back_what_has_not_entered_a_batch(
     travel: Callable[[float], None], entered: bool
 ) -> None:
     work = Work()
-    pending = Pending(work.run(), ticket(entered=entered))
+    given = ticket(entered=entered)
+    pending = Pending.of(work.run(), given)
     travel(2 * HOUR_S)
     with pytest.raises(DeadlineExceeded) as late:
         await pending
     assert ("it still commits" in str(late.value)) is entered
     assert work.left is not entered
     work.waiter.resolve(7)
-    assert pending.ticket.abandoned
+    assert given.abandoned
 
 
 async def test_work_that_its_engine_cancels_is_told_as_unavailable() -> None:
     work = Work()
-    pending = Pending(work.run(), ticket())
+    pending = Pending.of(work.run(), ticket())
     work.waiter.fail(asyncio.CancelledError())
     with pytest.raises(Unavailable):
         pending.result()
@@ -113,7 +116,7 @@ async def test_a_request_that_is_over_leaves_nothing_for_the_garbage_collector(
 ) -> None:
     async def run() -> None:
         work = Work()
-        pending = Pending(work.run(), ticket())
+        pending = Pending.of(work.run(), ticket())
         if end == "succeeds":
             work.waiter.resolve(7)
         elif end == "fails":

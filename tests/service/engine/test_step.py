@@ -25,9 +25,8 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.sessions.sessions import of_tokens
 from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
-from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store
+from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, of_tokens
 from wane.service.types import Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
 
 EOS = 0
@@ -182,7 +181,7 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     make_harness: MakeHarness, losses: int
 ) -> None:
     store = ContendedStore()
-    harness = make_harness(store=store)
+    harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
     store.losses = losses
     answer = await harness.engine.submit(StepRequest(session, (6,)))
@@ -198,7 +197,7 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
     make_harness: MakeHarness,
 ) -> None:
     store = ContendedStore()
-    harness = make_harness(store=store)
+    harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
     store.attempts, store.losses = 0, 100
     with pytest.raises(PositionConflict) as caught:
@@ -212,7 +211,7 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
 
 async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: MakeHarness) -> None:
     store = ContendedStore()
-    harness = make_harness(store=store)
+    harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
     store.losses, store.theirs = 1, (6,)
     answer = await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
@@ -232,7 +231,7 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
     make_harness: MakeHarness,
 ) -> None:
     store = ContendedStore()
-    harness = make_harness(store=store)
+    harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
     store.lost = True
     with pytest.raises(Unavailable):
@@ -460,8 +459,7 @@ async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_ha
     harness = make_harness(state_budget_bytes=8 * slot_bytes)
     sessions = [await start(harness, 10 + index, 20 + index) for index in range(12)]
     counts = (await harness.engine.report())["sessions"]
-    # Of eight slots two are reserved, and a step takes one more for the state that it makes.
-    assert counts == {"resident": 5, "parked": 7, "rebuilt": 0}
+    assert counts == {"resident": 6, "parked": 6, "rebuilt": 0}  # of eight slots two are reserved
     for index, session in enumerate(sessions):
         answer = await harness.engine.submit(StepRequest(session, (7,)))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(

@@ -26,7 +26,7 @@ class Stepper:
         self.busy = self.most = 0
 
     def submit(self, request: StepRequest) -> Pending[Answer]:
-        return Pending(self._step(request), Ticket())
+        return Pending.of(self._step(request), Ticket())
 
     async def _step(self, request: StepRequest) -> Answer:
         self.order.append((request.session, request.tokens[0]))
@@ -41,6 +41,10 @@ class Stepper:
 
 def requests(*steps: tuple[str, int]) -> list[StepRequest]:
     return [StepRequest(session, (token,)) for session, token in steps]
+
+
+def kind(outcome: Answer | Exception) -> type:
+    return Answer if isinstance(outcome, Answer) else type(outcome)
 
 
 async def test_outcomes_come_in_the_order_of_the_steps_and_sessions_run_side_by_side() -> None:
@@ -60,7 +64,7 @@ async def test_steps_of_one_session_run_one_after_the_other_in_their_order() -> 
 async def test_behind_a_failure_only_its_own_session_s_steps_are_not_taken() -> None:
     stepper = Stepper()
     outcomes = await step_many(stepper.submit, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
-    assert [type(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
+    assert [kind(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
     assert ("a", 3) not in stepper.order
 
 
@@ -101,7 +105,7 @@ async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: Eng
     started.runner.calls.clear()
     steps = requests(("a", 6), ("nowhere", 6), ("b", 7), ("c", 10_000))
     outcomes = await step_many(started.engine.submit, steps)
-    assert [type(outcome) for outcome in outcomes] == [Answer, UnknownSession, Answer, InvalidRequest]
+    assert [kind(outcome) for outcome in outcomes] == [Answer, UnknownSession, Answer, InvalidRequest]
     assert started.runner.calls == [("step", [[6], [7]])]
 
 
@@ -114,7 +118,11 @@ async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
     assert started.sample("wane_answers_total", operation="step", mode="recurrent") == 6
 
 
-async def test_a_step_whose_commit_fails_fails_alone(started: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_whose_commit_fails_fails_alone(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = make_harness(puts_out_top=False)
+    await start_sessions(started)
     append = started.store.append
 
     async def failing(record: SessionRecord, *step: Any) -> SessionRecord | None:
@@ -125,7 +133,7 @@ async def test_a_step_whose_commit_fails_fails_alone(started: EngineHarness, mon
     with monkeypatch.context() as patched:
         patched.setattr(started.store, "append", failing)
         outcomes = await step_many(started.engine.submit, requests(("a", 6), ("b", 6)))
-    assert [type(outcome) for outcome in outcomes] == [OSError, Answer]
+    assert [kind(outcome) for outcome in outcomes] == [OSError, Answer]
     assert (await started.engine.submit(StepRequest("a", (6,)))).position == 2
 
 
