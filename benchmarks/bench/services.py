@@ -1,4 +1,4 @@
-"""What a server is given beside a bundle: a Redis for its sessions, a collector for its traces. Both are real programs.
+"""What a server is given besides a bundle: a Redis for its sessions, a collector for its traces. Both are real programs.
 
 Their CPU time is not counted as the server's.
 """

@@ -64,7 +64,7 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """One row for each load of a server that either side has answered."""
+    """One row for each load of a server that both sides have answered or refused."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):

@@ -12,7 +12,7 @@ from benchmarks.summary import Spread, ratios
 OWN = "own HTTP single-token rate"
 P99_MS = 5.0
 
-Of = Callable[[Measured], float]
+Getter = Callable[[Measured], float]
 
 
 def rate(measured: Measured) -> float:
@@ -68,7 +68,7 @@ def _ratio(
     rounds: Rounds,
     what: str,
     ours: str,
-    figure: Of,
+    figure: Getter,
     other: str | None,
     theirs: str,
     wanted: float | None = None,
@@ -84,7 +84,7 @@ def _ratio(
     return _target(what, against, wanted, most, [figure(found) for found in above], [figure(found) for found in below])
 
 
-def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Of) -> Target | None:
+def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) -> Target | None:
     """Session steps of Wane's over those of a peer with its own state."""
     what = "session tokens/s over HTTP, 64 connections" if figure is rate else "latency at one connection, p50"
     return _ratio(rounds, what, load, figure, name, load, model=model)
@@ -123,7 +123,7 @@ def _told(what: str, against: str, wanted: float | None, most: bool, unit: str, 
     return Target(what=what, against=against, wanted=wanted, most=most, unit=unit, value=value, spread=spread)
 
 
-def best_peer(rounds: Rounds, model: str, load: str, figure: Of, largest: bool) -> str | None:
+def best_peer(rounds: Rounds, model: str, load: str, figure: Getter, largest: bool) -> str | None:
     """The peer whose median figure is the best; None where none was measured."""
     medians = {
         name: statistics.median(map(figure, found)) for name in peer_names() if (found := rounds.of(model, name, load))
