@@ -1,6 +1,6 @@
-"""What a server is given besides a bundle: a Redis for its sessions, a collector for its traces. Both are real programs.
+"""What a server is given besides a bundle: a Redis for its sessions, a collector for its traces.
 
-Their CPU time is not counted as the server's.
+Both are real programs. Their CPU time is not counted as the server's.
 """
 
 from __future__ import annotations
