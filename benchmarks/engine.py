@@ -2,15 +2,17 @@
 
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
-Of every bundle, a step from a resident state and a window of its own k, each in three ways that take turns:
+Of every bundle, a step from a resident state and a window of its own k, in ways that take turns:
 
 - bare: the runner in a loop, a full batch each time, the state fed back, the outputs dropped. One thread.
 - batcher: clients that each wait for a future of their own; states are gathered from the pool and written back to it.
 - engine: the same clients, with sessions, limits, deadlines, predictions, bounds and reports: `Engine.step` and
   `Engine.predict`.
+- turns: requests of 64 clients, all submitted to the engine in one turn of the event loop, and again when all are
+  answered.
 
-Twice as many clients as a batch holds: while one half is being computed, the other is being answered. And one client:
-the median time of a request, in microseconds.
+Of `batcher` and `engine` there are twice as many clients as a batch holds: while one half is being computed, the other
+is being answered. And one client: the median time of a request, in microseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")
-WAYS = ("bare", "batcher", "engine")
+WAYS = {"rate": ("bare", "batcher", "engine", "turns"), "latency_us": ("bare", "batcher", "engine")}
+"""By what is measured."""
 BATCH = 64
 CLIENTS = 2 * BATCH
 TIMEOUT_S = 60.0
@@ -133,6 +136,8 @@ class Subject:
         if way == "bare":
             taken = self.bare(role, BATCH, seconds)
             return BATCH * len(taken) / sum(taken)
+        if way == "turns":
+            return await self.turns(role, seconds)
         ask, answered, end = self.ask(way, role), 0, time.perf_counter() + seconds
 
         async def client(number: int) -> None:
@@ -144,6 +149,16 @@ class Subject:
         begun = time.perf_counter()
         await asyncio.gather(*map(client, range(CLIENTS)))
         return answered / (time.perf_counter() - begun)
+
+    async def turns(self, role: str, seconds: float) -> float:
+        """Requests per second: those of a whole batch are submitted together, and all awaited."""
+        ask, answered, begun = self.ask("engine", role), 0, time.perf_counter()
+        while (now := time.perf_counter()) - begun < seconds:
+            pending = [ask(client) for client in range(BATCH)]
+            for one in pending:
+                await one
+            answered += BATCH
+        return answered / (now - begun)
 
     async def latency_us(self, way: str, role: str, seconds: float) -> float:
         """Median of one client's requests."""
@@ -162,11 +177,11 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
     await subject.start()
     kinds = {"rate": subject.rate, "latency_us": subject.latency_us}
     found: dict[str, dict[str, dict[str, list[float]]]]
-    found = {role: {kind: {way: [] for way in WAYS} for kind in kinds} for role in ROLES}
+    found = {role: {kind: {way: [] for way in WAYS[kind]} for kind in kinds} for role in ROLES}
     for index in range(rounds + 1):
         for role in ROLES:
             for kind, one in kinds.items():
-                for way in WAYS:
+                for way in WAYS[kind]:
                     figure = await one(way, role, seconds)
                     if index:  # the first round is for warming up
                         found[role][kind][way].append(figure)
@@ -183,9 +198,9 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
                 way: {
                     "rate": Spread.of(figures["rate"][way]),
                     "of_bare": ratios(figures["rate"][way], figures["rate"]["bare"]),
-                    "latency_us": Spread.of(figures["latency_us"][way]),
+                    "latency_us": Spread.of(taken) if (taken := figures["latency_us"].get(way)) else None,
                 }
-                for way in WAYS
+                for way in WAYS["rate"]
             }
             for role, figures in found.items()
         },
@@ -196,12 +211,13 @@ def table(subject: dict[str, Any]) -> Table:
     """Medians, and the least and the most of all rounds."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
-    for heading in ("", f"requests/s, {CLIENTS} clients, batch {BATCH}", "of bare", "one client, us"):
+    for heading in ("", f"requests/s, batch {BATCH}", "of bare", "one client, us"):
         made.add_column(heading, justify="left" if not heading else "right")
     for role in ROLES:
         figures = subject["figures"][role]
         for way, one in figures.items():
-            made.add_row(f"{role}, {way}", f"{one['rate']:,.0f}", f"{one['of_bare']:.2f}", f"{one['latency_us']:,.0f}")
+            latency = f"{one['latency_us']:,.0f}" if one["latency_us"] else ""
+            made.add_row(f"{role}, {way}", f"{one['rate']:,.0f}", f"{one['of_bare']:.3f}", latency)
     return made
 
 

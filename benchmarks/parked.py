@@ -1,14 +1,14 @@
 """What parked sessions cost: resident memory of a million of them, and the time that the store takes for each.
 
-    python -m benchmarks.parked [--sessions N] [--tails TOKENS ...] [--json FILE]
+    python -m benchmarks.parked [--sessions N] [--history TOKENS] [--json FILE]
 
-Every way of keeping them is measured in a process of its own, by what the system says is resident:
+Every way of keeping them is measured in a process of its own, by what the system says is resident, against 1 GiB:
 
-- objects: the plain way, a dict of Python objects, each with its tail in a list of ints (its ints are all shared).
+- objects: the plain way, a dict of Python objects, each with its history in a list of ints (its ints are all shared).
 - store: `MemoryStore`, which is what the server keeps them in.
 - server: the same store, in a process that has the default model loaded, verified and warmed up.
 
-Tails are filled in four pieces, all sessions side by side, as they do where sessions live at the same time.
+Histories are filled in four pieces, all sessions side by side, as they do where sessions live at the same time.
 Then a tenth is deleted and started anew, twice: memory that cannot be used again would show. At the end all
 of them expire at once, and are forgotten by as many calls as that takes.
 """
@@ -72,7 +72,7 @@ class Plain:
     mode: str = "auto"
     position: int = 0
     revision: int = 0
-    tail: list[int] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
     touched_s: float = 0.0
     last: tuple[int, bytes, str | None] | None = None
 
@@ -86,12 +86,12 @@ class Objects:
         self._ints = list(range(VOCABULARY))
 
     async def start(self, session: str) -> None:
-        self._sessions[session] = Plain(tail=[0], touched_s=time.monotonic())
+        self._sessions[session] = Plain(history=[0], touched_s=time.monotonic())
 
     async def append(self, session: str, tokens: tuple[int, ...]) -> None:
         plain = self._sessions[session]
         plain.last = (plain.position, of_tokens(tokens), None)
-        plain.tail = [*plain.tail, *(self._ints[token] for token in tokens)][-self._keep :]
+        plain.history = [*plain.history, *(self._ints[token] for token in tokens)][-self._keep :]
         plain.position += len(tokens)
         plain.revision += 1
         plain.touched_s = time.monotonic()
@@ -128,39 +128,39 @@ def resident_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
-async def fill(kept: Kept, names: list[str], tail: int) -> None:
-    """Starts sessions and fills their tails, all side by side."""
+async def fill(kept: Kept, names: list[str], history: int) -> None:
+    """Starts sessions and fills their histories, all side by side."""
     for name in names:
         await kept.start(name)
     for _ in range(PIECES):
-        tokens = tuple(random.randrange(VOCABULARY) for _ in range(tail // PIECES))
+        tokens = tuple(random.randrange(VOCABULARY) for _ in range(history // PIECES))
         for name in names:
             await kept.append(name, tokens)
 
 
-async def measure(way: str, count: int, tail: int) -> Result:
-    """One way of keeping `count` sessions of `tail` tokens, in this process."""
+async def measure(way: str, count: int, history: int) -> Result:
+    """One way of keeping `count` sessions with histories of `history` tokens, in this process."""
     kept: Objects | Stored
     if way == "objects":
-        kept = Objects(tail)
+        kept = Objects(history)
     elif way == "store":
-        kept = Stored(tail)
+        kept = Stored(history)
     else:
         models = ModelRegistry(Settings(bundles=SHIPPED), Metrics())
         await models.load()
-        kept = Stored(tail, models)
+        kept = Stored(history, models)
     names = [secrets.token_urlsafe(16) for _ in range(count)]
     # A name is one string, however many refer to it: those of the list are the sessions' own.
     before = resident_bytes() - sum(map(sys.getsizeof, names))
-    await fill(kept, names, tail)
-    result: Result = {"way": way, "sessions": count, "session_history_tokens": tail, "before_bytes": before}
+    await fill(kept, names, history)
+    result: Result = {"way": way, "sessions": count, "session_history_tokens": history, "before_bytes": before}
     result["filled_bytes"] = resident_bytes()
     for _ in range(CHURNS):
         changed = random.sample(range(count), count // CHURNED)
         for index in changed:
             await kept.delete(names[index])
             names[index] = secrets.token_urlsafe(16)
-        await fill(kept, [names[index] for index in changed], tail)
+        await fill(kept, [names[index] for index in changed], history)
     result["churned_bytes"] = resident_bytes()
     some = random.sample(names, min(TIMED, count))
     result["append_us"] = statistics.median([await timed(kept.append(name, (7,))) for name in some])
@@ -183,29 +183,32 @@ async def timed(call: Awaitable[object]) -> float:
     return 1e6 * (time.perf_counter() - started)
 
 
-def apart(way: str, count: int, tail: int) -> Result:
+def apart(way: str, count: int, history: int) -> Result:
     """The measurement, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.parked", "--way", way, "--sessions", str(count), "--tails", str(tail)]
+    command = [sys.executable, "-m", "benchmarks.parked", f"--way={way}", f"--sessions={count}", f"--history={history}"]
     result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    print(f"{way}, tails of {tail}: {result['churned_bytes'] / GIB:.3f} GiB", file=sys.stderr, flush=True)
+    print(f"{way}: {result['churned_bytes'] / GIB:.3f} GiB", file=sys.stderr, flush=True)
     return result
 
 
 def show(results: list[Result]) -> None:
-    """The table: resident memory of the whole process, filled and churned; what a session takes of it, and what the
-    store counts for it; medians of single calls; a full garbage collection; the longest call while all expire."""
-    table = Table(title=f"{results[0]['sessions']:,} parked sessions")
-    columns = ("", "tail", "GiB", "churned", "bytes each", "counted", "append us", "get us", "gc ms", "expiring ms")
-    for column in columns:
+    """The table: resident memory of the whole process, filled and churned, and the latter's share of 1 GiB; what a
+    session takes of it, and what the store counts for it; medians of single calls; a full garbage collection; the
+    longest call while all expire."""
+    first = results[0]
+    made = f"{first['sessions']:,} parked sessions with histories of {first['session_history_tokens']} tokens"
+    table = Table(title=made)
+    memory = ("GiB", "churned", "of 1 GiB", "bytes each", "counted")
+    for column in ("", *memory, "append us", "get us", "gc ms", "expiring ms"):
         table.add_column(column, justify="right")
     for result in results:
         count = result["sessions"]
         each = (result["churned_bytes"] - result["before_bytes"]) / count
         table.add_row(
             result["way"],
-            str(result["session_history_tokens"]),
             f"{result['filled_bytes'] / GIB:.3f}",
             f"{result['churned_bytes'] / GIB:.3f}",
+            f"{result['churned_bytes'] / GIB:.1%}",
             f"{each:.0f}",
             f"{result['counted_bytes'] / count:.0f}" if "counted_bytes" in result else "",
             f"{result['append_us']:.1f}",
@@ -213,20 +216,20 @@ def show(results: list[Result]) -> None:
             f"{result['collection_ms']:.0f}",
             f"{result['expiring_call_ms']:.1f}" if "expiring_call_ms" in result else "",
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sessions", type=int, default=1_000_000)
-    parser.add_argument("--tails", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--history", type=int, default=64, metavar="TOKENS", help="of each session (default 64)")
     parser.add_argument("--way", choices=WAYS, help="measure one, and print it as JSON")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.way is not None:
-        print(json.dumps(asyncio.run(measure(arguments.way, arguments.sessions, arguments.tails[0]))))
+        print(json.dumps(asyncio.run(measure(arguments.way, arguments.sessions, arguments.history))))
         return
-    results: list[Result] = rounded([apart(way, arguments.sessions, tail) for tail in arguments.tails for way in WAYS])
+    results: list[Result] = rounded([apart(way, arguments.sessions, arguments.history) for way in WAYS])
     show(results)
     if arguments.json is not None:
         write_json(arguments.json, {**provenance("benchmarks.parked"), "results": results})

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench.connections import http_request
-from benchmarks.bench.contenders import Contender
-from benchmarks.bench.loads import step_body, step_path
+from benchmarks.bench.contenders import STEP_PATH, Contender
+from benchmarks.bench.loads import step_body
 from benchmarks.bench.open_loop import drive, poisson
 from benchmarks.bench.process import ServerProcess
 from benchmarks.summary import Spread, digits, provenance, write_json
@@ -133,9 +133,12 @@ class Subject:
         fill = [index % (vocabulary - 2) + 2 for index in range(k + BEYOND)]
         for name in names:
             self._client.post("/v1/sessions", json={"session": name}).raise_for_status()
-            self._client.post(step_path(name), json={"tokens": fill}).raise_for_status()
+            self._client.post(STEP_PATH.format(session=name), json={"tokens": fill}).raise_for_status()
         self._requests: Iterator[bytes] = itertools.cycle(
-            [http_request(step_path(name), step_body(2 + index % 1000)) for index, name in enumerate(names)]
+            [
+                http_request(STEP_PATH.format(session=name), step_body(2 + index % 1000))
+                for index, name in enumerate(names)
+            ]
         )
 
     def load(self, rate: float, seconds: float, seed: int) -> Round:
@@ -177,7 +180,7 @@ def serving(k: int) -> Iterator[list[Subject]]:
         servers: list[ServerProcess] = []
         for rate in RATES:
             command = ("{bin}/wane", "serve", "--bundles={bundle}", "--port={ports[0]}")
-            wane = Contender("wane", "Wane", (*command, "--log-level=warning", f"--shadow-rate={rate}"))
+            wane = Contender("wane", "Wane", "wane", (*command, "--log-level=warning", f"--shadow-rate={rate}"))
             servers.append(stack.enter_context(ServerProcess(wane, bundle, scratch / f"{rate}.log")))
         for server in servers:
             server.wait_ready("/v1/predict", json.dumps({"tokens": [2, 3]}))

@@ -270,7 +270,7 @@ def main() -> None:
             "--port={ports[0]}",
             "--log-level=warning",
         )
-        with ServerProcess(Contender("wane", "Wane", command), BUNDLE, Path(scratch) / "server.log") as server:
+        with ServerProcess(Contender("wane", "Wane", "wane", command), BUNDLE, Path(scratch) / "server.log") as server:
             server.wait_ready(PREDICT, '{"tokens":[5]}')
             for one in measure(server, given.only, given.repeat):
                 found.append(one)

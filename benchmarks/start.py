@@ -1,13 +1,13 @@
 """How long `wane serve` takes from its start to its first answers, and what memory it takes, idle and under load.
 
-    python -m benchmarks.start [--repeats N] [--seconds S] [--baseline COMMAND [--folder FOLDER]] [--json FILE]
+    python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
 Each server is started anew for each repeat, ours and the baseline in turn: with all models that ship, and with the
 default model alone. Times run from the start of the process to its first prediction, and until /readyz is 200. Memory
 is what /proc/PID/smaps_rollup says: idle, SETTLED_S after that, and the most under load. The load is CONNECTIONS
 clients, each with a session of one of the models, that step it, predict from windows, score and generate.
 
-`--baseline` is another server's command, run in `--folder`, that takes `--port` and `--bundles` as `wane serve` does.
+`--baseline` is another checkout of Wane, whose server is `python -m MODULE serve`, as in `benchmarks.bench`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import http.client
 import json
 import os
 import random
-import shlex
 import socket
 import subprocess
 import sys
@@ -184,13 +183,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="of load")
-    parser.add_argument("--baseline", help="another server's command")
-    parser.add_argument("--folder", type=Path, default=ROOT, help="where the baseline runs")
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout, to take turns with")
+    parser.add_argument("--module", default="wane", help="that is the command of the other checkout (default wane)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    subjects = [Subject("wane", [sys.executable, "-m", "wane", "serve"], ROOT)]
+    python = [sys.executable, "-m"]
+    subjects = [Subject("wane", [*python, "wane", "serve"], ROOT)]
     if given.baseline is not None:
-        subjects.insert(0, Subject("baseline", shlex.split(given.baseline), given.folder.resolve()))
+        subjects.insert(0, Subject("baseline", [*python, given.module, "serve"], given.baseline.resolve()))
     measured: dict[str, dict[str, list[dict[str, float]]]] = {
         served: {subject.name: [] for subject in subjects} for served in SERVED
     }

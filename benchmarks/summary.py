@@ -53,9 +53,8 @@ def cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def commit() -> str | None:
-    """The checkout's commit; None outside of a repository."""
-    folder = Path(__file__).parent
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The commit of the checkout that `folder` is in; None outside of a repository."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
     return git.stdout.strip() or None
 

@@ -1,12 +1,17 @@
 """Wane beside its peers and the two ceilings, in one run on one machine.
 
     scripts/bench [--only NAME ...] [--models NAME ...] [--rounds N] [--seconds S] [--quick] [--around COMMAND]
+                  [--baseline FOLDER [--module MODULE]]
 
 Every round starts each contender in turn, each round in another order, on one model after the other; checks that it
 answers what the model says; puts it under its loads; and stops it. A run that was stopped goes on where it was, as
 long as the code, the models and the settings are the same. A whole run of five rounds or more writes
 docs/figures/bench.json, docs/figures/bench.png and the tables of docs/benchmarks.md; any other, build/bench/.
 Clients and servers share the machine. Linux only.
+
+With `--baseline`, FOLDER is another checkout of Wane, and Wane's servers are measured alone unless `--only` says
+otherwise. The server of that checkout is started beside this one's, by the same interpreter, and the two take turns
+under each load. The table has the ratios of this checkout's figures over the other's, round by round.
 """
 
 from __future__ import annotations
@@ -15,18 +20,19 @@ import argparse
 import shlex
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 
 from benchmarks.bench import environments, plot, tables, wrk
+from benchmarks.bench.baseline import Baseline, comparisons
 from benchmarks.bench.connections import BadAnswer
-from benchmarks.bench.contenders import LSTM, ROOT, Contender, contenders, peer_names
+from benchmarks.bench.contenders import LSTM, ROOT, Contender, contenders, wanes
 from benchmarks.bench.process import ServerFailed
 from benchmarks.bench.results import Results, Rounds
-from benchmarks.bench.run import Run
+from benchmarks.bench.run import Run, visit_path
+from benchmarks.bench.services import ServiceMissing, require_services
 from benchmarks.bench.subjects import MODELS, WORK, empty, export_lstm
 from benchmarks.bench.targets import targets
 from benchmarks.bench.visit import visit
@@ -45,21 +51,23 @@ FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, BadAnswer, httpx.HTTPErro
 def main() -> None:
     options = parse()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    rounds, seconds = (1, 1) if options.quick else (options.rounds, options.seconds)
+    baseline = Baseline(options.baseline.resolve(), options.module) if options.baseline else None
+    everyone = [wane.name for wane in wanes()] if baseline else list(contenders())
+    names, models = options.only or everyone, options.models
+    run = Run(names, models, rounds, seconds, options.workers, baseline)
     if options.visit is not None:
-        name, model, round_, out = options.visit
-        visited(configured(name, options.workers), MODELS[model], int(round_), options.seconds, Path(out))
+        name, model, round_, folder = options.visit
+        visited(run.together(name), model, int(round_), seconds, Path(folder))
         return
     console = Console(stderr=True)
-    rounds, seconds = (1, 1) if options.quick else (options.rounds, options.seconds)
-    names, models = options.only or list(contenders()), options.models
     prepare(names, models, console)
-    run = Run(names, models, rounds, seconds, options.workers)
     failed = run.go(shlex.split(options.around), console)
     if visits := run.visits():
         whole = not failed and not options.workers and rounds >= WHOLE_ROUNDS
-        whole = whole and names == list(contenders()) and models == list(MODELS)
+        whole = whole and not baseline and names == list(contenders()) and models == list(MODELS)
         found = Rounds(visits)
-        results = empty(models, rounds, seconds).having(found, targets(found))
+        results = empty(models, rounds, seconds).having(found, targets(found), comparisons(found, models))
         report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
         raise SystemExit(f"bench: failed, and left out: {', '.join(failed)}; the same command tries them again")
@@ -83,6 +91,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=positive, metavar="N", help="processes with the model of each peer; default: its own"
     )
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout, to take turns with")
+    parser.add_argument("--module", default="wane", help="that is the command of the other checkout (default wane)")
     parser.add_argument("--visit", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -94,31 +104,26 @@ def positive(text: str) -> int:
     return value
 
 
-def configured(name: str, workers: int | None) -> Contender:
-    """The contender of that name, with that many workers if it is a peer."""
-    contender = contenders()[name]
-    return replace(contender, workers=workers) if workers and name in peer_names() else contender
-
-
-def visited(contender: Contender, bundle: Path, round_: int, seconds: float, out: Path) -> None:
+def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
     """One visit in a process of its own, so that whatever it leaves behind ends with it."""
-    log = WORK / "logs" / f"{out.stem}.log"
     try:
-        visit(contender, bundle, round_, seconds, log).write(out)
+        for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
+            found.write(visit_path(folder, round_, model, found.contender))
     except FAILURES as error:
-        raise SystemExit(f"{contender.name}: {error}") from error
+        raise SystemExit(f"{together[0].name}: {error}") from error
 
 
 def prepare(names: list[str], models: list[str], console: Console) -> None:
-    """Everything that a run needs: wrk, the peers' environments, the benchmarks' own model."""
+    """Everything that a run needs: wrk, services, the peers' environments, the benchmarks' own model."""
     try:
         wrk.require_wrk()
         for name in names:
             contender = contenders()[name]
+            require_services(contender.services)
             if contender.requirements is not None:
                 console.print(f"environment of {contender.title}")
             environments.install(contender)
-    except (wrk.LoadFailed, environments.NotInstalled) as error:
+    except (wrk.LoadFailed, ServiceMissing, environments.NotInstalled) as error:
         raise SystemExit(f"bench: {error}") from error
     if LSTM in models:
         export_lstm()

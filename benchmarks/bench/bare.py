@@ -7,23 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from benchmarks.bench.open_loop import summary
 from benchmarks.bench.results import Timed
+from benchmarks.peers.step_model import NEXT
+from benchmarks.peers.window_model import open_graph
 
-NEXT = "next."
 Feeds = dict[str, NDArray[np.generic]]
-
-
-def open_graph(path: Path) -> onnxruntime.InferenceSession:
-    """With the threads that Wane and the peers' servers use."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callable[[float], Timed]:

@@ -22,7 +22,7 @@ def install(contender: Contender) -> None:
     if contender.requirements is None:
         return
     wanted = contender.requirements.read_text(encoding="utf-8")
-    folder = ENVIRONMENTS / contender.name
+    folder = ENVIRONMENTS / contender.peer
     stamp = folder / INSTALLED
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return

@@ -7,17 +7,22 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 
 from benchmarks.bench import bare, in_process, open_loop, scan, socket_loop, wrk
 from benchmarks.bench.connections import http_request, text_frame
-from benchmarks.bench.contenders import BARE, HANDLER, LSTM, SCAN, WANE, Contender
+from benchmarks.bench.contenders import LSTM, STEP_PATH, Contender
 from benchmarks.bench.process import ServerProcess
-from benchmarks.bench.results import Timed
-from benchmarks.bench.wire import WrongAnswer, check_ranked, window_answer, window_body
+from benchmarks.bench.results import Figure, Timed
+from benchmarks.bench.wire import Ranked, WrongAnswer, check_ranked, window_answer, window_body
+from wane.models.manifest import Manifest
+from wane.models.vocabulary import Vocabulary
 
 CONNECTIONS = 64
 WINDOW = 64
@@ -26,8 +31,14 @@ BATCHED_CONNECTIONS = 4
 EVENTS_A_SECOND = 1000
 REQUESTS = 4096
 """Different requests of one load; they come round again after that."""
+BULK_PATH = "/v1/sessions/tokens"
+JSON = {"content-type": "application/json"}
 
 Drive = Callable[[float], Timed]
+
+
+class NotUnderstood(Exception):
+    """A server does not know a load's requests; the message has what it answered."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Stage:
 
     contender: Contender
     bundle: Path
-    vocabulary: int
+    manifest: Manifest
     seed: int
     stack: ExitStack
     server: ServerProcess | None = None
@@ -46,17 +57,36 @@ class Stage:
         assert self.server is not None, "this is a bug"
         return self.server
 
+    @property
+    def vocabulary(self) -> int:
+        """Its size."""
+        return self.manifest.vocabulary.size
+
+    @cached_property
+    def words(self) -> list[tuple[int, str]]:
+        """Each token whose own text is read as that one token, and the text."""
+        vocabulary = Vocabulary.read(self.manifest.vocabulary.kind, self.bundle / "tokenizer.json")
+        texts = [(token, vocabulary.token(token)) for token in range(self.vocabulary)]
+        return [(token, text) for token, text in texts if vocabulary.encode(text) == [token]]
+
     def tokens(self, *shape: int) -> list[list[int]]:
         """Random tokens, rows of them."""
         drawn: list[list[int]] = np.random.default_rng(self.seed).integers(self.vocabulary, size=shape).tolist()
         return drawn
 
+    def text(self, count: int) -> list[tuple[int, str]]:
+        """Random ones of `words`."""
+        drawn = np.random.default_rng(self.seed).integers(len(self.words), size=count)
+        return [self.words[index] for index in drawn]
+
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.running.url, timeout=30, trust_env=False)
 
     def sessions(self, prefix: str, count: int) -> list[str]:
-        """New sessions' ids."""
+        """New sessions' ids. A peer starts a session with its first step."""
         names = [f"{prefix}-{index}" for index in range(count)]
+        if self.contender.kind == "sessions":
+            return names
         with self.client() as client:
             for name in names:
                 client.post("/v1/sessions", json={"session": name}).raise_for_status()
@@ -65,33 +95,56 @@ class Stage:
 
 @dataclass(frozen=True)
 class Load:
-    """One load. items: tokens or windows that one request has answered; prepare: what can be made before."""
+    """One load. items: tokens or windows that one request has answered; prepare: what can be made before, and raises
+    NotUnderstood; figure: what two versions of a server are compared by."""
 
     name: str
     title: str
     unit: str
     items: int
     prepare: Callable[[Stage], Drive]
+    figure: Figure = "rate"
 
 
 def step_body(token: int) -> str:
-    return json.dumps({"tokens": [token]}, separators=(",", ":"))
+    return compact({"tokens": [token]})
 
 
-def step_path(session: str) -> str:
-    return f"/v1/sessions/{session}/tokens"
+def compact(document: object) -> str:
+    """JSON without spaces."""
+    return json.dumps(document, separators=(",", ":"))
+
+
+def step_request(path: str, session: str, sequence: dict[str, Any]) -> tuple[str, str]:
+    """The path and the body of one step. The body names the session where the path does not."""
+    if "{session}" in path:
+        return path.format(session=session), compact(sequence)
+    return path, compact({"session": session, **sequence})
 
 
 def step_load(connections: int) -> Load:
     """One token a request. The sessions are four times as many as the connections, so no two requests meet in one."""
 
     def prepare(stage: Stage) -> Drive:
-        sessions = stage.sessions(f"steps{connections}", 4 * max(16, connections))
-        walked = itertools.cycle(sessions)
-        requests = [(step_path(next(walked)), step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
+        walked = itertools.cycle(stage.sessions(f"steps{connections}", 4 * max(16, connections)))
+        path = stage.contender.step_path
+        requests = [step_request(path, next(walked), {"tokens": row}) for row in stage.tokens(REQUESTS, 1)]
         return lambda seconds: wrk.drive(stage.running.url, requests, connections, seconds)
 
-    return Load(f"session-{connections}", f"session step, {plural(connections)}", "tokens/s", 1, prepare)
+    title = f"session step, {plural(connections)}"
+    return Load(f"session-{connections}", title, "tokens/s", 1, prepare, figure_at(connections))
+
+
+def text_load() -> Load:
+    """One token a request, as text."""
+
+    def prepare(stage: Stage) -> Drive:
+        walked = itertools.cycle(stage.sessions("texts", 4 * CONNECTIONS))
+        path = stage.contender.step_path
+        requests = [step_request(path, next(walked), {"input": text}) for _, text in stage.text(REQUESTS)]
+        return lambda seconds: wrk.drive(stage.running.url, requests, CONNECTIONS, seconds)
+
+    return Load(f"text-{CONNECTIONS}", f"session step by text, {plural(CONNECTIONS)}", "tokens/s", 1, prepare)
 
 
 def window_load(connections: int) -> Load:
@@ -102,7 +155,8 @@ def window_load(connections: int) -> Load:
         requests = [(contender.path, window_body(contender.wire, row)) for row in stage.tokens(REQUESTS // 4, WINDOW)]
         return lambda seconds: wrk.drive(stage.running.url, requests, connections, seconds)
 
-    return Load(f"window-{connections}", f"window of {WINDOW}, {plural(connections)}", "windows/s", 1, prepare)
+    title = f"window of {WINDOW}, {plural(connections)}"
+    return Load(f"window-{connections}", title, "windows/s", 1, prepare, figure_at(connections))
 
 
 def handler_load(connections: int) -> Load:
@@ -128,22 +182,38 @@ def websocket_load() -> Load:
 
 
 def batched_load() -> Load:
-    """One token for each of many sessions a request; eight times as many sessions as are in flight."""
+    """One token for each of many sessions a request."""
+    title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
+    return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, lambda stage: prepare_bulk(stage, "batched", {}))
+
+
+def columns_load() -> Load:
+    """The same, answered as columns."""
 
     def prepare(stage: Stage) -> Drive:
-        sessions = stage.sessions("batched", 8 * BATCHED_CONNECTIONS * INPUTS)
-        walked = itertools.cycle(sessions)
-        rows = stage.tokens(REQUESTS // 16, INPUTS)
-        requests = [("/v1/sessions/tokens", batch_body(walked, row)) for row in rows]
-        return lambda seconds: wrk.drive(stage.running.url, requests, BATCHED_CONNECTIONS, seconds)
+        return prepare_bulk(stage, "columns", {"format": "columns"})
 
-    title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
-    return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, prepare)
+    title = f"session step, {INPUTS} a call in columns, {plural(BATCHED_CONNECTIONS)}"
+    return Load(f"columns-{INPUTS}", title, "tokens/s", INPUTS, prepare)
 
 
-def batch_body(sessions: Iterator[str], tokens: Sequence[int]) -> str:
+def prepare_bulk(stage: Stage, prefix: str, options: dict[str, str]) -> Drive:
+    """Calls with a step for each of many sessions; eight times as many sessions as are in flight.
+
+    Raises NotUnderstood where the first call is answered by 422."""
+    walked = itertools.cycle(stage.sessions(prefix, 8 * BATCHED_CONNECTIONS * INPUTS))
+    rows = stage.tokens(REQUESTS // 16, INPUTS)
+    requests = [(BULK_PATH, bulk_body(walked, row, options)) for row in rows]
+    with stage.client() as client:
+        answer = client.post(BULK_PATH, content=requests[0][1], headers=JSON)
+    if answer.status_code == HTTPStatus.UNPROCESSABLE_ENTITY:
+        raise NotUnderstood(f"answered 422: {answer.json()['detail']}")
+    return lambda seconds: wrk.drive(stage.running.url, requests, BATCHED_CONNECTIONS, seconds)
+
+
+def bulk_body(sessions: Iterator[str], tokens: Sequence[int], options: dict[str, str]) -> str:
     steps = [{"session": next(sessions), "tokens": [token]} for token in tokens]
-    return json.dumps({"steps": steps}, separators=(",", ":"))
+    return compact({"steps": steps, **options})
 
 
 def open_load() -> Load:
@@ -152,7 +222,8 @@ def open_load() -> Load:
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("events", EVENTS_A_SECOND)
         walked = itertools.cycle(sessions)
-        made = [http_request(step_path(next(walked)), step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
+        paths = (STEP_PATH.format(session=session) for session in walked)
+        made = [http_request(next(paths), step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
         requests = itertools.cycle(made)
 
         def drive(seconds: float) -> Timed:
@@ -162,7 +233,7 @@ def open_load() -> Load:
         return drive
 
     title = f"session step, open loop, {EVENTS_A_SECOND:,} a second"
-    return Load(f"open-{EVENTS_A_SECOND}", title, "tokens/s", 1, prepare)
+    return Load(f"open-{EVENTS_A_SECOND}", title, "tokens/s", 1, prepare, "p99_ms")
 
 
 def bare_load(role: str, batch: int) -> Load:
@@ -203,53 +274,76 @@ def scan_loads(model: str) -> list[Load]:
     ]
 
 
+def figure_at(connections: int) -> Figure:
+    """A client that is alone waits; many together are served at a rate."""
+    return "rate" if connections > 1 else "p50_ms"
+
+
 def plural(connections: int) -> str:
     return f"{connections} connection{'s' if connections > 1 else ''}"
 
 
 def loads_of(contender: Contender, model: str) -> list[Load]:
     """What this one is put under with a model, in order."""
+    steps = [step_load(CONNECTIONS), step_load(1)]
     windows = [window_load(CONNECTIONS), window_load(1)]
-    if contender.name == WANE:
-        steps = [step_load(CONNECTIONS), step_load(1)]
-        return [*steps, *windows, websocket_load(), batched_load(), open_load()]
-    if contender.name == HANDLER:
-        return [handler_load(CONNECTIONS), handler_load(1)]
-    if contender.name == SCAN:
-        return scan_loads(model)
-    if contender.name == BARE:
-        loops = [bare_load(role, batch) for role in ("step", "window") for batch in (CONNECTIONS, 1)]
-        return [loops[0], engine_load("batcher"), engine_load("engine"), *loops[1:]]
-    return windows
+    match contender.kind:
+        case "wane" if contender.services:
+            return steps[:1]
+        case "wane":
+            bulk = [batched_load(), columns_load()]
+            return [*steps, text_load(), *windows, websocket_load(), *bulk, open_load()]
+        case "windows":
+            return windows
+        case "sessions":
+            return steps
+        case "handler":
+            return [handler_load(CONNECTIONS), handler_load(1)]
+        case "onnxruntime":
+            loops = [bare_load(role, batch) for role in ("step", "window") for batch in (CONNECTIONS, 1)]
+            return [loops[0], engine_load("batcher"), engine_load("engine"), *loops[1:]]
+        case "scan":
+            return scan_loads(model)
 
 
-def check(stage: Stage, expected: Callable[[list[list[int]]], list[list[tuple[int, float]]]]) -> None:
-    """Windows are answered as the model answers them, and of Wane, every way to step as the recurrent mode does.
-
-    Raises WrongAnswer.
-    """
+def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
+    """Windows are answered as the model answers them, and so is every way to step. Raises WrongAnswer."""
     contender = stage.contender
-    if contender.name in (HANDLER, BARE, SCAN):
+    if contender.kind not in ("wane", "windows", "sessions"):
         return
-    windows = stage.tokens(8, WINDOW)
     with stage.client() as client:
-        for tokens, ranked in zip(windows, expected(windows), strict=True):
-            body = window_body(contender.wire, tokens)
-            answer = client.post(contender.path, content=body, headers={"content-type": "application/json"})
-            check_ranked(window_answer(contender.wire, answer.raise_for_status().content), ranked)
-        if contender.name == WANE:
-            _check_steps(stage, client, windows[0][:8])
+        if contender.path:
+            windows = stage.tokens(8, WINDOW)
+            for tokens, ranked in zip(windows, expected(windows), strict=True):
+                body = window_body(contender.wire, tokens)
+                answer = client.post(contender.path, content=body, headers=JSON)
+                check_ranked(window_answer(contender.wire, answer.raise_for_status().content), ranked)
+        if contender.step_path:
+            _check_steps(stage, client, expected)
 
 
-def _check_steps(stage: Stage, client: httpx.Client, tokens: list[int]) -> None:
-    recurrent = client.post("/v1/predict", json={"tokens": tokens, "mode": "recurrent"}).raise_for_status().content
-    expected = window_answer("wane", recurrent)
-    alone, together = stage.sessions("check", 2)
-    for token in tokens:
-        step = client.post(step_path(alone), content=step_body(token), headers={"content-type": "application/json"})
-        batch = client.post("/v1/sessions/tokens", json={"steps": [{"session": together, "tokens": [token]}]})
-    check_ranked(window_answer("wane", step.raise_for_status().content), expected)
-    (result,) = batch.raise_for_status().json()["results"]
+def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
+    """Wane feeds a session's start token by itself; a peer is sent it."""
+    start, words = stage.manifest.vocabulary.eos_id, stage.text(8)
+    (ranked,) = expected([[start, *(token for token, _ in words)]])
+    by_token, by_text, together = stage.sessions("check", 3)
+
+    def step(session: str, sequence: dict[str, Any]) -> Ranked:
+        path, body = step_request(stage.contender.step_path, session, sequence)
+        return window_answer("tokens", client.post(path, content=body, headers=JSON).raise_for_status().content)
+
+    if stage.contender.kind == "sessions":
+        step(by_token, {"tokens": [start]})
+    for token, _ in words:
+        answer = step(by_token, {"tokens": [token]})
+    check_ranked(answer, ranked)
+    if stage.contender.kind == "sessions":
+        return
+    for token, text in words:
+        answer = step(by_text, {"input": text})
+        bulk = client.post(BULK_PATH, content=bulk_body(iter([together]), [token], {}), headers=JSON)
+    check_ranked(answer, ranked)
+    (result,) = bulk.raise_for_status().json()["results"]
     if "predictions" not in result:
-        raise WrongAnswer(f"a batched step was answered {result}")
-    check_ranked(window_answer("wane", json.dumps(result).encode()), expected)
+        raise WrongAnswer(f"a step of a call was answered {result}")
+    check_ranked(window_answer("tokens", json.dumps(result).encode()), ranked)

@@ -43,6 +43,7 @@ def throughput(results: Results, model: str) -> list[Dot]:
         (WANE, "websocket-64", "Wane, session, 64 WebSockets", OURS),
         (WANE, "session-64", "Wane, session, 64 connections", OURS),
         (WANE, "window-64", "Wane, window of 64", OURS),
+        *((name, "session-64", contenders()[name].title, THEIRS) for name in peer_names("sessions")),
         *((name, "window-64", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
         (HANDLER, "handler-64", "ceiling of HTTP: trivial FastAPI", CEILING),
         (BARE, "engine-64", "Wane's engine, no HTTP, steps", CEILING),
@@ -57,6 +58,7 @@ def latency(results: Results, model: str) -> list[Dot]:
     wanted = [
         (WANE, "session-1", "Wane, session", OURS),
         (WANE, "window-1", "Wane, window of 64", OURS),
+        *((name, "session-1", contenders()[name].title, THEIRS) for name in peer_names("sessions")),
         *((name, "window-1", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
         (HANDLER, "handler-1", "trivial FastAPI", CEILING),
         (BARE, "step-1", "bare loop, step", CEILING),

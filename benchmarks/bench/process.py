@@ -9,13 +9,13 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
-from benchmarks.bench.contenders import ROOT, Contender
+from benchmarks.bench.contenders import Contender
 
 MARK = "BENCH_MARK"
 READY_WITHIN_S = 120.0
@@ -32,7 +32,10 @@ class ServerProcess:
     """One server on one bundle, as a context. Its processes are known by a mark in their environment, so that those
     are stopped too which left the process group. Linux only: they are looked up in /proc."""
 
-    def __init__(self, contender: Contender, bundle: Path, log: Path) -> None:
+    def __init__(
+        self, contender: Contender, bundle: Path, log: Path, addresses: Mapping[str, str] | None = None
+    ) -> None:
+        """addresses: of the contender's services, by name."""
         self._contender, self._log = contender, log
         self._mark = uuid.uuid4().hex
         ports = free_ports(3)
@@ -40,13 +43,13 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._arguments = contender.arguments(bundle, ports)
-        self._variables = {**contender.variables(bundle, ports), MARK: self._mark}
+        self._variables = {**contender.variables(bundle, ports, addresses or {}), MARK: self._mark}
 
     def __enter__(self) -> ServerProcess:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._arguments,
-                cwd=ROOT,
+                cwd=self._contender.tree,
                 env=self._variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

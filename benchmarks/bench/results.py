@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field
 
 from benchmarks.summary import Spread, write_json
 from wane.models.manifest import Frozen
+
+Figure = Literal["rate", "p50_ms", "p99_ms"]
 
 
 class Timed(Frozen):
@@ -27,25 +29,37 @@ class Timed(Frozen):
 
 class Measured(Timed):
     """A load on one contender in one round. items: tokens or windows answered, the same as requests where each has one;
-    server_cpus: CPU seconds of the server's processes for each second; null where the load runs in the model's."""
+    server_cpu_s: CPU time of the server's processes; null where the load runs in the model's."""
 
     items: int
-    server_cpus: float | None = None
+    server_cpu_s: float | None = None
 
     @property
     def rate(self) -> float:
         """Items a second."""
         return self.items / self.seconds
 
+    @property
+    def server_cpus(self) -> float | None:
+        """CPU seconds of the server for each second."""
+        return None if self.server_cpu_s is None else self.server_cpu_s / self.seconds
+
+    @property
+    def item_cpu_us(self) -> float | None:
+        """CPU time of the server for each item, in microseconds."""
+        return None if self.server_cpu_s is None else 1e6 * self.server_cpu_s / self.items
+
 
 class Visit(Frozen):
-    """One round's loads on one contender: started, checked, measured, stopped. loads: by name."""
+    """One round's loads on one contender: started, checked, measured, stopped. loads: by name. refused: what the server
+    answered to the loads whose requests it does not know."""
 
     model: str
     contender: str
     round: int
     version: str
     loads: dict[str, Measured]
+    refused: dict[str, str] = Field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
@@ -57,13 +71,18 @@ class Visit(Frozen):
 
 
 class Rounds:
-    """The figures of every round, by model, contender and load, in the rounds' order; and the contenders' versions."""
+    """The figures of every round, by model, contender and load, in the rounds' order; and the contenders' versions.
+
+    refused: as a visit's, by model, contender and load."""
 
     def __init__(self, visits: Iterable[Visit]) -> None:
         self.figures: dict[str, dict[str, dict[str, list[Measured]]]] = {}
+        self.refused: dict[str, dict[str, dict[str, str]]] = {}
         self.versions: dict[str, str] = {}
         for visit in sorted(visits, key=lambda visit: visit.round):
             self.versions[visit.contender] = visit.version
+            if visit.refused:
+                self.refused.setdefault(visit.model, {}).setdefault(visit.contender, {}).update(visit.refused)
             loads = self.figures.setdefault(visit.model, {}).setdefault(visit.contender, {})
             for name, measured in visit.loads.items():
                 loads.setdefault(name, []).append(measured)
@@ -74,7 +93,8 @@ class Rounds:
 
 
 class Summary(Frozen):
-    """One load on one contender, over the rounds. requests: of all rounds; rate: items a second."""
+    """One load on one contender, over the rounds. requests: of all rounds; rate: items a second; item_cpu_us: CPU time
+    of the server for each item."""
 
     rounds: int
     requests: int
@@ -85,12 +105,14 @@ class Summary(Frozen):
     longest_ms: float
     lag_p99_ms: Spread | None = None
     server_cpus: Spread | None = None
+    item_cpu_us: Spread | None = None
 
     @classmethod
     def of(cls, rounds: Sequence[Measured]) -> Self:
         """Of at least one round."""
         lags = [one.lag_p99_ms for one in rounds if one.lag_p99_ms is not None]
         cpus = [one.server_cpus for one in rounds if one.server_cpus is not None]
+        item_cpus = [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]
         return cls(
             rounds=len(rounds),
             requests=sum(one.requests for one in rounds),
@@ -101,28 +123,46 @@ class Summary(Frozen):
             longest_ms=max(one.longest_ms for one in rounds),
             lag_p99_ms=Spread.of(lags) if lags else None,
             server_cpus=Spread.of(cpus) if cpus else None,
+            item_cpu_us=Spread.of(item_cpus) if item_cpus else None,
         )
 
 
 class Target(Frozen):
-    """what, over against: at least `wanted`, or at most if `most`. spread: of the value, round by round."""
+    """what, over against: at least `wanted`, or at most if `most`; null where nothing is wanted of it. spread: of the
+    value, round by round."""
 
     what: str
     against: str
-    wanted: float
+    wanted: float | None
     most: bool
     unit: str
     value: float
     spread: Spread
 
     @property
-    def met(self) -> bool:
-        """By the median."""
+    def met(self) -> bool | None:
+        """By the median; None where nothing is wanted."""
+        if self.wanted is None:
+            return None
         return self.value <= self.wanted if self.most else self.value >= self.wanted
 
 
+class Comparison(Frozen):
+    """One load on a server and on its baseline, which took turns: what it is compared by, and the ratios of the server
+    over the baseline round by round. item_cpu: of the CPU time for each item."""
+
+    model: str
+    contender: str
+    baseline: str
+    load: str
+    figure: Figure
+    ratio: Spread
+    item_cpu: Spread
+
+
 class Results(Frozen):
-    """A run: on what, of what, and its figures, by model, contender and load. versions: by contender."""
+    """A run: on what, of what, and its figures, by model, contender and load. versions: by contender. refused: as a
+    visit's."""
 
     created: str
     commit: str | None = None
@@ -132,7 +172,9 @@ class Results(Frozen):
     models: dict[str, dict[str, str]]
     versions: dict[str, str] = Field(default_factory=dict)
     figures: dict[str, dict[str, dict[str, Summary]]] = Field(default_factory=dict)
+    refused: dict[str, dict[str, dict[str, str]]] = Field(default_factory=dict)
     targets: tuple[Target, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -142,16 +184,23 @@ class Results(Frozen):
         """Whole or not at all."""
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
-    def having(self, rounds: Rounds, targets: Sequence[Target]) -> Results:
-        """With the summaries of these rounds, and the targets that they reach or miss."""
+    def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
+        """With the summaries of these rounds, the targets that they reach or miss, and the ratios to a baseline."""
         figures = {
             model: {
                 name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()
             }
             for model, contenders in rounds.figures.items()
         }
-        return self.model_copy(update={"figures": figures, "versions": rounds.versions, "targets": tuple(targets)})
+        found = {"targets": tuple(targets), "comparisons": tuple(comparisons)}
+        return self.model_copy(
+            update={"figures": figures, "refused": rounds.refused, "versions": rounds.versions, **found}
+        )
 
     def summary(self, model: str, contender: str, load: str) -> Summary | None:
         """None where it was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load)
+
+    def refusal(self, model: str, contender: str, load: str) -> str:
+        """What a server answered to requests that it does not know; empty where it did not refuse any."""
+        return self.refused.get(model, {}).get(contender, {}).get(load, "")

@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.bench.contenders import ROOT, contenders
+from benchmarks.bench.baseline import Baseline
+from benchmarks.bench.contenders import ROOT, Contender, contenders
 from benchmarks.bench.results import Visit
 from benchmarks.bench.subjects import WORK, facts, hashed
 
@@ -22,13 +23,15 @@ CODE = (".py", ".lua", ".toml", ".txt", ".json")
 
 @dataclass(frozen=True)
 class Run:
-    """Who, on what, how often and how long. workers: of each peer; None leaves it to the peer."""
+    """Who, on what, how often and how long. workers: of each peer; None leaves it to the peer. baseline: takes turns
+    with each of Wane's servers."""
 
     names: list[str]
     models: list[str]
     rounds: int
     seconds: int
     workers: int | None = None
+    baseline: Baseline | None = None
 
     def plan(self) -> list[tuple[int, str, str]]:
         """Round, model and contender of every visit: who begins changes from round to round."""
@@ -42,32 +45,48 @@ class Run:
 
     def folder(self) -> Path:
         """Where its visits are kept: another folder for other code, models or settings."""
-        found = (path for folder in SOURCES for path in (ROOT / folder).rglob("*"))
-        files = sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts)
-        parts = [hashed(files), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
+        parts = [code(ROOT), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
+        if self.baseline is not None:
+            parts.append(code(self.baseline.folder))
         return WORK / "runs" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def together(self, name: str) -> list[Contender]:
+        """Who is measured in one visit: the contender of that name and its baseline."""
+        contender = contenders()[name]
+        if self.workers and contender.kind == "windows":
+            contender = replace(contender, workers=self.workers)
+        return [contender, self.baseline.of(contender)] if self.baseline and contender.kind == "wane" else [contender]
 
     def go(self, around: Sequence[str], console: Console) -> list[str]:
         """Makes the visits that are not there yet, each as an argument of `around`; the names of those that failed."""
         folder, plan, failed = self.folder(), self.plan(), []
         own = [*around, sys.executable, "-m", "benchmarks.bench", "--seconds", str(self.seconds)]
         own += ["--workers", str(self.workers)] if self.workers else []
+        own += ["--baseline", str(self.baseline.folder), "--module", self.baseline.module] if self.baseline else []
         for number, (round_, model, name) in enumerate(plan, start=1):
-            out = visit_path(folder, round_, model, name)
-            if out.exists():
+            if all(path.exists() for path in self.paths(folder, round_, model, name)):
                 continue
-            console.print(
-                f"[{number}/{len(plan)}] round {round_ + 1}, {model}, {contenders()[name].title}", markup=False
-            )
-            if status([*own, "--visit", name, model, str(round_), str(out)]):
-                failed.append(out.stem)
+            title = " and ".join(contender.title for contender in self.together(name))
+            console.print(f"[{number}/{len(plan)}] round {round_ + 1}, {model}, {title}", markup=False)
+            if status([*own, "--visit", name, model, str(round_), str(folder)]):
+                failed.append(f"{model}-{name}-{round_}")
         return failed
+
+    def paths(self, folder: Path, round_: int, model: str, name: str) -> list[Path]:
+        """Where the results of one visit are kept."""
+        return [visit_path(folder, round_, model, contender.name) for contender in self.together(name)]
 
     def visits(self) -> list[Visit]:
         """Those that were made."""
         folder = self.folder()
-        paths = [visit_path(folder, round_, model, name) for round_, model, name in self.plan()]
+        paths = [path for planned in self.plan() for path in self.paths(folder, *planned)]
         return [Visit.read(path) for path in paths if path.exists()]
+
+
+def code(root: Path) -> str:
+    """One hash of the code of a checkout, as far as it is measured or measures."""
+    found = (path for folder in SOURCES for path in (root / folder).rglob("*"))
+    return hashed(sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts), root)
 
 
 def visit_path(folder: Path, round_: int, model: str, name: str) -> Path:

@@ -30,11 +30,11 @@ def export_lstm() -> None:
         stamp.write_text(sources)
 
 
-def hashed(files: list[Path]) -> str:
-    """One hash of many files."""
+def hashed(files: list[Path], root: Path = ROOT) -> str:
+    """One hash of many files of `root`."""
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -7,13 +7,25 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench.contenders import contenders
-from benchmarks.bench.loads import loads_of
-from benchmarks.bench.results import Results, Target
+from benchmarks.bench.baseline import NAME
+from benchmarks.bench.contenders import Contender, contenders, wanes
+from benchmarks.bench.loads import Load, loads_of
+from benchmarks.bench.results import Comparison, Results, Target
 from benchmarks.page import markdown
 
-FIGURES = ("contender", "load", "rate: median (smallest to largest)", "p50, ms", "p99, ms", "server's CPUs")
+FIGURES = (
+    "contender",
+    "load",
+    "rate: median (smallest to largest)",
+    "p50, ms",
+    "p99, ms",
+    "server's CPUs",
+    "its CPU, us an item",
+)
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
+COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us an item: baseline", "this", "ratio")
+NAMES = {"rate": "", "p50_ms": "p50, ms", "p99_ms": "p99, ms"}
+"""Of a comparison's figures; a rate is named by the load's unit."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
@@ -22,6 +34,8 @@ def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
         for load in loads_of(contender, model):
             found = results.summary(model, name, load.name)
             if found is None:
+                if said := results.refusal(model, name, load.name):
+                    yield [contender.title, load.title, said, "", "", "", ""]
                 continue
             yield [
                 contender.title,
@@ -30,6 +44,7 @@ def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
                 f"{found.p50_ms.median:.2f}",
                 f"{found.p99_ms.median:.2f}",
                 f"{found.server_cpus.median:.2f}" if found.server_cpus else "",
+                f"{found.item_cpu_us.median:,.1f}" if found.item_cpu_us else "",
             ]
 
 
@@ -39,11 +54,49 @@ def target_rows(results: Results) -> Iterator[list[str]]:
         yield [
             target.what,
             target.against,
-            f"{'at most' if target.most else 'at least'} {target.wanted:g}{target.unit}",
+            ""
+            if target.wanted is None
+            else f"{'at most' if target.most else 'at least'} {target.wanted:g}{target.unit}",
             f"{_value(target, target.value)} ({_value(target, target.spread.least)} to "
             f"{_value(target, target.spread.most)})",
-            "yes" if target.met else "**no**",
+            {True: "yes", False: "**no**", None: ""}[target.met],
         ]
+
+
+def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
+    """One row for each load of a server that both sides have answered or refused."""
+    found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
+    for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
+        for load in loads_of(ours, model):
+            sides = [_side(results, model, contender, load) for contender in (theirs, ours)]
+            if not all(side for side, _ in sides):
+                continue
+            named = NAMES[load.figure] or load.unit
+            ratios = _ratios(found.get((ours.name, load.name)))
+            yield [
+                ours.title,
+                load.title,
+                named,
+                sides[0][0],
+                sides[1][0],
+                ratios[0],
+                sides[0][1],
+                sides[1][1],
+                ratios[1],
+            ]
+
+
+def _side(results: Results, model: str, contender: Contender, load: Load) -> tuple[str, str]:
+    """A load's figure and CPU time on one side; what the server said where it refused the load."""
+    summary = results.summary(model, contender.name, load.name)
+    if summary is None:
+        return results.refusal(model, contender.name, load.name), ""
+    figure = f"{getattr(summary, load.figure):{',.0f' if load.figure == 'rate' else '.2f'}}"
+    return figure, f"{summary.item_cpu_us.median:,.1f}" if summary.item_cpu_us else ""
+
+
+def _ratios(comparison: Comparison | None) -> tuple[str, str]:
+    return ("", "") if comparison is None else (f"{comparison.ratio:.3f}", f"{comparison.item_cpu:.3f}")
 
 
 def show(results: Results, console: Console) -> None:
@@ -52,6 +105,8 @@ def show(results: Results, console: Console) -> None:
         console.print(
             _rich(f"{model}, {results.rounds} rounds of {results.seconds:g} s", FIGURES, figure_rows(results, model))
         )
+        if rows := list(comparison_rows(results, model)):
+            console.print(_rich(f"{model}: this checkout and the baseline, in turns", COMPARISONS, iter(rows)))
     rows = [[cell.replace("**", "") for cell in row] for row in target_rows(results)]
     if rows:
         console.print(_rich("targets", TARGETS, iter(rows)))

@@ -1,4 +1,4 @@
-"""What Wane is to reach, and whether it did: computed from the figures of one run."""
+"""What Wane is to reach, and whether it did, and other ratios: computed from the figures of one run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.summary import Spread, ratios
 OWN = "own HTTP single-token rate"
 P99_MS = 5.0
 
-Figure = Callable[[Measured], float]
+Getter = Callable[[Measured], float]
 
 
 def rate(measured: Measured) -> float:
@@ -31,6 +31,7 @@ def targets(rounds: Rounds) -> list[Target]:
     """Those whose figures were measured, in the table's order."""
     fastest = best_peer(rounds, LSTM, "window-64", rate, largest=True)
     quickest = best_peer(rounds, LSTM, "window-1", p50, largest=False)
+    stateful = peer_names("sessions")
     wanted = [
         _ratio(rounds, "session tokens/s over HTTP, 64 connections", "session-64", rate, fastest, "window-64", 4),
         _ratio(rounds, "the same", "session-64", rate, HANDLER, "handler-64", 0.75),
@@ -44,6 +45,15 @@ def targets(rounds: Rounds) -> list[Target]:
         _scan(rounds, LSTM, "score", ("native",), 1.3),
         *(_scan(rounds, SHIPPED, kind, ("one call", "in pieces"), 4) for kind in ("state", "score")),
         *(_engine(rounds, SHIPPED, way) for way in ("engine", "batcher")),
+        *(_stateful(rounds, model, name, "session-64", rate) for model in (LSTM, SHIPPED) for name in stateful),
+        *(_stateful(rounds, LSTM, name, "session-1", p50) for name in stateful),
+        _ratio(rounds, "lone window, p50", "window-1", p50, "mosec", "window-1", model=SHIPPED),
+        _ratio(
+            rounds, "session tokens/s, sessions in Redis", "session-64", rate, WANE, "session-64", name=f"{WANE}-redis"
+        ),
+        _ratio(rounds, "session tokens/s, 1 % traced", "session-64", rate, WANE, "session-64", name=f"{WANE}-traced"),
+        _ratio(rounds, "session tokens/s, by text", "text-64", rate, WANE, "session-64"),
+        _ratio(rounds, "batched calls in columns, tokens/s", "columns-64", rate, WANE, "session-64"),
     ]
     found = [target for target in wanted if target is not None]
     if open_loop := rounds.of(LSTM, WANE, "open-1000"):
@@ -58,17 +68,26 @@ def _ratio(
     rounds: Rounds,
     what: str,
     ours: str,
-    figure: Figure,
+    figure: Getter,
     other: str | None,
     theirs: str,
-    wanted: float,
+    wanted: float | None = None,
     most: bool = False,
+    model: str = LSTM,
+    name: str = WANE,
 ) -> Target | None:
-    """One load of Wane's over another contender's, or its own."""
-    above = rounds.of(LSTM, WANE, ours)
-    below = rounds.of(LSTM, other, theirs) if other else []
+    """One load of `name`, a server of Wane's, over another contender's, or over Wane's own."""
+    above = rounds.of(model, name, ours)
+    below = rounds.of(model, other, theirs) if other else []
     against = OWN if other == WANE else contenders()[other].title if other else ""
+    what = what if model == LSTM else f"{what}, `{model}`"
     return _target(what, against, wanted, most, [figure(found) for found in above], [figure(found) for found in below])
+
+
+def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) -> Target | None:
+    """Session steps of Wane's over those of a peer with its own state."""
+    what = "session tokens/s over HTTP, 64 connections" if figure is rate else "latency at one connection, p50"
+    return _ratio(rounds, what, load, figure, name, load, model=model)
 
 
 def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
@@ -90,7 +109,7 @@ def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
 
 
 def _target(
-    what: str, against: str, wanted: float, most: bool, above: list[float], below: list[float]
+    what: str, against: str, wanted: float | None, most: bool, above: list[float], below: list[float]
 ) -> Target | None:
     """The ratio of two figures; None where either was not measured."""
     if not above or not below:
@@ -100,11 +119,11 @@ def _target(
     return _told(what, against, wanted, most, "x", value, ratios(above[:both], below[:both]))
 
 
-def _told(what: str, against: str, wanted: float, most: bool, unit: str, value: float, spread: Spread) -> Target:
+def _told(what: str, against: str, wanted: float | None, most: bool, unit: str, value: float, spread: Spread) -> Target:
     return Target(what=what, against=against, wanted=wanted, most=most, unit=unit, value=value, spread=spread)
 
 
-def best_peer(rounds: Rounds, model: str, load: str, figure: Figure, largest: bool) -> str | None:
+def best_peer(rounds: Rounds, model: str, load: str, figure: Getter, largest: bool) -> str | None:
     """The peer whose median figure is the best; None where none was measured."""
     medians = {
         name: statistics.median(map(figure, found)) for name in peer_names() if (found := rounds.of(model, name, load))

@@ -1,55 +1,90 @@
-"""One visit: a contender is started on a bundle, its answers are checked, it is put under each load, and stopped."""
+"""One visit: servers are started on a bundle, their answers are checked, they take turns under each load, and stop."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.bench.contenders import Contender
-from benchmarks.bench.loads import WINDOW, Load, Stage, check, loads_of
+from benchmarks.bench.contenders import ROOT, Contender
+from benchmarks.bench.loads import WINDOW, Load, NotUnderstood, Stage, check, loads_of, step_request
 from benchmarks.bench.process import ServerProcess
 from benchmarks.bench.results import Measured, Visit
+from benchmarks.bench.services import service
 from benchmarks.bench.wire import window_body
 from benchmarks.peers.window_model import WindowModel
+from benchmarks.summary import commit
+from wane.models.bundle_checks import read_manifest
+from wane.models.manifest import Manifest
 
 WARM_S = 1.0
 
 
-def visit(contender: Contender, bundle: Path, round_: int, seconds: float, log: Path) -> Visit:
-    """Every load of this contender, for `seconds` each after a second unmeasured.
+def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: float, logs: Path) -> list[Visit]:
+    """Every load of these contenders, which have the same ones, for `seconds` each after a second unmeasured.
 
-    Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.
+    Who is put under a load first changes from load to load and from round to round. Servers write their logs into the
+    folder `logs`. Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.
     """
-    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
-    vocabulary = int(manifest["vocabulary"]["size"])
+    manifest = read_manifest(bundle)
+    expected = WindowModel(bundle).ranked
+    loads: dict[str, dict[str, Measured]] = {contender.name: {} for contender in contenders}
+    refused: dict[str, dict[str, str]] = {contender.name: {} for contender in contenders}
     with contextlib.ExitStack() as stack:
-        server = None
-        if contender.command:
-            server = stack.enter_context(ServerProcess(contender, bundle, log))
+        stages = [_staged(contender, bundle, manifest, round_, logs, stack) for contender in contenders]
+        for stage in stages:
+            check(stage, expected)
+        for index, load in enumerate(loads_of(contenders[0], manifest.name)):
+            for stage in stages if (round_ + index) % 2 == 0 else reversed(stages):
+                name = stage.contender.name
+                try:
+                    loads[name][load.name] = _measure(load, stage, seconds)
+                except NotUnderstood as error:
+                    refused[name][load.name] = str(error)
+    return [
+        Visit(
+            model=manifest.name,
+            contender=contender.name,
+            round=round_,
+            version=version(contender),
+            loads=loads[contender.name],
+            refused=refused[contender.name],
+        )
+        for contender in contenders
+    ]
+
+
+def _staged(
+    contender: Contender, bundle: Path, manifest: Manifest, round_: int, logs: Path, stack: contextlib.ExitStack
+) -> Stage:
+    """A contender that is ready; `stack` ends what was started for it."""
+    server = None
+    if contender.command:
+        addresses: dict[str, str] = {name: stack.enter_context(service(name)) for name in contender.services}
+        log = logs / f"{manifest.name}-{contender.name}-{round_}.log"
+        server = stack.enter_context(ServerProcess(contender, bundle, log, addresses))
+        if contender.path:
             server.wait_ready(contender.path, window_body(contender.wire, [1] * WINDOW))
-        stage = Stage(contender, bundle, vocabulary, round_, stack, server)
-        check(stage, WindowModel(bundle).ranked)
-        loads = {load.name: _measure(load, stage, seconds) for load in loads_of(contender, manifest["name"])}
-    return Visit(
-        model=manifest["name"], contender=contender.name, round=round_, version=version(contender), loads=loads
-    )
+        else:
+            server.wait_ready(*step_request(contender.step_path, "ready", {"tokens": [1]}))
+    return Stage(contender, bundle, manifest, round_, stack, server)
 
 
 def _measure(load: Load, stage: Stage, seconds: float) -> Measured:
     drive = load.prepare(stage)
     drive(WARM_S)
-    spent, begun = stage.server.cpu_seconds() if stage.server else 0.0, time.perf_counter()
+    spent = stage.server.cpu_seconds() if stage.server else 0.0
     timed = drive(seconds)
-    cpus = (stage.server.cpu_seconds() - spent) / (time.perf_counter() - begun) if stage.server else None
-    return Measured(**timed.model_dump(), items=timed.requests * load.items, server_cpus=cpus)
+    cpu_s = stage.server.cpu_seconds() - spent if stage.server else None
+    return Measured(**timed.model_dump(), items=timed.requests * load.items, server_cpu_s=cpu_s)
 
 
 def version(contender: Contender) -> str:
-    """Of what is measured and of its onnxruntime, as its own environment has them."""
+    """Of what is measured and of its onnxruntime, as its own environment has them; of another checkout, its commit."""
     names = [name for name in (contender.package, "onnxruntime") if name]
     program = f"from importlib.metadata import version\nprint(*(f'{{n}} {{version(n)}}' for n in {names!r}), sep=', ')"
     python = [str(contender.programs / "python"), "-c", program]
-    return subprocess.run(python, capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run(python, capture_output=True, text=True, check=True).stdout.strip()
+    known = commit(contender.tree) if contender.tree != ROOT else None
+    return f"commit {known}, {found}" if known else found

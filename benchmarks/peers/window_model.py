@@ -1,7 +1,6 @@
-"""The model that every peer serves: a bundle's `window` graph on onnxruntime, and what a client wants of it.
+"""The model that every peer without sessions serves: a bundle's `window` graph on onnxruntime.
 
-It needs numpy and onnxruntime alone, so that it runs in each peer's own virtual environment. Threads are set as Wane
-sets them: one a run, none that spins, since several processes share the cores.
+It needs numpy and onnxruntime alone, so that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations
@@ -20,19 +19,30 @@ LARGEST_BATCH = 64
 Prediction = dict[str, int | float]
 
 
+def open_graph(path: Path) -> onnxruntime.InferenceSession:
+    """With Wane's threads: one a run, none that spins, since several processes share the cores."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def named_predictions(ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> list[list[Prediction]]:
+    """What JSON is made of, from token ids and probabilities (B, TOP_K)."""
+    return [
+        [{"token_id": token, "probability": probability} for token, probability in zip(row_ids, row, strict=True)]
+        for row_ids, row in zip(ids.tolist(), probabilities.tolist(), strict=True)
+    ]
+
+
 class WindowModel:
     """The answers of many windows by one run of the graph."""
 
     def __init__(self, bundle: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(
-            str(bundle / "window.onnx"), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = open_graph(bundle / "window.onnx")
 
     @classmethod
     def served(cls) -> WindowModel:
@@ -54,11 +64,7 @@ class WindowModel:
 
     def predict(self, windows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
         """The same as what JSON is made of, window by window."""
-        ids, probabilities = self.top(windows)
-        return [
-            [{"token_id": token, "probability": probability} for token, probability in zip(row_ids, row, strict=True)]
-            for row_ids, row in zip(ids.tolist(), probabilities.tolist(), strict=True)
-        ]
+        return named_predictions(*self.top(windows))
 
     def ranked(self, windows: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
         """The same as pairs, for who compares."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.contenders import (
     BARE,
     HANDLER,
@@ -16,32 +20,43 @@ from benchmarks.bench.contenders import (
     PEERS,
     SCAN,
     SHIPPED,
+    STEP_PATH,
     WANE,
     Contender,
     contenders,
     peer_names,
+    wanes,
 )
-from benchmarks.bench.loads import loads_of
+from benchmarks.bench.loads import NotUnderstood, Stage, loads_of, step_request
 from benchmarks.bench.process import ServerFailed, ServerProcess
+from benchmarks.bench.subjects import MODELS
 from benchmarks.bench.wire import WrongAnswer, check_ranked, window_answer, window_body
+from benchmarks.peers.step_model import StepModel
+from benchmarks.peers.window_model import WindowModel
+from tests.benchmarks.bench.stub import ok, serving
+from wane.models.bundle_checks import read_manifest
 
 FOLDERS = sorted(path.name for path in PEERS.iterdir() if path.is_dir() and path.name != "__pycache__")
+SERVERS = [name for name, contender in contenders().items() if contender.peer]
 
 
 def test_the_peers_are_those_that_were_asked_for() -> None:
     assert peer_names() == ["bentoml", "litserve", "mlserver", "mosec", "ray"]
-    assert set(contenders()) == {WANE, HANDLER, BARE, SCAN, *peer_names()}
+    assert peer_names("sessions") == ["fastapi-sessions", "mosec-sessions"]
+    assert peer_names("handler") == [HANDLER]
+    assert {contender.peer for contender in contenders().values()} == {"", *FOLDERS}
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_peer_has_a_server_and_requirements_and_is_known(name: str) -> None:
-    folder, peer = PEERS / name, contenders()[name]
-    assert (folder / "server.py").is_file()
-    requirements = (folder / "requirements.txt").read_text().splitlines()
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_peer_has_a_server_and_requirements(name: str) -> None:
+    peer = contenders()[name]
+    assert any((PEERS / peer.peer / file).is_file() for file in ("server.py", "sessions.py"))
+    assert peer.requirements is not None
+    requirements = peer.requirements.read_text().splitlines()
     ranges = [line for line in requirements if not line.startswith("#")]
     assert all("<" in line for line in ranges), "every requirement has an upper end"
     assert any(line.startswith(peer.package) for line in ranges)
-    assert peer.programs.parts[-3:] == ("peers", name, "bin")
+    assert peer.programs.parts[-3:] == ("peers", peer.peer, "bin")
 
 
 def test_a_peer_s_batches_may_be_as_large_as_wane_s() -> None:
@@ -58,7 +73,7 @@ def test_a_long_sequence_has_a_native_baseline_where_the_cell_is_an_operator() -
     assert {"state-parallel", "score-parallel"} <= gated
 
 
-@pytest.mark.parametrize("name", [name for name in contenders() if name != SCAN])
+@pytest.mark.parametrize("name", [WANE, BARE, *SERVERS])
 def test_everyone_is_put_under_a_load_at_64_and_at_1(name: str) -> None:
     names = [load.name for load in loads_of(contenders()[name], LSTM)]
     assert len(names) == len(set(names))
@@ -71,16 +86,65 @@ def test_a_command_has_its_bundle_its_port_and_nothing_of_this_process_s_setting
     monkeypatch.setenv("WANE_THREADS", "2")
     wane = contenders()[WANE]
     arguments = wane.arguments(Path("some/bundle"), [1234, 1, 2])
-    assert arguments[0].endswith("/wane")
+    assert arguments[1:4] == ["-m", "wane", "serve"]
     assert "--bundles=some/bundle" in arguments and "--port=1234" in arguments
-    variables = wane.variables(Path("some/bundle"), [1234, 1, 2])
+    variables = wane.variables(Path("some/bundle"), [1234, 1, 2], {})
     assert variables["BENCH_PORT"] == "1234"
     assert "WANE_THREADS" not in variables
 
 
-@pytest.mark.parametrize("name", [WANE, *FOLDERS])
+def test_a_server_has_the_address_of_each_service_that_its_settings_name() -> None:
+    plain, redis, traced = wanes()
+    assert (plain.services, redis.services, traced.services) == ([], ["redis"], ["collector"])
+    variables = redis.variables(Path("b"), [1, 2, 3], {"redis": "redis://here"})
+    assert variables["WANE_STORE"] == "redis://here"
+    variables = traced.variables(Path("b"), [1, 2, 3], {"collector": "http://here"})
+    assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://here"
+    assert variables["OTEL_TRACES_SAMPLER_ARG"] == "0.01"
+
+
+def test_a_baseline_is_another_checkout_with_the_same_settings_and_the_same_interpreter(tmp_path: Path) -> None:
+    baseline = Baseline(tmp_path, "service")
+    for ours in wanes():
+        theirs = baseline.of(ours)
+        assert theirs.name == ours.name.replace(WANE, "baseline")
+        assert (theirs.environment, theirs.programs) == (ours.environment, ours.programs)
+        assert theirs.arguments(tmp_path, [1, 2, 3])[1:4] == ["-m", "service", "serve"]
+        assert theirs.variables(tmp_path, [1, 2, 3], dict.fromkeys(theirs.services, ""))["PYTHONPATH"] == str(tmp_path)
+        assert [load.name for load in loads_of(theirs, LSTM)] == [load.name for load in loads_of(ours, LSTM)]
+
+
+@pytest.mark.parametrize("name", [WANE, HANDLER, *peer_names()])
 def test_what_is_sent_is_the_window(name: str) -> None:
     assert "4,5,6]" in window_body(contenders()[name].wire, [4, 5, 6])
+
+
+def test_a_step_names_its_session_in_its_path_or_in_its_body() -> None:
+    assert step_request(STEP_PATH, "a", {"tokens": [7]}) == ("/v1/sessions/a/tokens", '{"tokens":[7]}')
+    assert step_request("/inference", "a", {"tokens": [7]}) == ("/inference", '{"session":"a","tokens":[7]}')
+
+
+def test_bulk_calls_that_a_server_does_not_know_are_not_understood(tmp_path: Path) -> None:
+    said = b'{"detail":"format: there is no such field"}'
+    refusal = b"HTTP/1.1 422 No\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said)
+    with serving(lambda number, body: refusal if b'"format"' in body else ok(b"{}")) as stub:
+        server = SimpleNamespace(url=f"http://127.0.0.1:{stub.port}")
+        with contextlib.ExitStack() as stack:
+            stage = Stage(contenders()[WANE], tmp_path, read_manifest(MODELS[SHIPPED]), 0, stack, cast(Any, server))
+            loads = {load.name: load for load in loads_of(stage.contender, SHIPPED)}
+            loads["batched-64"].prepare(stage)
+            with pytest.raises(NotUnderstood, match="answered 422: format: there is no such field"):
+                loads["columns-64"].prepare(stage)
+
+
+def test_a_peer_s_sessions_go_on_from_their_own_states() -> None:
+    """A sequence fed token by token, in batches with another, ends as a window of the same tokens does."""
+    bundle = MODELS[SHIPPED]
+    model, tokens = StepModel(bundle), [0, 9, 11, 4]
+    for token in tokens:
+        (answer, _) = model.step(["a", "b"], [token, 5])
+    (ranked,) = WindowModel(bundle).ranked([tokens])
+    check_ranked([(int(one["token_id"]), float(one["probability"])) for one in answer], ranked)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +187,7 @@ signal.pause()
 
 
 def test_a_server_that_ends_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    ends = Contender("ends", "Ends", (sys.executable, "-c", "raise SystemExit('no such model')"))
+    ends = Contender("ends", "Ends", "windows", (sys.executable, "-c", "raise SystemExit('no such model')"))
     with ServerProcess(ends, tmp_path, tmp_path / "log") as server, pytest.raises(ServerFailed, match="no such model"):
         server.wait_ready("/", "{}")
 
@@ -134,7 +198,8 @@ def test_all_that_a_server_started_is_stopped_even_what_ignores_it(
     monkeypatch.setattr("benchmarks.bench.process.STOPPED_WITHIN_S", 0.1)
     program, log = tmp_path / "stubborn.py", tmp_path / "log"
     program.write_text(STUBBORN)
-    with ServerProcess(Contender("s", "S", (sys.executable, str(program), "child")), tmp_path, log) as server:
+    command = (sys.executable, str(program), "child")
+    with ServerProcess(Contender("s", "S", "windows", command), tmp_path, log) as server:
         while len(pids := log.read_text().split()) < 2:
             assert server.cpu_seconds() >= 0
     guard = time.monotonic() + HUNG_S  # a process that was killed takes a moment to end

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench import plot
+from benchmarks.bench.baseline import comparisons
 from benchmarks.bench.contenders import BARE, HANDLER, SCAN, SHIPPED, WANE
 from benchmarks.bench.results import Measured, Results, Rounds, Visit
-from benchmarks.bench.tables import figure_rows, page_tables, target_rows
+from benchmarks.bench.tables import comparison_rows, figure_rows, page_tables, target_rows
 from benchmarks.bench.targets import best_peer, p50, rate, targets
 from benchmarks.page import put_all, with_tables
 
@@ -37,7 +38,7 @@ def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) 
         p99_ms=p99,
         longest_ms=p99,
         items=requests * items,
-        server_cpus=0.5,
+        server_cpu_s=0.5,
     )
 
 
@@ -103,7 +104,7 @@ def test_the_best_peer_is_so_by_the_median_and_the_ceilings_are_no_peers(rounds:
 
 def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(rounds: Rounds) -> None:
     found = targets(rounds)
-    figures: list[tuple[str, object, bool]] = [(one.against, pytest.approx(one.value), one.met) for one in found]
+    figures: list[tuple[str, object, bool | None]] = [(one.against, pytest.approx(one.value), one.met) for one in found]
     assert figures == [
         ("mosec", 4.4, True),
         ("trivial FastAPI handler", 0.55, False),
@@ -140,10 +141,83 @@ def test_the_parallel_scan_is_held_against_the_quickest_way_in_order() -> None:
     assert (target.against, target.value, target.met) == ("one native LSTM call, 2 threads", 1.7, False)
 
 
+def test_a_lone_window_of_the_shipped_model_is_held_against_mosec_s_without_a_target() -> None:
+    found = {WANE: {"window-1": three(150, 160, 170)}, "mosec": {"window-1": three(250, 256, 260)}}
+    (target,) = targets(three_rounds(found, SHIPPED))
+    assert (target.what, target.against) == ("lone window, p50, `gated-stable`", "mosec")
+    assert target.value == pytest.approx(1.6)
+    assert target.met is None
+    ((_, _, wanted, _, met),) = target_rows(EMPTY.having(Rounds([]), [target]))
+    assert (wanted, met) == ("", "")
+
+
+def test_steps_are_held_against_the_peers_with_their_own_state_and_other_settings_against_the_default_ones() -> None:
+    steps = {"session-64": three(4000, 4000, 4000), "session-1": three(2000, 2000, 2000)}
+    found = targets(
+        three_rounds(
+            {
+                WANE: steps,
+                "wane-redis": {"session-64": three(3000, 3000, 3000)},
+                "mosec-sessions": {"session-64": three(2000, 2000, 2000), "session-1": three(500, 500, 500)},
+            }
+        )
+    )
+    assert [(one.what, one.against, one.value) for one in found] == [
+        ("session tokens/s over HTTP, 64 connections", "mosec with its own state", 2.0),
+        ("latency at one connection, p50", "mosec with its own state", 0.25),
+        ("session tokens/s, sessions in Redis", "own HTTP single-token rate", 0.75),
+    ]
+
+
+def test_a_baseline_is_compared_round_by_round_by_each_load_s_figure_and_its_cpu_time() -> None:
+    rounds = three_rounds(
+        {
+            WANE: {"session-64": three(4000, 6000, 4400), "session-1": three(2000, 2000, 1000)},
+            "baseline": {"session-64": three(2000, 4000, 4000), "session-1": three(1000, 500, 500)},
+            "wane-redis": {"session-64": three(1, 1, 1)},
+        }
+    )
+    found = comparisons(rounds, ["lstm256"])
+    assert [(one.load, one.figure, one.ratio.median) for one in found] == [
+        ("session-64", "rate", 1.5),
+        ("session-1", "p50_ms", 0.5),
+    ]
+    assert (found[0].ratio.least, found[0].ratio.most) == (1.1, 2)
+    assert found[0].item_cpu.median == pytest.approx(1 / 1.5)
+    rows = list(comparison_rows(EMPTY.having(rounds, [], found), "lstm256"))
+    assert rows[0][2:6] == ["tokens/s", "4,000 (2,000 to 4,000)", "4,400 (4,000 to 6,000)", "1.500 (1.100 to 2.000)"]
+    assert rows[0][6:8] == ["125.0", "113.6"]
+    assert [row[:2] for row in rows] == [
+        ["Wane", "session step, 64 connections"],
+        ["Wane", "session step, 1 connection"],
+    ]
+
+
+def test_a_load_that_a_server_refused_says_so_in_its_row() -> None:
+    refusal = {"columns-64": "answered 422: format: there is no such field"}
+    visits = [
+        Visit(model="lstm256", contender=WANE, round=0, version="1", loads={"columns-64": measured(9, 64)}),
+        Visit(model="lstm256", contender="baseline", round=0, version="1", loads={}, refused=refusal),
+    ]
+    rounds = Rounds(visits)
+    results = EMPTY.having(rounds, [], comparisons(rounds, ["lstm256"]))
+    ((_, _, _, theirs, ours, ratio, *_),) = comparison_rows(results, "lstm256")
+    assert (theirs, ours, ratio) == (refusal["columns-64"], "576 (576 to 576)", "")
+    alone = EMPTY.having(Rounds([visits[1].model_copy(update={"contender": WANE})]), [])
+    ((contender, _, said, *_),) = figure_rows(alone, "lstm256")
+    assert (contender, said) == ("Wane", refusal["columns-64"])
+
+
 def test_the_tables_have_everyone_with_its_unit_and_every_target_with_its_verdict(results: Results) -> None:
     rows = {(row[0], row[1]): row for row in figure_rows(results, "lstm256")}
     assert rows["Wane", "session step, 64 a call, 4 connections"][2] == "21,760 (19,200 to 25,600) tokens/s"
-    assert rows["mosec", "window of 64, 1 connection"][2:] == ["200 (200 to 200) windows/s", "5.00", "2.00", "0.50"]
+    assert rows["mosec", "window of 64, 1 connection"][2:] == [
+        "200 (200 to 200) windows/s",
+        "5.00",
+        "2.00",
+        "0.50",
+        "2,500.0",
+    ]
     verdicts = [row[4] for row in target_rows(results)]
     assert verdicts == ["yes", "**no**", "yes", "**no**", "yes", "**no**", "yes"]
     assert [row[3] for row in target_rows(results)][-1] == "4 ms (3 ms to 9 ms)"

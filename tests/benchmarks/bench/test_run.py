@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from benchmarks.bench import run as run_module
+from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
@@ -16,13 +18,14 @@ from benchmarks.bench.run import Run, visit_path
 AROUND = """
 import sys
 from pathlib import Path
-name, model, round_, out = sys.argv[-4:]
+name, model, round_, folder = sys.argv[-4:]
 with Path("{told}").open("a") as told:
     told.write(f"{{model}} {{name}} {{round_}}\\n")
 if name == "{fails}":
     sys.exit(1)
 visit = '{{"model":"%s","contender":"%s","round":%s,"version":"1","loads":{{}}}}'
-Path(out).write_text(visit % (model, name, round_))
+for one in (name, "baseline") if "--baseline" in sys.argv and name == "wane" else (name,):
+    Path(folder, f"{{model}}-{{one}}-{{round_}}.json").write_text(visit % (model, one, round_))
 """
 
 
@@ -65,6 +68,28 @@ def test_a_run_goes_on_where_it_was_and_tries_again_what_failed(run: Run, tmp_pa
         (1, "fastapi"),
         (1, "wane"),
     ]
+
+
+def test_a_baseline_is_in_the_visits_of_wane_and_is_missed_there(run: Run, tmp_path: Path) -> None:
+    beside = replace(run, names=["wane", "fastapi"], rounds=1, baseline=Baseline(tmp_path, "wane"))
+    assert [one.name for one in beside.together("wane-redis")] == ["wane-redis", "baseline-redis"]
+    for _ in range(2):
+        assert go(beside, tmp_path) == ([], ["lstm256 wane 0", "lstm256 fastapi 0"])
+        assert [visit.contender for visit in beside.visits()] == ["wane", "baseline", "fastapi"]
+        for name in ("baseline", "fastapi"):
+            visit_path(tmp_path, 0, "lstm256", name).unlink()
+
+
+def test_a_run_with_another_baseline_is_another_run(tmp_path: Path) -> None:
+    """By its code, wherever it lies."""
+    folders = []
+    for name, text in (("one", ""), ("two", ""), ("three", "changed = True")):
+        (tmp_path / name / "service").mkdir(parents=True)
+        (tmp_path / name / "service" / "engine.py").write_text(text)
+        folders.append(Run(["wane"], [], 1, 1, baseline=Baseline(tmp_path / name, "wane")).folder())
+    alone = Run(["wane"], [], 1, 1).folder()
+    assert folders[0] == folders[1] != folders[2]
+    assert alone not in folders
 
 
 def test_a_visit_is_read_as_it_was_written(tmp_path: Path) -> None:

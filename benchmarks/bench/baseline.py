@@ -1,0 +1,58 @@
+"""Another checkout of Wane beside this one: both are started together and put under each load in turn.
+
+The host gives this machine more or less from minute to minute. So the two are measured within seconds of each other,
+and compared round by round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.bench.contenders import Contender, wanes
+from benchmarks.bench.loads import loads_of
+from benchmarks.bench.results import Comparison, Measured, Rounds
+from benchmarks.summary import ratios
+
+NAME = "baseline"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A checkout whose server is started as `python -m MODULE serve`, by this interpreter, in its folder."""
+
+    folder: Path
+    module: str
+
+    def of(self, contender: Contender) -> Contender:
+        """The baseline's server with the same settings as one of this checkout's."""
+        ours = [wane.name for wane in wanes()]
+        return wanes(self.folder, self.module, NAME, title=NAME)[ours.index(contender.name)]
+
+
+def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
+    """The loads that both have answered, in the order of measuring."""
+    found = []
+    for model in models:
+        for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
+            for load in loads_of(ours, model):
+                above, below = (rounds.of(model, contender.name, load.name) for contender in (ours, theirs))
+                if not above or not below:
+                    continue
+                found.append(
+                    Comparison(
+                        model=model,
+                        contender=ours.name,
+                        baseline=theirs.name,
+                        load=load.name,
+                        figure=load.figure,
+                        ratio=ratios(*([getattr(one, load.figure) for one in side] for side in (above, below))),
+                        item_cpu=ratios(item_cpus(above), item_cpus(below)),
+                    )
+                )
+    return found
+
+
+def item_cpus(rounds: list[Measured]) -> list[float]:
+    """CPU time for each item, of a server's rounds."""
+    return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

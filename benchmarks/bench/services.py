@@ -1,0 +1,43 @@
+"""What a server is given besides a bundle: a Redis for its sessions, a collector for its traces.
+
+Both are real programs. Their CPU time is not counted as the server's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.bench.contenders import Service
+from tests.service.sessions.stores.redis_server import redis_server
+from tests.stack.harness.receiver import receiver
+
+APPENDED = ("--appendonly", "yes", "--appendfsync", "everysec")
+"""Redis writes every command to a file, and the file to the disk once a second."""
+
+
+class ServiceMissing(Exception):
+    """A program is not installed; the message says how it is."""
+
+
+def require_services(names: list[Service]) -> None:
+    """Raises ServiceMissing."""
+    if "redis" in names and shutil.which("redis-server") is None:
+        raise ServiceMissing("redis-server was not found; on Debian and Ubuntu: apt-get install redis-server")
+    if "collector" in names and importlib.util.find_spec("rotel") is None:
+        raise ServiceMissing("rotel, a collector of traces, was not found; the extra dev has it, on Linux on x86_64")
+
+
+@contextmanager
+def service(name: Service) -> Iterator[str]:
+    """Its address, while it runs."""
+    if name == "redis":
+        with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), APPENDED) as server:
+            yield server.url
+    else:
+        with receiver() as collector:
+            yield collector.endpoint

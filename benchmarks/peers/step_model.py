@@ -1,0 +1,45 @@
+"""The model that a peer with sessions of its own serves: a bundle's `step` graph, and the sessions' states in memory.
+
+It keeps what a step needs and no more: no replay of a repeated request, no error bounds, no limit on sessions. It needs
+numpy and onnxruntime alone, so that it runs in each peer's own virtual environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peers.window_model import TOP_K, Prediction, named_predictions, open_graph
+
+NEXT = "next."
+
+
+class StepModel:
+    """Steps of many sessions by one run of the graph. An unknown session starts with a state of zeros."""
+
+    def __init__(self, bundle: Path) -> None:
+        self._graph = open_graph(bundle / "step.onnx")
+        inputs = [value for value in self._graph.get_inputs() if value.name != "tokens"]
+        self._names = [value.name for value in inputs]
+        self._outputs = ["top_ids", "top_logits", "log_sum_exp", *(NEXT + name for name in self._names)]
+        self._start: list[NDArray[np.float32]] = [np.zeros(value.shape[1:], np.float32) for value in inputs]
+        self._states: dict[str, list[NDArray[np.float32]]] = {}
+
+    @classmethod
+    def served(cls) -> StepModel:
+        """The bundle that BENCH_BUNDLE names."""
+        return cls(Path(os.environ["BENCH_BUNDLE"]))
+
+    def step(self, sessions: Sequence[str], tokens: Sequence[int]) -> list[list[Prediction]]:
+        """Feeds one token to each session. No session may be in a batch twice."""
+        rows = [self._states.get(session, self._start) for session in sessions]
+        feeds = {name: np.stack(column) for name, column in zip(self._names, zip(*rows, strict=True), strict=True)}
+        feeds["tokens"] = np.array(tokens, np.int64)
+        ids, found, total, *after = self._graph.run(self._outputs, feeds)
+        for index, session in enumerate(sessions):
+            self._states[session] = [column[index] for column in after]
+        return named_predictions(ids[:, :TOP_K], np.exp(found[:, :TOP_K] - total[:, None]))
