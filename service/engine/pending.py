@@ -20,7 +20,8 @@ class Pending(EagerTask[T]):
     """The result of a request that was submitted, with its deadline.
 
     Once work of the request that cannot be taken back has entered a batch, the request is carried through, whether or
-    not anybody waits for it. Before that, `cancel()` and the deadline take it back and leave no trace.
+    not anybody waits for it. Before that, `cancel()` and the deadline take it back and leave no trace. They end the
+    search for a proof, too: it comes after the commit.
 
     It calls back in the event loop's next turn. So the steps of one batch are all committed before the first of them is
     encoded: 64 steps that do the same at the same time take a quarter less than 64 steps one after the other.
@@ -66,7 +67,7 @@ class Pending(EagerTask[T]):
     def _abandon(self) -> None:
         self.done = self.ticket.abandoned = True
         self._stop_timer()
-        if not self.ticket.entered:
+        if self.ticket.proving or not self.ticket.entered:
             self.interrupt()
 
     def _finish(self) -> None:

@@ -14,6 +14,7 @@ from wane.service.api.schemas.common import (
     IdempotencyKey,
     Model,
     Natural,
+    Prove,
     SequenceBody,
     SessionId,
     Text,
@@ -83,6 +84,7 @@ class StepBody(SequenceBody):
     )
     top_k: TopK = 5
     mode: WireMode | None = Field(default=None, description="default: the session's own")
+    prove: Prove = False
 
 
 class SessionStepBody(StepBody):
