@@ -103,7 +103,7 @@ class PredictRequest:
     `window` is the k of modes auto, window and both (default: the model's own), `tolerance` the largest error bound
     that auto may answer with. From a session, auto is the session's own mode, and an answer whose bound does not
     meet the tolerance is refused. What a mode has no use for is refused too. `truncated`: the tokens end a longer
-    sequence, and no start token is fed.
+    sequence, and no start token is fed. `prove`: search for a proof of the first token where its margin proves nothing.
     """
 
     tokens: tuple[int, ...] = ()
@@ -114,6 +114,7 @@ class PredictRequest:
     session: str | None = None
     deadline: float | None = None
     truncated: bool = False
+    prove: bool = False
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -160,7 +161,8 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict what follows. Without a mode, the session's own."""
+    """Append `tokens` to a session and predict what follows. Without a mode, the session's own. `prove`: as in a
+    `PredictRequest`."""
 
     session: str
     tokens: tuple[int, ...]
@@ -169,6 +171,7 @@ class StepRequest:
     idempotency_key: str | None = None
     top_k: int = 5
     deadline: float | None = None
+    prove: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)

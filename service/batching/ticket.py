@@ -16,7 +16,7 @@ class Ticket:
 
     `admitted`: some work of it was let into the queue; what follows is not refused half-way.
     `entered`: binding work of it is or was in a batch: the request will be carried through. `abandoned`: nobody waits
-    for the answer any more.
+    for the answer any more. `proving`: all that is left to do is the search for a proof.
     `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
     """
 
@@ -27,6 +27,7 @@ class Ticket:
         "compute_s",
         "deadline",
         "entered",
+        "proving",
         "queue_s",
         "started_s",
         "traced",
@@ -37,6 +38,7 @@ class Ticket:
         self.admitted = False
         self.entered = False
         self.abandoned = False
+        self.proving = False
         self.started_s = time.perf_counter()
         self.queue_s = self.compute_s = 0.0
         self.batch_items = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,10 +22,6 @@ from wane.service.engine.logits import listed, predictions
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
-
-MOST_PROOFS = 1
-"""Proofs by direction that run or wait at a time. An answer that comes while there are as many, or while other work is
-queued or running, goes out without one: a proof takes several times as long as the window's run."""
 
 
 class AnswerPlan(NamedTuple):
@@ -99,14 +96,13 @@ class AnswerBuilder:
         stats: Stats,
         prover: Executor,
     ) -> None:
-        """`prover` runs the proofs that take too long for the event loop."""
+        """`prover` runs the proofs by direction, one after the other: they take too long for the event loop."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
         self._forward = forward
         self._stats = stats
         self._prover = prover
-        self._proofs = 0
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
@@ -135,13 +131,15 @@ class AnswerBuilder:
         top_k: int,
         ticket: Ticket,
         *,
+        prove: bool,
         session: str | None = None,
         replayed: bool | None = None,
         durable: bool | None = None,
     ) -> Answer:
         """The answer from the parts that a plan has, counted in the statistics. Of two, the recurrent part answers.
 
-        `input_ids` returns all tokens that are at hand up to the plan's position. `session`: whose position that is.
+        `input_ids` returns all tokens that are at hand up to the plan's position. `prove`: searches for a proof by
+        direction where the margin proves nothing. `session`: whose position that is.
         """
         answered = recurrent or window
         assert answered is not None, "a plan without a run: this is a bug"
@@ -149,7 +147,11 @@ class AnswerBuilder:
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = await self.agreement(plan, recurrent, window)
+            pair = self.apart(plan, recurrent, window)
+            if prove and not pair.top1_proved:
+                proved = await self._prove(window, _bound(plan, recurrent, window), ticket)
+                pair = replace(pair, top1_proved=proved)
+            self._stats.compared(pair, Source.BOTH)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(self._predictions(window.result, top_k), window.latency),
@@ -159,16 +161,13 @@ class AnswerBuilder:
         elif self.sampler is not None and self.sampler.chosen():
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
-        latency = answered.latency
-        if self._seeks_proof(answered, bound):
-            proved = await self._prove(answered.result, bound)
-            latency = ticket.latency()
-        else:
-            proved = self._leads(answered.result, bound)
+        proved = self._leads(answered.result, bound)
+        if prove and not proved:
+            proved = await self._prove(answered, bound, ticket)
         return Answer(
             mode=plan.mode,
             predictions=found,
-            latency=latency if modes is None else ticket.latency(),
+            latency=ticket.latency() if prove or modes is not None else answered.latency,
             state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
@@ -188,43 +187,39 @@ class AnswerBuilder:
             return listed(found, top_k, self._vocabulary)
         return predictions(result.logits, top_k, self._vocabulary)
 
-    async def agreement(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """How far the parts are apart, counted in the statistics."""
-        bound = _bound(plan, recurrent, window)
-        if self._seeks_proof(window, bound):
-            proved = await self._prove(window.result, bound)
-        else:
-            proved = self._leads(window.result, bound)
-        pair = _apart(recurrent, window, bound, proved)
+    def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
+        """As `apart`, counted in the statistics."""
+        pair = self.apart(plan, recurrent, window)
         self._stats.compared(pair, Source.BOTH)
         return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """As `agreement`, with no proof but that by the margin, and not counted. May be called on any thread."""
+        """How far the parts are apart, with no proof but that by the margin. May be called on any thread."""
         bound = _bound(plan, recurrent, window)
-        return _apart(recurrent, window, bound, self._leads(window.result, bound))
+        of_recurrent, of_window = recurrent.result, window.result
+        proved = self._leads(of_window, bound)
+        return agreement.compare(
+            of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
+        )
 
-    def _seeks_proof(self, part: ModeResult, bound: Bound | None) -> bool:
-        """Whether a proof by direction is tried for a part's first token, if the margin does not prove it."""
-        if bound is None or bound.runs is None or self.direction is None or part.result.trace is None:
+    async def _prove(self, part: ModeResult, bound: Bound | None, ticket: Ticket) -> bool:
+        """Whether the first token of a part is proved by direction to be that of every run within the bound.
+
+        Waits for its turn on `prover`. A caller that leaves, or its deadline, ends the wait.
+        """
+        result, direction = part.result, self.direction
+        if bound is None or bound is not part.bound or bound.runs is None or not bound.state:
             return False
-        return bound is part.bound and bound.state > 0 and self._proofs < MOST_PROOFS and self._forward.idle
-
-    async def _prove(self, result: RunResult, bound: Bound | None) -> bool:
-        """Whether the first token is proved to be that of every run within the bound. Long proofs run on `prover`."""
-        trace, direction = result.trace, self.direction
-        assert bound is not None and bound.runs is not None and trace is not None and direction is not None
+        if direction is None or result.trace is None:
+            return False
         rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
-        if rivals is None or not len(rivals):
-            return rivals is not None
+        if rivals is None:
+            return False
         first = int(result.logits.argmax())
-        self._proofs += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._prover, direction.proves, trace, first, rivals
-            )
-        finally:
-            self._proofs -= 1
+        ticket.proving = True
+        return await asyncio.get_running_loop().run_in_executor(
+            self._prover, direction.proves, result.trace, first, rivals
+        )
 
     def _leads(self, result: RunResult, bound: Bound | None) -> bool:
         """Whether the margin alone proves the first token."""
@@ -240,10 +235,3 @@ def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound
     for it too, as it does for its distance from the never-interrupted model."""
     assert plan.window is not None, "two parts without a k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound
-
-
-def _apart(recurrent: ModeResult, window: ModeResult, bound: Bound | None, proved: bool) -> Agreement:
-    of_recurrent, of_window = recurrent.result, window.result
-    return agreement.compare(
-        of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
-    )

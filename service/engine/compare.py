@@ -62,7 +62,7 @@ async def compare(
     def part(index: int, plan: AnswerPlan) -> ModeResult:
         return answer_builder.part(plan, results[index], latencies[index][0], recurrent=index == 0)
 
-    async def line(index: int, window: int | None) -> ComparedMode:
+    def line(index: int, window: int | None) -> ComparedMode:
         result = results[index]
         plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, context_length=position)
         own = part(index, plan)
@@ -75,13 +75,13 @@ async def compare(
             compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
             total=_percentiles([latency.total_ms for latency in latencies[index]]),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if window is None else await answer_builder.agreement(plan, part(0, plan), own),
+            agreement=None if window is None else answer_builder.compared(plan, part(0, plan), own),
         )
 
     return Comparison(
         repeat=request.repeat,
-        recurrent=await line(0, None),
-        windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
+        recurrent=line(0, None),
+        windows=tuple(line(index, window) for index, window in enumerate(request.windows, 1)),
     )
 
 

@@ -112,9 +112,9 @@ class Engine:
         bits: bytes = b"",
     ) -> None:
         """`clock` gives seconds, as the store's does; `cost_model` of runs and their `throughput` are measured if not
-        given. `direction` proves first tokens that `margin` does not; without one they are not proved. `shadow_runner`:
-        of the same model, for shadows; without one there are none. `bits`: a digest of what the graphs compute on this
-        machine; states that a store keeps are gone on from where it is the same.
+        given. `direction` proves first tokens that `margin` does not, where a request asks for it; without one they are
+        not proved. `shadow_runner`: of the same model, for shadows; without one there are none. `bits`: a digest of
+        what the graphs compute on this machine; states that a store keeps are gone on from where it is the same.
 
         Raises ValueError where the settings do not fit the model.
         """
@@ -163,7 +163,6 @@ class Engine:
             clock=clock,
         )
         self._stats = Stats(metrics, name)
-        self._direction = direction
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self._scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
         self._answer_builder = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._stats, self._prover)
@@ -264,10 +263,9 @@ class Engine:
         self._cost_model.measure(self._runner, self._pool, self.vocabulary.eos_id, lengths)
 
     async def measure(self) -> None:
-        """Measures, between requests, how long sequences are cut best: until then they are run in order. And rehearses
-        proofs. Raises Unavailable once the engine is closed, and what the runner raises."""
-        if self._direction is not None:
-            await asyncio.get_running_loop().run_in_executor(self._prover, self._direction.rehearse)
+        """Measures, between requests, how long sequences are cut best: until then they are run in order.
+
+        Raises Unavailable once the engine is closed, and what the runner raises."""
         measuring = self._throughput.measure(self._runner, self._pool, self.manifest, self._max_batch)
         ended = object()
         while await self._batcher.run_between(partial(next, measuring, ended)) is not ended:

@@ -72,11 +72,6 @@ class Forward:
         self._pool = pool
         self._parallel = parallel
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
-        return self._batcher.idle
-
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
     ) -> RunResult:

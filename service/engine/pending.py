@@ -25,7 +25,8 @@ class Pending(EagerTask[T]):
     """The result of a request that was submitted, with its deadline.
 
     Once work of the request that cannot be taken back has entered a batch, the request is carried through, whether or
-    not anybody waits for it. Before that, `cancel()` and the deadline take it back and leave no trace.
+    not anybody waits for it. Before that, `cancel()` and the deadline take it back and leave no trace. They end the
+    search for a proof, too: it comes after the commit.
 
     A coroutine comes to the result (`start`), or somebody else resolves it.
     """
@@ -82,7 +83,7 @@ class Pending(EagerTask[T]):
         self._stop_timer()
         if self.ticket is not None:
             self.ticket.abandoned = True
-            if not self.ticket.entered:
+            if self.ticket.proving or not self.ticket.entered:
                 self.interrupt()
 
     def _finish(self) -> None:

@@ -81,7 +81,7 @@ class Predictor:
             if found is not None and request.tolerance is not None and meets(found.bound, request.tolerance):
                 break
         return await self._answer_builder.answer(
-            plan, partial(self._sequence, request), recurrent, window, request.top_k, ticket
+            plan, partial(self._sequence, request), recurrent, window, request.top_k, ticket, prove=request.prove
         )
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:

@@ -78,7 +78,7 @@ class SessionSteps:
                 )
             free = routing.is_free(request.mode, record.mode)
             return await self._answer_again(
-                record, mode, free, request.window, request.top_k, ticket, request.tolerance
+                record, mode, free, request.window, request.top_k, ticket, request.tolerance, prove=request.prove
             )
 
     async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
@@ -97,7 +97,9 @@ class SessionSteps:
                     self._replayed.inc()
                     await sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
-                    return await self._answer_again(record, mode, free, None, request.top_k, ticket, replayed=True)
+                    return await self._answer_again(
+                        record, mode, free, None, request.top_k, ticket, prove=request.prove, replayed=True
+                    )
                 answer = await self._append(record, request, mode, ticket)
                 if answer is not None:
                     return answer
@@ -190,6 +192,7 @@ class SessionSteps:
             window,
             request.top_k,
             ticket,
+            prove=request.prove,
             session=record.session,
             replayed=False,
             durable=committed.durable,
@@ -205,6 +208,7 @@ class SessionSteps:
         ticket: Ticket,
         tolerance: float | None = None,
         *,
+        prove: bool,
         replayed: bool | None = None,
     ) -> Answer:
         """The answer of a session as it stands, however it is cheapest if `free`. A state that had to be rebuilt for
@@ -256,6 +260,7 @@ class SessionSteps:
             part,
             top_k,
             ticket,
+            prove=prove,
             session=record.session,
             replayed=replayed,
             durable=record.durable,

@@ -12,11 +12,11 @@ The rounding is a theorem too: n terms summed in float32, in whatever order, are
 of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
 here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
 
-**By direction** (`DirectionProof`), where the margin leaves rivals open. The margin test lets the output layer's input
-move anywhere within a radius. A gated model's window says more: how far each unit of each state may be from the run's.
-A lead is a function of these, so it moves by `sum_i |gradient_i| error_i` and what the gradient leaves out
-(`models/certificate/top1.py`). Let h be where exact arithmetic leads from the state and the stream that the graph put
-out. Token a is first, in the never-interrupted run in float32, if for every rival b
+**By direction** (`DirectionProof`), on request, where the margin leaves rivals open. The margin test lets the output
+layer's input move anywhere within a radius. A gated model's window says more: how far each unit of each state may be
+from the run's. A lead is a function of these, so it moves by `sum_i |gradient_i| error_i` and what the gradient leaves
+out (`models/certificate/top1.py`). Let h be where exact arithmetic leads from the state and the stream that the graph
+put out. Token a is first, in the never-interrupted run in float32, if for every rival b
 
     (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
 
@@ -206,14 +206,11 @@ MOST_RIVALS = 2048
 """Of more, the test is not tried. A nearest rival that is not settled ends it after about a millisecond; one that goes
 through all of them takes some tens of milliseconds, on a thread of its own."""
 
-FIRST, AT_ONCE = 16, 512
+FIRST, MOST_AT_ONCE = 16, 512
 """Rivals in the first go, and in any."""
 
 WINDOWS = 12
 """As many are run to measure what float32 makes of stream and errors."""
-
-SHORTEST = np.zeros((1, 1), np.int64)
-"""A window of one token, whichever it is."""
 
 
 class DirectionProof:
@@ -277,17 +274,11 @@ class DirectionProof:
         start, size = 0, FIRST  # mostly it is one of the nearest that is not settled
         while start < len(left):
             now = left[start : start + size]
-            start, size = start + size, min(8 * size, AT_ONCE)
+            start, size = start + size, min(8 * size, MOST_AT_ONCE)
             gap = self._rows[first] - self._rows[rivals[now]]
             if not (lead[now] > self._top1.moved(bound, gap, np.zeros(len(now), np.intp))).all():
                 return False
         return True
-
-    def rehearse(self) -> None:
-        """The largest piece of a test, for nothing: to be called on the thread of the tests, which then has the memory
-        that they take."""
-        gap = self._rows[0] - self._rows[1 : 1 + AT_ONCE]
-        self._top1.moved(self._request(SHORTEST), gap, np.zeros(len(gap), np.intp))
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
         """Where the exact run is that ends so."""

@@ -23,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import LOG_SUM_EXP, RADIUS, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.runners.runner import LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
@@ -102,7 +102,8 @@ class FakeRunner:
 
     `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
     one has begun. A run that meets `poison` among its tokens raises; one that meets `hot` ends in NaN there.
-    With a `radius`, every window says that it is its own. With a `decay` of 1 and more, nothing is ever forgotten.
+    With a `radius`, every window says that it is its own, and a proof by direction can be searched for. With a `decay`
+    of 1 and more, nothing is ever forgotten.
     """
 
     device = "cpu"
@@ -130,7 +131,7 @@ class FakeRunner:
         if role == "step":
             return ["logits", "hidden", TOP_LOGITS, TOP_IDS, LOG_SUM_EXP]
         assert role == "window"
-        return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS]
+        return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS, STREAM]
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -231,6 +232,7 @@ class FakeRunner:
             outputs[LOG_SUM_EXP] = (np.log(shifted.sum(axis=1)) + logits.max(axis=1)).astype(np.float32)
         if role == "window" and self.radius is not None:
             outputs[RADIUS] = np.full(len(tokens), self.radius, np.float32)
+            outputs[STREAM] = np.zeros((len(tokens), HIDDEN), np.float32)
         return outputs
 
     def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
@@ -241,6 +243,31 @@ class FakeRunner:
     def _logits(self, hidden: Array) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = (hidden[:, None, :] * self._head[None]).sum(-1)
         return logits
+
+
+class FakeProof:
+    """Stands in for an engine's proof by direction, and proves everything.
+
+    `asked`: how often a proof was searched for. While `gate` is clear a search waits; `busy` says that one has begun.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        engine._answer_builder.direction = self  # type: ignore[assignment]
+        self.asked = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.busy = threading.Event()
+
+    def proves(self, *_: object) -> bool:
+        self.asked += 1
+        self.busy.set()
+        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
+        return True
+
+    async def until_busy(self) -> None:
+        """Waits until a search has begun that had not when this was last asked."""
+        assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
+        self.busy.clear()
 
 
 class LinearCosts(CostModel):

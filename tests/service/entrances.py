@@ -47,7 +47,7 @@ class Entrance:
         self.models = models
 
     async def send(self, session: str, **step: Any) -> Call:
-        """Sends a step: `tokens` or `input`; `expected_position`, `idempotency_key`."""
+        """Sends a step: `tokens` or `input`; `expected_position`, `idempotency_key`, `mode`, `prove`."""
         raise NotImplementedError
 
     async def step(self, session: str, **step: Any) -> Document:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from tests.service.entrances import ENTRANCES, TIMEOUT_S, Call, EngineEntrance, Entrance, entered
 from tests.service.server_harness import repeatable
 from tests.service.sessions.stores.redis_server import RedisServer, redis_server
@@ -18,7 +18,7 @@ from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import StepRequest
+from wane.service.types import Mode, StepRequest
 
 EOS = 0
 MakeReplica = Callable[..., Awaitable[EngineHarness]]
@@ -358,6 +358,58 @@ async def test_a_client_that_leaves_in_the_batch_finds_its_step_committed(
     harness.runner.gate.set()
     again = await entrance.step("a", tokens=[6], expected_position=1)
     assert (again["replayed"], again["position"]) == (True, 2)
+
+
+# Searches for a proof.
+
+SEARCH: Step = {"tokens": [6, 7, 8, 9, 10], "mode": Mode.WINDOW, "expected_position": 1, "prove": True}
+with_rivals = pytest.mark.parametrize("harness", [{"certified": True, "radius": 1.0}], indirect=True, ids=["bounded"])
+
+
+async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
+    """A step that was sent, and whose search has begun and does not end before the gate opens."""
+    proof.gate.clear()
+    sent = await call
+    await proof.until_busy()
+    return sent
+
+
+@with_rivals
+async def test_a_proof_is_searched_for_only_where_a_step_asks_for_one(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    proof = FakeProof(harness.engine)
+    plain = await entrance.step("a", **(SEARCH | {"prove": False}))
+    assert (plain["position"], plain["top1_proved"], proof.asked) == (6, False, 0)
+    asked = await entrance.step("b", **SEARCH)
+    assert (asked["position"], asked["top1_proved"], proof.asked) == (6, True, 1)
+
+
+@with_rivals
+async def test_a_deadline_that_passes_in_the_search_is_told_and_the_session_is_free_again(
+    entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    proof = FakeProof(harness.engine)
+    call = await searching(proof, entrance.send("a", **SEARCH))
+    travel(TIMEOUT_S + 1)
+    late = await call.outcome()
+    assert (late["code"], "still commits" in late["detail"]) == ("deadline_exceeded", True)
+    again = await entrance.step("a", **(SEARCH | {"prove": False}))
+    assert (again["replayed"], again["position"]) == (True, 6)
+    proof.gate.set()
+
+
+@with_rivals
+async def test_a_client_that_leaves_in_the_search_ends_it_and_finds_its_step_committed(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
+    proof = FakeProof(harness.engine)
+    call = await searching(proof, entrance.send("a", **SEARCH))
+    await call.hang_up()
+    await entrance.none_in_flight()
+    again = await entrance.step("a", **(SEARCH | {"prove": False}))
+    assert (again["replayed"], again["position"]) == (True, 6)
+    proof.gate.set()
 
 
 # Another version of the model.

@@ -60,6 +60,7 @@ def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session:
         session=session,
         deadline=deadline(request),
         truncated=body.truncated,
+        prove=body.prove,
     )
 
 

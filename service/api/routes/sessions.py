@@ -169,7 +169,7 @@ def step_request(
     idempotency_key: str | None,
 ) -> StepRequest:
     """What a body asks of the engine; `session` is its key. Raises InvalidRequest."""
-    return StepRequest(session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline)
+    return StepRequest(session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline, body.prove)
 
 
 def position(given: str | None, in_body: int | None) -> int | None:

@@ -98,6 +98,14 @@ Truncated = Annotated[
         "token <eos> is fed before them"
     ),
 ]
+Prove = Annotated[
+    bool,
+    Field(
+        description="true: where the margin does not prove the first token, search for a proof. It takes several times "
+        "as long as a window's run, and a model searches for one at a time. Models can do that whose windows compute a "
+        "bound for their own tokens. false: top1_proved is what the margin proves"
+    ),
+]
 Window = Annotated[
     Positive,
     AtMost("max_window"),

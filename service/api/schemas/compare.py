@@ -58,7 +58,8 @@ class PhasesDocument(TypedDict):
 
 
 class ComparedDocument(TypedDict):
-    """One line of a comparison; `agreement` is with recurrent, and null for it."""
+    """One line of a comparison; `agreement` is with recurrent, and null for it. Its `top1_proved` is what the margin
+    proves: a comparison searches for no proofs."""
 
     mode: Mode
     window: int | None

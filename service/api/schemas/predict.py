@@ -12,6 +12,7 @@ from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
     Model,
+    Prove,
     SequenceBody,
     SessionId,
     Text,
@@ -41,6 +42,7 @@ class PredictBody(SequenceBody):
         {"input": HISTORY, "tolerance": 0.001},
         {"inputs": [HISTORY, [5, 6, 7]]},
         {"tokens": [5, 6, 7], "truncated": True},
+        {"input": HISTORY, "mode": "window", "window": 2, "prove": True},
     )
     one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "inputs", "session")
     only_with: ClassVar = {"window": WINDOW_MODES, "tolerance": TOLERANCE_MODES}
@@ -59,6 +61,7 @@ class PredictBody(SequenceBody):
     tolerance: Tolerance | None = None
     top_k: TopK = 5
     truncated: Truncated = False
+    prove: Prove = False
 
 
 ErrorBound = Annotated[
@@ -108,8 +111,8 @@ class LatencyDocument(TypedDict):
 
 
 class AgreementDocument(TypedDict):
-    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone, by the margin its first
-    token leads by, proves that it is the recurrent one's too; `top1_match`: it was seen to be."""
+    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone proves that its first
+    token is the recurrent one's too, by its margin or, with `prove`, by a search; `top1_match`: it was seen to be."""
 
     top1_match: bool
     top1_proved: bool
@@ -137,7 +140,8 @@ class ModelDocument(TypedDict):
 
 
 class AnswerDocument(ModelDocument):
-    """What comes next. `top1_proved`: the first prediction is proved to be the never-interrupted model's."""
+    """What comes next. `top1_proved`: the first prediction is proved to be the never-interrupted model's, by its margin
+    or, with `prove`, by a search."""
 
     mode: Mode
     window: int | None

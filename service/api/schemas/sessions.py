@@ -15,6 +15,7 @@ from wane.service.api.schemas.common import (
     IdempotencyKey,
     Model,
     Natural,
+    Prove,
     SequenceBody,
     SessionId,
     Text,
@@ -84,6 +85,7 @@ class StepBody(SequenceBody):
     )
     top_k: TopK = 5
     mode: WireMode | None = Field(default=None, description="default: the session's own")
+    prove: Prove = False
 
 
 class SessionStepBody(StepBody):

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from tests.service.engine_harness import EngineHarness
+from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from tests.service.fake_engine import FakeEngine
 from tests.service.problems import assert_problem
 from tests.service.server_harness import (
@@ -20,6 +20,7 @@ from tests.service.server_harness import (
     STEP,
     STEP_ROUTE,
     Client,
+    Document,
     ServerHarness,
     in_two,
     post,
@@ -131,6 +132,70 @@ async def test_a_request_that_comes_whole_is_answered_as_by_asgi_without_it(
             assert dispatched[1][name] == by_asgi[1][name]
         assert repeatable(dispatched[2]) == repeatable(by_asgi[2])
         assert server.counted(status, PREDICT if path == PREDICT else STEP_ROUTE) == 2
+
+
+LONG = [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["wane", "uvicorn"])
+async def test_every_prediction_searches_for_a_proof_only_where_it_is_asked_to(
+    make_harness: MakeHarness, native: bool
+) -> None:
+    harness = make_harness(certified=True, radius=1.0)
+    proof = FakeProof(harness.engine)
+    bodies: list[Document] = [
+        {"tokens": LONG, "mode": "window"},
+        {"tokens": LONG, "mode": "both"},
+        {"inputs": [LONG, LONG], "mode": "window"},
+        {"session": "a", "mode": "window"},
+    ]
+
+    def proved(document: Document) -> list[bool]:
+        return [one.get("agreement", one)["top1_proved"] for one in document.get("results", [document])]
+
+    async with served(harness, native=native) as server:
+        client = await Client.of(server)
+
+        async def ask(body: Document, path: str = PREDICT) -> tuple[int, Document]:
+            client.writer.write(post(body, path=path))
+            status, _, document = await client.hear()
+            return status, document
+
+        assert (await ask({"tokens": LONG}, STEP))[0] == 200
+        for body in bodies:
+            asked, count = proof.asked, len(body.get("inputs", "1"))
+            status, document = await ask(body)
+            assert (status, proved(document), proof.asked - asked) == (200, [False] * count, 0)
+            status, document = await ask({**body, "prove": True})
+            assert (status, proved(document), proof.asked - asked) == (200, [True] * count, count)
+        status, document = await ask({"tokens": LONG, "prove": 1})
+        assert (status, document["field"]) == (422, "prove")
+        assert bool(server.asgi_paths) is not native
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["wane", "uvicorn"])
+async def test_a_deadline_or_a_client_that_leaves_ends_the_wait_for_a_proof(
+    make_harness: MakeHarness, native: bool
+) -> None:
+    harness = make_harness(certified=True, radius=1.0)
+    proof = FakeProof(harness.engine)
+    proof.gate.clear()
+    search = {"tokens": LONG, "mode": "window", "prove": True}
+    async with served(harness, native=native) as server:
+        running, waiting = await Client.of(server), await Client.of(server)
+        running.writer.write(post(search, path=PREDICT))
+        await proof.until_busy()
+        waiting.writer.write(post({**search, "inputs": [LONG] * 3, "tokens": None}, path=PREDICT))
+        await until(lambda: harness.engine._admission.active == 4)
+        waiting.writer.close()
+        await until(lambda: harness.engine._admission.active == 1)
+        late = await Client.of(server)
+        late.writer.write(post(search, "x-request-timeout-ms: 20", path=PREDICT))
+        status, _, document = await late.hear()
+        assert (status, document["code"]) == (504, "deadline_exceeded")
+        proof.gate.set()
+        status, _, document = await running.hear()
+        assert (status, document["top1_proved"], proof.asked) == (200, True, 1)
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections.abc import Callable
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from tests.service.engine.test_top1_proof_by_direction import VOCABULARY, model
-from tests.service.engine_harness import TIMEOUT_S, EngineHarness
-from tests.service.oracle import Small
+from tests.service.engine_harness import EngineHarness, FakeProof, MakeHarness
 from tests.service.server_harness import start_sessions
 from wane.service.aio.eager import Waiter
 from wane.service.batching.ticket import Ticket
@@ -23,7 +20,7 @@ from wane.service.types import Answer, Mode, PredictRequest, StepRequest
 WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
-def submitted(harness: EngineHarness | Small, request: PredictRequest = WINDOW) -> Pending[Answer]:
+def submitted(harness: EngineHarness, request: PredictRequest = WINDOW) -> Pending[Answer]:
     """A window that stands in the queue."""
     return harness.engine.submit(request)
 
@@ -236,62 +233,134 @@ async def test_an_answer_that_cannot_be_made_is_its_own_failure(
     await harness.engine.drain()
 
 
-class Held:
-    """A proof that is sought until it is let go."""
+# Searches for proofs.
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.asked, self.go = asyncio.Event(), threading.Event()
+PROVED = PredictRequest((5, 6, 7, 8, 9, 10), mode=Mode.WINDOW, prove=True)
+SEARCHES: list[PredictRequest | StepRequest] = [
+    PROVED,
+    PredictRequest(session="a", mode=Mode.WINDOW, window=2, prove=True),
+    StepRequest("a", (8, 9), mode=Mode.WINDOW, expected_position=6, prove=True),
+    StepRequest("a", (8, 9), mode=Mode.BOTH, expected_position=6, prove=True),
+]
+each_search = pytest.mark.parametrize("request_", SEARCHES, ids=["window", "session", "step", "step by both"])
 
-    def proves(self, *_: object) -> bool:
-        self.loop.call_soon_threadsafe(self.asked.set)
-        return self.go.wait(20)
+
+@pytest.fixture
+async def bounded(make_harness: MakeHarness) -> EngineHarness:
+    """An engine whose windows leave rivals to their first tokens, with the session a after six tokens."""
+    harness = make_harness(certified=True, radius=1.0)
+    await harness.engine.create_session("a")
+    await harness.engine.submit(StepRequest("a", (5, 6, 7, 8, 9, 10)))
+    return harness
+
+
+@each_search
+async def test_a_proof_is_searched_for_only_where_a_request_asks_for_one(
+    bounded: EngineHarness, request_: PredictRequest | StepRequest
+) -> None:
+    proof = FakeProof(bounded.engine)
+    plain = await bounded.engine.submit(replace(request_, prove=False))
+    assert proof.asked == 0
+    asked = await bounded.engine.submit(request_)  # the step, once more: a replay
+    assert proof.asked == 1
+    found = [answer if answer.agreement is None else answer.agreement for answer in (plain, asked)]
+    assert [one.top1_proved for one in found] == [False, True]
+    assert asked.latency.total_ms >= asked.latency.compute_ms
+
+
+async def test_a_first_token_that_its_margin_proves_needs_no_search(make_harness: MakeHarness) -> None:
+    harness = make_harness(certified=True, radius=1e-9)
+    proof = FakeProof(harness.engine)
+    assert (await harness.engine.submit(PROVED)).top1_proved
+    assert proof.asked == 0
+
+
+async def test_searches_wait_for_their_turn_whatever_else_there_is_to_do(bounded: EngineHarness) -> None:
+    proof = FakeProof(bounded.engine)
+    proof.gate.clear()
+    first = bounded.engine.submit(PROVED)
+    await proof.until_busy()
+    others = asyncio.ensure_future(bounded.engine.predict_many([PROVED] * 3))
+    step = bounded.engine.submit(StepRequest("a", (8,)))
+    assert (await step).position == 7, "who asks for no proof waits for none"
+    assert (proof.asked, first.done, others.done()) == (1, False, False)
+    proof.gate.set()
+    answers = [await first, *await others]
+    assert [isinstance(answer, Answer) and answer.top1_proved for answer in answers] == [True] * 4
+    assert proof.asked == 4
+
+
+@each_search
+@pytest.mark.parametrize("begun", [False, True], ids=["waits", "runs"])
+@pytest.mark.parametrize("end", ["leaves", "late"])
+async def test_a_search_ends_with_the_caller_or_the_deadline_and_what_was_committed_stays(
+    bounded: EngineHarness,
+    travel: Callable[[float], None],
+    request_: PredictRequest | StepRequest,
+    begun: bool,
+    end: str,
+) -> None:
+    engine, proof = bounded.engine, FakeProof(bounded.engine)
+    proof.gate.clear()
+    if not begun:
+        ahead = engine.submit(PROVED)
+        await proof.until_busy()
+    deadline = asyncio.get_running_loop().time() + HOUR_S
+    search = engine.submit(replace(request_, deadline=deadline))
+    while not search.ticket.proving:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    if begun:
+        await proof.until_busy()
+    if end == "leaves":
+        search.cancel()
+    else:
+        travel(2 * HOUR_S)
+        with pytest.raises(DeadlineExceeded) as late:
+            await search
+        assert ("it still commits" in str(late.value)) is isinstance(request_, StepRequest)
+    assert bounded.engine._admission.active == (not begun)
+    if isinstance(request_, StepRequest):
+        again = await engine.submit(replace(request_, prove=False))
+        assert (again.position, again.replayed) == (8, True)
+    await turns()  # the thread is told in the next
+    proof.gate.set()
+    if not begun:
+        await ahead
+    await engine.drain()
+    assert proof.asked == 1, "what nobody waits for is not begun"
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(left: bool) -> None:
-    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
-    engine = small.engine
-
-    async def ask() -> tuple[Pending[Answer], bool]:
-        proof = Held()
-        engine._answer_builder.direction = proof  # type: ignore[assignment]
-        asked = asyncio.create_task(proof.asked.wait())
-        while not asked.done():  # for a window whose radius settles nothing
-            tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
-            window = submitted(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
-            while not (asked.done() or window.done):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        draining = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0)
-        waits = not draining.done()
-        if left:
-            window.cancel()
-            await draining
-        proof.go.set()
+async def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(
+    bounded: EngineHarness, left: bool
+) -> None:
+    proof = FakeProof(bounded.engine)
+    proof.gate.clear()
+    window = submitted(bounded, PROVED)
+    await proof.until_busy()
+    draining = asyncio.create_task(bounded.engine.drain())
+    await asyncio.sleep(0)
+    assert not draining.done()
+    if left:
+        window.cancel()
         await draining
-        return window, waits
-
-    window, waits = asyncio.run(ask())
-    assert waits
+    proof.gate.set()
+    await draining
     assert left or window.result().top1_proved
 
 
-def test_an_engine_that_ends_refuses_whoever_waits_for_a_proof_that_has_not_submitted() -> None:
-    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
-    engine, go = small.engine, threading.Event()
-
-    async def ask() -> Pending[Answer]:
-        engine._prover.submit(go.wait, TIMEOUT_S)  # as a document that is scored has it
-        while True:
-            tokens = tuple(random.integers(VOCABULARY, size=8).tolist())
-            window = submitted(small, PredictRequest(tokens, mode=Mode.WINDOW, window=2))
-            while not (window.done or engine._answer_builder._proofs):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            if not window.done:
-                await engine.close()
-                go.set()
-                return window
-
+async def test_an_engine_that_closes_refuses_whoever_waits_for_a_proof_that_has_not_begun(
+    bounded: EngineHarness,
+) -> None:
+    proof = FakeProof(bounded.engine)
+    proof.gate.clear()
+    running = submitted(bounded, PROVED)
+    await proof.until_busy()
+    waiting = submitted(bounded, PROVED)
+    while not waiting.ticket.proving:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await bounded.engine.close()
+    proof.gate.set()
     with pytest.raises(Unavailable):
-        asyncio.run(ask()).result()
+        await waiting
+    assert (await running).top1_proved

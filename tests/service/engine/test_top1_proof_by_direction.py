@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.service.engine_harness import InOrder
 from tests.service.oracle import Small
-from wane.models.certificate.interval_rounding import Matrix, Vector
-from wane.models.certificate.request import WindowBound
-from wane.models.certificate.top1 import Top1
-from wane.service.engine.answer import MOST_PROOFS
-from wane.service.types import Mode, PredictRequest
+from tests.service.shipped import FOLDER, opened
+from wane.service.engine.engine import Engine
+from wane.service.engine.top1_proof import DirectionProof, MarginProof
+from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.settings import Settings
+from wane.service.types import CompareRequest, Mode, PredictRequest
 
 VOCABULARY = 11
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
@@ -32,14 +34,15 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
     return Small("gated", block, layers, seed, 1.0, beside=beside, **fields)
 
 
-def proofs(small: Small, windows: list[NDArray[np.int64]]) -> list[int | None]:
+def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
     """Each window's first token, where it is proved to be that of every run that ends in it."""
 
     async def ask() -> list[int | None]:
         found = []
         for window in windows:
             tokens = (0, *window.tolist())
-            answer = await small.engine.submit(PredictRequest(tokens, mode=Mode.WINDOW, window=len(window), top_k=1))
+            request = PredictRequest(tokens, mode=Mode.WINDOW, window=len(window), top_k=1, prove=prove)
+            answer = await small.engine.submit(request)
             found.append(answer.predictions[0].token_id if answer.top1_proved else None)
         return found
 
@@ -93,12 +96,13 @@ def test_no_past_overturns_a_token_that_is_proved(seed: int, layers: int, front:
 @pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
 def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
     more = 0
-    for seed in range(MOST_PROOFS + 2):
+    for seed in range(3):
         small, random = model(seed, 1, front), np.random.default_rng(seed)
         windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
-        both = proofs(small, windows)
+        both, by_margin = proofs(small, windows), proofs(small, windows, prove=False)
         small.engine._answer_builder.direction = None
-        for window, sharp, plain in zip(windows, both, proofs(small, windows), strict=True):
+        assert proofs(small, windows) == by_margin
+        for window, sharp, plain in zip(windows, both, by_margin, strict=True):
             assert plain is None or sharp == plain
             if sharp is not None and plain is None:
                 more += 1
@@ -117,21 +121,6 @@ def test_what_rounding_may_have_moved_is_not_proved() -> None:
     assert sum(first is not None for first in after) < sum(first is not None for first in before)
 
 
-async def test_the_prover_thread_rehearses_a_proof_once_the_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[str, int]] = []
-
-    def moved(self: Top1, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
-        ran.append((threading.current_thread().name, len(gap)))
-        return held(self, bound, gap, rows)
-
-    held = Top1.moved
-    monkeypatch.setattr(Top1, "moved", moved)
-    small = model(0, 1, front=True)
-    await small.engine.measure()
-    thread = small.engine._prover._thread_name_prefix
-    assert ran == [(f"{thread}_0", VOCABULARY - 1)]
-
-
 def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_by_what_there_is() -> None:
     small, random = model(0, 1, front=False, beside=False), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
@@ -139,39 +128,45 @@ def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_
     assert small.engine._answer_builder.direction is None
 
 
-class Held:
-    """A test that takes until it is let go, and then proves everything."""
+async def test_a_shipped_model_searches_for_a_proof_only_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle, runner = opened(FOLDER / "gated-stable")
+    margin = MarginProof(bundle.weights())
+    direction = DirectionProof.of(bundle.manifest, bundle.weights(), bundle.request_bound, margin, runner)
+    assert direction is not None
+    engine = Engine(
+        bundle.manifest,
+        bundle.vocabulary,
+        margin,
+        runner,
+        MemoryStore(128, 3600, 2**20),
+        Settings(session_history_tokens=128),
+        Metrics(),
+        throughput=InOrder(),
+        direction=direction,
+    )
+    proves, found = direction.proves, list[bool]()
 
-    def __init__(self) -> None:
-        self.asked, self.go = False, threading.Event()
+    def counted(*given: Any) -> bool:
+        found.append(proves(*given))
+        return found[-1]
 
-    def proves(self, *_: object) -> bool:
-        self.asked = True
-        if not self.go.wait(20):
-            raise TimeoutError("an answer waits for a proof that nobody lets go")
-        return True
+    monkeypatch.setattr(direction, "proves", counted)
+    text = bundle.vocabulary.encode("The history of the town and of its old church " * 10)
+    prompts = [tuple(text[: 70 + each]) for each in range(8)]
 
+    async def proved(mode: Mode, *, prove: bool) -> int:
+        requests = [PredictRequest(prompt, mode=mode, window=64, prove=prove) for prompt in prompts]
+        answers = [await engine.submit(request) for request in requests]
+        return sum(
+            answer.top1_proved if answer.agreement is None else answer.agreement.top1_proved for answer in answers
+        )
 
-def test_an_answer_does_not_wait_behind_a_queue_of_proofs() -> None:
-    small, random = model(seed=3, layers=1, front=False), np.random.default_rng(1)
-
-    async def ask() -> list[bool]:
-        held = Held()
-        small.engine._answer_builder.direction = held  # type: ignore[assignment]
-        held.go.set()
-        while not held.asked:  # for a window whose radius settles nothing
-            window = tuple(random.integers(VOCABULARY, size=8).tolist())
-            request = PredictRequest(window, mode=Mode.WINDOW, window=2, top_k=1)
-            await small.engine.submit(request)
-        held.go.clear()
-        answers = [asyncio.ensure_future(small.engine.submit(request)) for _ in range(MOST_PROOFS + 2)]
-        waiting = set(answers)
-        try:
-            while len(waiting) > MOST_PROOFS:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                assert not any(answer.result().top1_proved for answer in done)
-        finally:
-            held.go.set()
-        return [answer.top1_proved for answer in await asyncio.gather(*answers)]
-
-    assert sorted(asyncio.run(ask())) == [False] * 2 + [True] * MOST_PROOFS
+    for mode in (Mode.WINDOW, Mode.BOTH):
+        by_margin = await proved(mode, prove=False)
+        await engine.compare(CompareRequest(prompts[0], windows=(64,), repeat=1))
+        assert not found
+        assert await proved(mode, prove=True) == by_margin + sum(found) > by_margin
+        found.clear()
+    await engine.close()
