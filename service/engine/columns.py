@@ -266,6 +266,7 @@ class StepColumns:
         self._running: StepBatch | None = None  # on the runner's thread
         self._timer: Timer | None = None
         self._timer_at = 0.0
+        self._is_watching = False  # whether the steps that wait have to wait for the runner
         self._bound_of_all = bounds.bound(certificate, 1, 1)  # of a state that knows all of its sequence
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
@@ -301,11 +302,14 @@ class StepColumns:
             self._queue_columns()
         self._rows.append((session, slot, token, position, top_k, deadline, receiver, number, time.perf_counter()))
         self._admission.enter()
+        if self._is_watching and deadline is not None and (self._timer is None or deadline < self._timer_at):
+            self.watch()
         return True
 
     def begin(self, most: int) -> StepBatch | None:
         """The next batch, of at most so many rows; None if no step that waits can be run."""
         waiting, self._rows = self._rows[:most], self._rows[most:]
+        self._is_watching = False
         if not waiting:
             return None
         batch = StepBatch(waiting)
@@ -378,6 +382,7 @@ class StepColumns:
 
     def watch(self) -> None:
         """The runner is busy: tells those whose deadline passes meanwhile."""
+        self._is_watching = True
         waiting = [(deadline, receiver) for _, _, _, _, _, deadline, receiver, _, _ in self._rows]
         if self._running is not None:
             waiting += zip(self._running.deadlines, self._running.receivers, strict=True)
@@ -388,15 +393,15 @@ class StepColumns:
             self._timer_at = min(deadlines)
             self._timer = timers().at(self._timer_at, self._ring)
 
-    def close(self, error: Exception) -> None:
-        """Fails what waits, and writes all tokens to the store."""
+    async def close(self, error: Exception) -> None:
+        """Fails what waits, and writes all tokens to the store; no more steps may come."""
         waiting, self._rows = self._rows, []
         for session, _, _, _, _, _, receiver, number, _ in waiting:
             self._leave(session)
             receiver.step_failed(error, number)
         if self._timer is not None:
             self._timer.cancel()
-        self._resident.close()
+        await self._resident.close()
 
     def _ring(self) -> None:
         """A deadline has passed."""

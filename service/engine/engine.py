@@ -579,7 +579,7 @@ class Engine:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
-        self._columns.close(Unavailable("the server is stopping"))
+        await self._columns.close(Unavailable("the server is stopping"))
         await self._batcher.close()
 
     def discard(self) -> None:

@@ -51,6 +51,8 @@ class StepCall(Waiter[None]):
             self._came(error, number)
 
     def _came(self, result: Answer | Exception, number: int) -> None:
+        if number in self.results:  # one whose deadline had passed while it ran
+            return
         self.results[number] = result
         self.waits_for -= 1
         if not self.waits_for:

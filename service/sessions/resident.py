@@ -7,6 +7,7 @@ is written to when the row is full, and before it does anything else with the se
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,6 +21,9 @@ from wane.service.state.cache import StateCache
 
 RECENT = 32
 """Tokens that a session has here at most: the store is written to once in as many steps."""
+
+WRITTEN_AT_ONCE = 256
+"""Sessions that are written in one turn of the event loop, when all are."""
 
 
 class ResidentSessions:
@@ -88,12 +92,14 @@ class ResidentSessions:
         tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()
         return tokens, self._clock() - self._state_cache.touched_s.item(slot)
 
-    def close(self) -> None:
-        """Writes all tokens to the store."""
-        for slot in np.flatnonzero(np.frombuffer(self._buffered, np.uint8)).tolist():
+    async def close(self) -> None:
+        """Writes all tokens to the store, some sessions at a time."""
+        for count, slot in enumerate(np.flatnonzero(np.frombuffer(self._buffered, np.uint8)).tolist()):
             session = self._state_cache.sessions[slot]
-            if session is not None and self._store is not None:
+            if self._buffered[slot] and session is not None and self._store is not None:
                 self._store.flush(session)
+            if count % WRITTEN_AT_ONCE == WRITTEN_AT_ONCE - 1:
+                await asyncio.sleep(0)
 
     def _on_drop(self, session: str, slot: int) -> None:
         """The state of a session is forgotten."""

@@ -307,7 +307,7 @@ async def test_a_search_ends_with_the_caller_or_the_deadline_and_what_was_commit
         await proof.until_busy()
     deadline = asyncio.get_running_loop().time() + HOUR_S
     search = engine.submit(replace(request_, deadline=deadline))
-    while not search.ticket.proving:  # noqa: ASYNC110
+    while search.ticket is None or not search.ticket.proving:  # noqa: ASYNC110
         await asyncio.sleep(0)
     if begun:
         await proof.until_busy()
@@ -357,7 +357,7 @@ async def test_an_engine_that_closes_refuses_whoever_waits_for_a_proof_that_has_
     running = submitted(bounded, PROVED)
     await proof.until_busy()
     waiting = submitted(bounded, PROVED)
-    while not waiting.ticket.proving:  # noqa: ASYNC110
+    while waiting.ticket is None or not waiting.ticket.proving:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await bounded.engine.close()
     proof.gate.set()
