@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from random import Random
 
@@ -36,15 +36,15 @@ from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
 from wane.service.engine.forward import PIECE_TOKENS, Forward
-from wane.service.engine.generate import Generation
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.predict import Predictor
-from wane.service.engine.score import Scorer, Scoring
+from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow, ShadowProcess
 from wane.service.engine.stats import Stats
 from wane.service.engine.step import SessionSteps
+from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
@@ -60,9 +60,13 @@ from wane.service.types import (
     Answer,
     CompareRequest,
     Comparison,
+    Finish,
+    GeneratedToken,
     GenerateRequest,
     History,
+    Identity,
     Mode,
+    NewSession,
     Owner,
     PredictRequest,
     Score,
@@ -209,6 +213,11 @@ class Engine:
     def device(self) -> str:
         """`cpu` or `cuda`."""
         return self._runner.device
+
+    @property
+    def identity(self) -> Identity:
+        """The model, its version and the device."""
+        return self.name, self.version, self.device
 
     @property
     def asked(self) -> int:
@@ -378,10 +387,15 @@ class Engine:
                     logprobs.extend(item.logprobs)
                     error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
-                    return Score(tuple(logprobs), item, tuple(error_bounds) if request.truncated else None)
+                    return Score(
+                        **asdict(item),
+                        tokens=request.tokens,
+                        logprobs=tuple(logprobs),
+                        error_bounds=tuple(error_bounds) if request.truncated else None,
+                    )
         raise AssertionError("this is a bug: a scoring ends with a summary")
 
-    async def scoring(self, request: ScoreRequest) -> Scoring:
+    async def scoring(self, request: ScoreRequest) -> Stream[Item]:
         """As `score`, piece by piece: checks the request and runs the first, then returns the rest as they come.
 
         To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
@@ -390,9 +404,8 @@ class Engine:
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
             share = stack.enter_context(self._backlog.share(self._scorer.seconds(request), request.deadline))
-            items = self._scorer.score(request, Ticket(request.deadline), share)
-            scoring = Scoring(items, share, stack.pop_all().close)
-            await scoring.begin()
+            items = self._scorer.score(request, self.identity, Ticket(request.deadline), share)
+            scoring = await Stream.begin(items, share, stack)
         self._stats.answered("score", Mode.RECURRENT)
         return scoring
 
@@ -408,31 +421,34 @@ class Engine:
             until(request.deadline),
         ):
             compared = await compare.compare(
-                self._forward, self._pool, self._answer_builder, self.vocabulary, request, ticket, share
+                self._forward,
+                self._pool,
+                self._answer_builder,
+                self.vocabulary,
+                request,
+                self.identity,
+                ticket,
+                share,
             )
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns the tokens as they come, a `Finish` last.
 
-        To be awaited, so that what is wrong with a request is raised before the first byte of a stream; to be
-        closed (`contextlib.aclosing`) however the iteration ends. `auto` is recurrent: once the prompt has been
-        run its state is there, and nothing is cheaper than one step for a token.
-        Raises InvalidRequest, TooLarge.
+        To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens)
         self._limits.generated(request.max_tokens)
         if request.window is not None:
             self._limits.of_window(request.window)
-        ticket = Ticket(request.deadline)
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
             expected_s = self._predictor.generation_seconds(request)
             share = stack.enter_context(self._backlog.share(expected_s, request.deadline))
-            with until(request.deadline):
-                generation = await self._predictor.generate(request, ticket, share, stack)
-        self._stats.answered("generate", generation.mode)
+            items = self._predictor.generate(request, self.identity, Ticket(request.deadline), share, stack)
+            generation = await Stream.begin(items, share, stack)
+        self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation
 
     # Sessions
@@ -444,8 +460,8 @@ class Engine:
         owner: Owner = ANYBODY,
         history: History | None = None,
     ) -> SessionView:
-        """Starts a session, under the id given or a fresh one, at position 0 or behind `history`. A session of that id
-        that is still as this request makes it is answered as it is.
+        """Starts a session, under the id given or a fresh one, at position 0 or behind `history`: a `NewSession`. A
+        session of that id that is still as this request makes it is answered as it is.
 
         Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
         """
@@ -453,11 +469,12 @@ class Engine:
             self._limits.tokens(history.tokens, "history")
         with self._admission.admitted():
             record, created = await self._sessions.create(session, mode, owner, history)
-            return replace(self._steps.view(record), created=created)
+            view = self._steps.view(record, self.identity)
+            return NewSession(**asdict(view)) if created else view
 
     async def get_session(self, session: str) -> SessionView:
         """Looks at a session without touching its idle time. Raises UnknownSession."""
-        return self._steps.view(await self._sessions.read(session))
+        return self._steps.view(await self._sessions.read(session), self.identity)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
@@ -472,7 +489,7 @@ class Engine:
         """
         with self._admission.admitted(), until(deadline):
             async with self._sessions.locks.held(session):
-                return self._steps.view(await self._sessions.rewind(session, position))
+                return self._steps.view(await self._sessions.rewind(session, position), self.identity)
 
     # Life
 

@@ -32,7 +32,6 @@ from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, St
 from wane.service.api.schemas.sessions import (
     RewindBody,
     SessionBody,
-    SessionDocument,
     SessionStepBody,
     StepBody,
     StepsBody,
@@ -40,7 +39,16 @@ from wane.service.api.schemas.sessions import (
 from wane.service.engine.engine import Engine
 from wane.service.engine.step_many import step_many
 from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
-from wane.service.types import MAX_KEY_CHARACTERS, SESSION_ID, Answer, History, StepRequest, name_within
+from wane.service.types import (
+    MAX_KEY_CHARACTERS,
+    SESSION_ID,
+    Answer,
+    History,
+    NewSession,
+    SessionView,
+    StepRequest,
+    name_within,
+)
 
 # What is no id is refused by the engine, not by the framework, whose answer would be another.
 PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
@@ -64,11 +72,11 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 @router.post(
     "",
     status_code=201,
-    response_model=SessionDocument,
+    response_model=SessionView,
     openapi_extra=json_body(SessionBody),
     responses={
         200: {
-            "model": SessionDocument,
+            "model": SessionView,
             "description": "The session existed already with the same options, and no step was taken yet",
         }
     },
@@ -83,8 +91,9 @@ async def create(request: Request) -> Response:
     with until_hangup(request):
         history = await _history(engine, body, deadline(request))
     view = await engine.create_session(body.session, body.mode, owner(request), history)
-    document = encode.session(engine, view)
-    return encode.reply(document, 201 if view.created else 200, {"location": f"/v1/sessions/{document['session']}"})
+    return encode.reply(
+        view, 201 if isinstance(view, NewSession) else 200, {"location": f"/v1/sessions/{view.session}"}
+    )
 
 
 async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
@@ -97,12 +106,12 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 
 
 @router.head("/{session}", include_in_schema=False)
-@router.get("/{session}", response_model=SessionDocument)
+@router.get("/{session}", response_model=SessionView)
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    return encode.reply(encode.session(engine, await engine.get_session(name)))
+    return encode.reply(await engine.get_session(name))
 
 
 @router.delete("/{session}", status_code=204)
@@ -157,7 +166,7 @@ def position(given: str | None, in_body: int | None) -> int | None:
     return int(given)
 
 
-@router.post("/{session}/rewind", response_model=SessionDocument, openapi_extra=json_body(RewindBody))
+@router.post("/{session}/rewind", response_model=SessionView, openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, session: SessionId) -> Response:
     """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
     body = await decode(request, RewindBody)
@@ -165,7 +174,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     engine = await session_engine(request, name)
     with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
-    return encode.reply(encode.session(engine, view))
+    return encode.reply(view)
 
 
 Result = tuple[Engine, Answer] | Exception

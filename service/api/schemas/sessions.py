@@ -1,8 +1,8 @@
-"""A session."""
+"""Sessions and their steps."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NotRequired, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
@@ -23,12 +23,7 @@ from wane.service.api.schemas.common import (
     absent,
     exactly_one,
 )
-from wane.service.api.schemas.predict import Durable, ErrorBound, ModelDocument
-from wane.service.types import (
-    MAX_POSITION,
-    Mode,
-    StateSource,
-)
+from wane.service.types import MAX_POSITION
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
 """What a body with a history has."""
@@ -133,15 +128,3 @@ class RewindBody(Body):
     examples = ({"position": 1},)
 
     position: Natural = Field(description="how many tokens to keep; those after it must still be in the tail")
-
-
-class SessionDocument(ModelDocument):
-    """A session as its owner may see it. `position` counts its tokens, the start token <eos> not among them."""
-
-    session: str
-    mode: Mode
-    position: int
-    state: StateSource
-    error_bound: ErrorBound
-    idle_s: float
-    durable: NotRequired[Durable]
