@@ -23,11 +23,11 @@ from functools import partial
 from random import Random
 
 from wane.models.certificate.propagation import Propagation
-from wane.models.manifest import Manifest, Role
+from wane.models.manifest import Manifest
 from wane.models.vocabulary import TooManyTokens, Vocabulary
 from wane.service.aio.deadline import until
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.cost_model import Cost, CostModel
+from wane.service.batching.cost_model import CostModel, Costs
 from wane.service.batching.ticket import Ticket
 from wane.service.batching.warm_up import warm_up
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
@@ -42,7 +42,7 @@ from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.predict import Predictor
 from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow, ShadowProcess
-from wane.service.engine.stats import Stats
+from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
@@ -225,7 +225,7 @@ class Engine:
         return self._admission.asked
 
     @property
-    def cost_model(self) -> dict[Role, list[Cost]]:
+    def cost_model(self) -> Costs:
         """What an item takes of a run, by role: for lengths seen, shortest first."""
         return self._cost_model.document()
 
@@ -493,9 +493,8 @@ class Engine:
 
     # Life
 
-    async def report(self) -> dict[str, object]:
-        """This model's part of /v1/report: name, version, device, modes, operations, agreement, sessions,
-        costs."""
+    async def report(self) -> ModelReport:
+        """This model's part of /v1/report."""
         return {
             "model": self.name,
             "model_version": self.version,

@@ -15,6 +15,7 @@ from typing import Literal
 from wane.models.bundle import BundleError
 from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine
+from wane.service.engine.stats import Report
 from wane.service.errors import (
     InvalidRequest,
     LoadFailed,
@@ -291,9 +292,8 @@ class ModelRegistry:
         self.check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
 
-    async def report(self) -> dict[str, object]:
-        """The body of /v1/report: `{"device", "models": [engine reports]}`, of versions that only have sessions left
-        too. Raises Unavailable unless ready."""
+    async def report(self) -> Report:
+        """The body of /v1/report, of versions that only have sessions left too. Raises Unavailable unless ready."""
         engines = [*self.list(), *self._retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from fastapi import APIRouter
+from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,8 +18,8 @@ from wane.service.api.schemas.models import (
     ModelListDocument,
     ModelSummaryDocument,
 )
-from wane.service.api.schemas.ops import ReportDocument
 from wane.service.engine.engine import Engine
+from wane.service.engine.stats import Report
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
 """The total variations that a model's card tells k(epsilon) for."""
@@ -85,9 +86,9 @@ def _unix_time(iso: str) -> int:
 
 
 @router.head("/v1/report", include_in_schema=False)
-@router.get("/v1/report", response_model=ReportDocument)
+@router.get("/v1/report", response_model=Report)
 async def report(request: Request) -> Response:
     """What was measured while serving: latency by mode, agreement over all comparisons, sessions. Waits as the list of
     models does."""
     await registry(request).wait_for_all(deadline(request))
-    return encode.reply(await registry(request).report())
+    return encode.reply(to_jsonable_python(await registry(request).report()))

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.models.manifest import Certificate, Contraction, Quality, Role, Rounding, VocabularyInfo
+from wane.models.manifest import Certificate, Contraction, Quality, Rounding, VocabularyInfo
 from wane.service.api.schemas.common import Body
-from wane.service.batching.cost_model import Cost
+from wane.service.batching.cost_model import Costs
 from wane.service.registry.registry import Condition
 
 
@@ -70,15 +70,6 @@ class ModelFactsDocument(TypedDict):
     vocabulary: VocabularyInfo
     quality: Quality | None
     attribution: str | None
-
-
-Costs = Annotated[
-    dict[Role, list[Cost]],
-    Field(
-        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over what was "
-        "served since, the latest counting most; auto chooses by it"
-    ),
-]
 
 
 class ModelCardDocument(ModelFactsDocument):

@@ -24,6 +24,7 @@ from wane.service.api.schemas.generate import GenerateBody
 from wane.service.api.schemas.predict import PredictBody
 from wane.service.api.schemas.score import ScoreBody
 from wane.service.api.schemas.sessions import StepBody
+from wane.service.engine import stats
 from wane.service.registry import registry
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
@@ -67,7 +68,9 @@ def assert_as_promised(name: str, document: object, openapi: dict[str, Any]) -> 
 
 
 SCHEMAS = [import_module(module.name) for module in iter_modules(schemas.__path__, f"{schemas.__name__}.")]
-RESULTS: dict[str, Any] = {name: one for module in (types, registry, *SCHEMAS) for name, one in vars(module).items()}
+RESULTS: dict[str, Any] = {}
+for module in (types, registry, stats, *SCHEMAS):
+    RESULTS |= vars(module)
 EVENTS = {
     "/v1/generate": {"token": "GeneratedToken", "finish": "Finish"},
     "/v1/score": {"progress": "ScoreProgress", "tokens": "ScoredTokens", "finish": "ScoreSummary"},
