@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, AtMost, Model, Name, Positive, SequenceBody, Window
@@ -27,12 +27,6 @@ class CompareBody(SequenceBody):
     repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
         default=20, description="runs of each, for the latency's percentiles"
     )
-
-    @model_validator(mode="after")
-    def _model_or_models(self) -> Self:
-        if all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
-        return self
 
 
 class ComparisonDocument(TypedDict):

@@ -21,7 +21,6 @@ from wane.service.api.schemas.common import (
     TopK,
     WireMode,
     absent,
-    exactly_one,
 )
 from wane.service.types import MAX_POSITION
 
@@ -60,8 +59,6 @@ class SessionBody(Body):
 
     @model_validator(mode="after")
     def _history_and_position(self) -> Self:
-        if all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError("give `history` or `input`, not both")
         if self.position is None and (self.history is not None or self.input is not None):
             name = "input" if self.history is None else "history"
             raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
@@ -114,8 +111,7 @@ class StreamBody(StepBody):
     idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, *self.one_of)
+    def _rewind_alone(self) -> Self:
         beside = self.model_fields_set - {"rewind"}
         if self.rewind is not None and beside:
             raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")
