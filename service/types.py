@@ -341,6 +341,14 @@ DURABLE = (
 )
 
 
+class ModelDocument(TypedDict):
+    """Who answered, and where it ran."""
+
+    model: str
+    model_version: str
+    device: str
+
+
 class PredictionDocument(TypedDict):
     """One possible next token; `bytes` only where `token` is not whole text."""
 

@@ -15,9 +15,9 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from wane.service.api.schemas.predict import AnswerDocument, ModelDocument
+from wane.service.api.schemas.predict import AnswerDocument
 from wane.service.engine.engine import Engine
-from wane.service.types import Answer, Latency, LatencyDocument, Prediction, PredictionDocument, id_of
+from wane.service.types import Answer, Latency, LatencyDocument, ModelDocument, Prediction, PredictionDocument, id_of
 
 VALUES_AT_ONCE = 16_384
 """Values of a long list that are encoded in one turn of the event loop: the encoder does not let other threads run, so

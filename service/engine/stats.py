@@ -18,7 +18,7 @@ from wane.service.engine.agreement import AgreementBySource, AgreementStatistics
 from wane.service.engine.housekeeping import IntegrityReport
 from wane.service.observability.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
 from wane.service.sessions.sessions import SessionsReport
-from wane.service.types import Agreement, Answer, Latency, Mode
+from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
 
 logger = logging.getLogger("wane.engine")
 
@@ -80,12 +80,9 @@ class StatsReport(TypedDict):
     shadow: ShadowReport
 
 
-class ModelReport(StatsReport):
+class ModelReport(ModelDocument, StatsReport):
     """One model's figures since the start; `operations` counts answers by kind of request."""
 
-    model: str
-    model_version: str
-    device: str
     sessions: SessionsReport
     integrity: IntegrityReport
     costs: Costs

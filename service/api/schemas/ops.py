@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.service.api.schemas.predict import ModelDocument
+from wane.service.types import ModelDocument
 
 
 class LivenessDocument(TypedDict):

@@ -32,6 +32,7 @@ from wane.service.types import (
     LatencyDocument,
     Mode,
     ModeAnswer,
+    ModelDocument,
     PredictionDocument,
     StateErrorBound,
     StateSource,
@@ -66,14 +67,6 @@ class PredictBody(SequenceBody):
     tolerance: Tolerance | None = None
     top_k: TopK = 5
     truncated: Truncated = False
-
-
-class ModelDocument(TypedDict):
-    """Who answered, and where it ran."""
-
-    model: str
-    model_version: str
-    device: str
 
 
 class AnswerDocument(ModelDocument):
