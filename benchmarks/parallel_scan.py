@@ -248,9 +248,8 @@ class Subject:
         async def score() -> None:
             request = ScoreRequest(tuple(self.tokens[1:].tolist()), ScoreMethod.PARALLEL, tolerance)
             scored = await self.engine.score(request)
-            summary = scored.summary
             self.told[kind, name] = {
-                field: getattr(summary, field)
+                field: getattr(scored, field)
                 for field in ("chunks", "warm_up", "rounds", "max_residual", "error_bound")
             }
             self._keep(kind, name, {"logprobs": np.array(scored.logprobs)})

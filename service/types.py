@@ -4,6 +4,10 @@ All of them are immutable. Requests are checked where they are made. What can be
 by `InvalidRequest`; limits that depend on a model or on the settings (vocabulary, largest window, longest input) are
 judged by the engine.
 
+Results are encoded as they stand here (`service/api/encode.py`), and the OpenAPI description is made from them: their
+docstrings are its texts, their fields are the members of a JSON object. A field whose default is None is left out where
+it is None; any other field is always there.
+
 Token ids are plain ints. A *position* counts the tokens of a sequence; its leading start token is not counted.
 Deadlines are seconds on the event loop's clock, durations are milliseconds.
 
@@ -18,7 +22,11 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired
+
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.errors import InvalidRequest
 
@@ -305,6 +313,63 @@ def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
         raise InvalidRequest(f"window is given, but mode is {mode}; it is for {', '.join(takes)}", "window")
 
 
+ErrorBound = Annotated[
+    float | None,
+    Field(
+        description="total variation from the never-interrupted model, at most, at temperature 1 and before top-k or "
+        "top-p; proved but for the rounding of float32 runs, which was measured; 0: exact, but for that; "
+        "null: nothing is certified. A bound of 1 is no guarantee"
+    ),
+]
+StateErrorBound = Annotated[
+    float | None,
+    Field(
+        description="2-norm distance from the never-interrupted model at the output layer's input, at most; "
+        "null: nothing is certified"
+    ),
+]
+
+
+def _never_null(schema: dict[str, Any]) -> None:
+    del schema["default"]
+    schema.update(schema.pop("anyOf")[0])
+
+
+LEFT_OUT = Field(json_schema_extra=_never_null)
+"""Of a field that is left out where it is None, and so is never null."""
+
+DURABLE = (
+    "of a session in a store that replicas share: whether the store has acknowledged it as it is here; "
+    "if not, its latest tokens may be lost"
+)
+
+
+class ModelDocument(TypedDict):
+    """Who answered, and where it ran."""
+
+    model: str
+    model_version: str
+    device: str
+
+
+class PredictionDocument(TypedDict):
+    """One possible next token; `bytes` only where `token` is not whole text."""
+
+    token_id: int
+    token: str
+    probability: float
+    logprob: float
+    bytes: NotRequired[list[int]]
+
+
+class LatencyDocument(TypedDict):
+    """Where the time went once the tokens were there: tokenising text comes before."""
+
+    queue_ms: float
+    compute_ms: float
+    total_ms: float
+
+
 class Prediction(NamedTuple):
     """One possible next token; `token_bytes` only where the token's text is not whole UTF-8."""
 
@@ -313,6 +378,11 @@ class Prediction(NamedTuple):
     probability: float
     logprob: float
     token_bytes: bytes | None = None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A named tuple for speed; in JSON it is an object."""
+        return handler(PredictionDocument)
 
 
 class Latency(NamedTuple):
@@ -327,10 +397,16 @@ class Latency(NamedTuple):
     total_ms: float
     batch_items: int = 0
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A named tuple for speed; in JSON it is an object."""
+        return handler(LatencyDocument)
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far the window's answer is from the recurrent one; names and units as in the HTTP contract."""
+    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone, by the margin its first
+    token leads by, proves that it is the recurrent one's too; `top1_match`: it was seen to be."""
 
     top1_match: bool
     top1_proved: bool
@@ -338,8 +414,8 @@ class Agreement:
     kl: float
     max_logit_difference: float
     state_distance: float
-    state_error_bound: float | None
-    error_bound: float | None
+    state_error_bound: StateErrorBound
+    error_bound: ErrorBound
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,29 +451,44 @@ class Answer:
     durable: bool | None = None
 
 
+Identity = tuple[str, str, str]
+"""Of an engine: the first three fields of what it answers, as in `Served`."""
+
+
 @dataclass(frozen=True, slots=True)
-class SessionView:
-    """A session as its owner may see it.
+class Served:
+    """Who answered, and where it ran."""
+
+    model: str
+    model_version: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView(Served):
+    """A session as its owner may see it. `position` counts its tokens, the start token <eos> not among them.
 
     `state` is where the state of an answer in the session's own mode would come from now: `resident`, `rebuilt` for
-    a parked session, or `window`; `error_bound` bounds that answer. `created`: the request that this answers made it.
+    a parked session, or `window`; `error_bound` bounds that answer.
     """
 
     session: str
-    model: str
-    model_version: str
     mode: Mode
     position: int
     state: StateSource
-    error_bound: float | None
+    error_bound: ErrorBound
     idle_s: float
-    durable: bool | None = None
-    created: bool = False
+    durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession(SessionView):
+    """A session that was created by the request that this answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreProgress:
-    """So many of the tokens were run."""
+    """In a stream: how many of all tokens were run."""
 
     done: int
     total: int
@@ -405,44 +496,43 @@ class ScoreProgress:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """The log-probabilities of the tokens from the one at `position` on, which follow those known before.
-
-    Of a truncated sequence nothing predicts the first token, whose log-probability and error bound are None; and
-    `error_bounds` has that of each token, by the number of tokens before it.
-    """
+    """In a stream: the tokens from `position` on, and the log-probability of each. With `truncated`, also the error
+    bound of each; the first token's are null, for nothing predicts it."""
 
     position: int
+    tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
-    error_bounds: tuple[float | None, ...] | None = None
+    error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreSummary:
-    """How `tokens` tokens were scored; `perplexity` is exp of minus the mean of the log-probabilities that there are,
-    and None where there are none.
+class ScoreSummary(Served):
+    """How a text was scored.
 
-    `chunks`: how many the text was cut into, `warm_up` the fewest tokens that one was warmed up over, null in one.
-    `rounds`: 1, and 1 for every cell of them that was run again. `max_residual`: how far a unit of the state was, at
-    most, from where the chunk before had ended; 0: exact.
+    `chunks` ran side by side, each `warm_up` tokens or more before its first; `rounds` is 1, and 1 for every part of
+    them that was run again. `max_residual`: how far a unit of the state was, at most, from where the chunk before had
+    ended; 0: as in order, bit for bit. `error_bound`: the worst over all positions. `perplexity` is over the tokens
+    that have a log-probability; null where none has.
     """
 
-    tokens: int
     perplexity: float | None
     chunks: int
     warm_up: int | None
     rounds: int
     max_residual: float
-    error_bound: float | None
+    state: StateSource
+    error_bound: ErrorBound
     latency: Latency
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """One log-probability for each token asked about, and how they came about; `error_bounds` as in `ScoredTokens`."""
+class Score(ScoreSummary):
+    """The tokens that were scored, and the log-probability of each. With `truncated`, also the error bound of each, by
+    the number of tokens before it; the first token's are null, for nothing predicts it."""
 
+    tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
-    summary: ScoreSummary
-    error_bounds: tuple[float | None, ...] | None = None
+    error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
 
 
 class FinishReason(StrEnum):
@@ -454,64 +544,74 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One token of a generation. `text` is what it makes certain: empty while a character or a possible stop
-    string is still open. The texts of all tokens, joined, are the text of the `Finish`."""
+    """A generated token. In a stream, `text` is what it made certain: empty while a character or a possible stop string
+    is still open. `bytes` only where `token` is not whole text."""
 
     token_id: int
     token: str
     text: str
     logprob: float
-    token_bytes: bytes | None = None
+    bytes: Annotated[tuple[int, ...] | None, LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """The last thing a generation gives: why it ended, and all of it.
+class Finish(Served):
+    """How a stream ends: as the whole answer, without the tokens' log-probabilities. `error_bound` is the largest of
+    its distributions', each compared with the never-interrupted model's after the same tokens."""
 
-    `error_bound` is the largest of its distributions', each compared with the never-interrupted model's after the same
-    tokens.
-    """
-
-    reason: FinishReason
     text: str
     tokens: tuple[int, ...]
+    finish_reason: FinishReason
     mode: Mode
-    state: StateSource
-    error_bound: float | None
     window: int | None
+    state: StateSource
+    error_bound: ErrorBound
     latency: Latency
 
 
 @dataclass(frozen=True, slots=True)
+class Generated(Finish):
+    """What was generated."""
+
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one duration over many runs."""
+    """Of one phase, over the repeated runs."""
 
     p50_ms: float
     p99_ms: float
 
 
 @dataclass(frozen=True, slots=True)
+class Phases:
+    """Where the time went, over the repeated runs."""
+
+    queue: Percentiles
+    compute: Percentiles
+    total: Percentiles
+
+
+@dataclass(frozen=True, slots=True)
 class ComparedMode:
     """One line of a comparison. Recurrent is one step from a resident state: what a session pays for a token.
-
-    `agreement` is with that recurrent answer, and null for it.
-    """
+    `agreement` is with that recurrent answer, and null for it."""
 
     mode: Mode
     window: int | None
     state: StateSource
     predictions: tuple[Prediction, ...]
-    queue: Percentiles
-    compute: Percentiles
-    total: Percentiles
-    error_bound: float | None
+    latency: Phases
+    error_bound: ErrorBound
     agreement: Agreement | None
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One model's lines: recurrent, then every window in the order asked for."""
+class Comparison(Served):
+    """One model's comparison: recurrent, then every window in the order asked for. `tokens` is the input's length."""
 
+    tokens: int
     repeat: int
     recurrent: ComparedMode
     windows: tuple[ComparedMode, ...]

@@ -1,4 +1,4 @@
-"""The engine's answers as JSON documents, field by field; `reply` makes the response.
+"""Results as JSON, field by field as `service/types.py` has them; `reply` makes the response.
 
 `Reply` does half the work of Starlette's `Response`, which takes any content with any encoding.
 """
@@ -7,57 +7,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from typing import cast
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
 
 import orjson
 from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from wane.service.api.schemas.compare import ComparedDocument, ComparedModelDocument, PercentilesDocument
-from wane.service.api.schemas.generate import FinishDocument, GeneratedTokenDocument
-from wane.service.api.schemas.models import (
-    CertificateSummaryDocument,
-    ModelCardDocument,
-    ModelFactsDocument,
-    ModelSummaryDocument,
-)
-from wane.service.api.schemas.ops import ModelStandingDocument, StoreDocument
-from wane.service.api.schemas.predict import (
-    AgreementDocument,
-    AnswerDocument,
-    LatencyDocument,
-    ModelDocument,
-    PredictionDocument,
-    StepColumnsDocument,
-)
-from wane.service.api.schemas.score import (
-    ScoreDocument,
-    ScoredTokensDocument,
-    ScoreProgressDocument,
-    ScoreSummaryDocument,
-)
-from wane.service.api.schemas.sessions import SessionDocument
+from wane.service.api.schemas.predict import AnswerDocument, StepColumnsDocument
 from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.engine import Engine
-from wane.service.sessions.stores.store import StoreHealth
 from wane.service.types import (
-    Agreement,
     Answer,
-    ComparedMode,
-    Comparison,
-    Finish,
-    GeneratedToken,
     Latency,
+    LatencyDocument,
     Mode,
-    Percentiles,
+    ModelDocument,
     Prediction,
-    Score,
-    ScoredTokens,
-    ScoreProgress,
-    ScoreSummary,
-    SessionView,
+    PredictionDocument,
     StateSource,
     id_of,
 )
@@ -88,8 +56,25 @@ class Reply(Response):
 
 
 def json_bytes(value: object) -> bytes:
-    """A document, or a value of one, as JSON. Every number in it is finite: JSON has no others."""
-    return orjson.dumps(value, default=to_jsonable_python)
+    """A result or a document, or a value of one, as JSON. Every number in it is finite: JSON has no others."""
+    return orjson.dumps(value, default=_plain, option=orjson.OPT_PASSTHROUGH_DATACLASS)
+
+
+def _plain(value: object) -> object:
+    """What orjson does not encode by itself, or not as `service/types.py` has it."""
+    if isinstance(value, Prediction):
+        return prediction(value)
+    if isinstance(value, Latency):
+        return latency(value)
+    if is_dataclass(value):
+        return members(value)
+    return to_jsonable_python(value)
+
+
+def members(result: Any) -> dict[str, object]:
+    """The members of a result's JSON object: its fields, without those that are None by default and are None."""
+    named = ((field, getattr(result, field.name)) for field in fields(result))
+    return {field.name: value for field, value in named if value is not None or field.default is not None}
 
 
 async def encode_long(document: Mapping[str, object]) -> bytes:
@@ -97,7 +82,7 @@ async def encode_long(document: Mapping[str, object]) -> bytes:
     parts: list[bytes] = []
     for name, value in document.items():
         parts += (b"," if parts else b"{", json_bytes(name), b":")
-        if not isinstance(value, list) or len(value) <= VALUES_AT_ONCE:
+        if not isinstance(value, list | tuple) or len(value) <= VALUES_AT_ONCE:
             parts.append(json_bytes(value))
             continue
         for start in range(0, len(value), VALUES_AT_ONCE):
@@ -109,21 +94,18 @@ async def encode_long(document: Mapping[str, object]) -> bytes:
     return b"".join(parts)
 
 
-EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""The total variations that a model's card tells k(epsilon) for."""
-
 MADE_AT_ONCE = 32
 """Answers of one request whose documents are made in one turn of the event loop."""
 
 
-def reply(document: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A document as an answer."""
+def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A result or a document as an answer."""
     return Reply(json_bytes(document), status, headers)
 
 
-async def long_reply(document: Mapping[str, object]) -> Response:
-    """A document with long lists as an answer, encoded in several turns of the event loop."""
-    return Reply(await encode_long(document))
+async def long_reply(result: object) -> Response:
+    """A result with long lists as an answer, encoded in several turns of the event loop."""
+    return Reply(await encode_long(members(result)))
 
 
 def model(engine: Engine) -> ModelDocument:
@@ -146,19 +128,6 @@ def latency(given: Latency) -> LatencyDocument:
     return {"queue_ms": given.queue_ms, "compute_ms": given.compute_ms, "total_ms": given.total_ms}
 
 
-def agreement(given: Agreement) -> AgreementDocument:
-    return {
-        "top1_match": given.top1_match,
-        "top1_proved": given.top1_proved,
-        "total_variation": given.total_variation,
-        "kl": given.kl,
-        "max_logit_difference": given.max_logit_difference,
-        "state_distance": given.state_distance,
-        "state_error_bound": given.state_error_bound,
-        "error_bound": given.error_bound,
-    }
-
-
 def answer(engine: Engine, given: Answer) -> AnswerDocument:
     if isinstance(given, StepAnswer):
         return _step(engine, given.results, given.row)
@@ -176,15 +145,9 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         "top1_proved": given.top1_proved,
     }
     if given.modes is not None:
-        document["modes"] = {
-            mode.value: {
-                "predictions": [prediction(one) for one in part.predictions],
-                "latency": latency(part.latency),
-            }
-            for mode, part in given.modes.items()
-        }
+        document["modes"] = {mode.value: part for mode, part in given.modes.items()}
     if given.agreement is not None:
-        document["agreement"] = agreement(given.agreement)
+        document["agreement"] = given.agreement
     if given.session is not None:
         document["session"] = id_of(given.session)
     if given.position is not None:
@@ -267,178 +230,3 @@ def step_columns(
         "latency": {name: max((getattr(one, name) for one in latencies), default=0.0) for name in LATENCY},
     }
     return cast(StepColumnsDocument, columns)
-
-
-def comparison(engine: Engine, tokens: int, given: Comparison) -> ComparedModelDocument:
-    return {
-        **model(engine),
-        "tokens": tokens,
-        "repeat": given.repeat,
-        "recurrent": _compared(given.recurrent),
-        "windows": [_compared(one) for one in given.windows],
-    }
-
-
-def _compared(given: ComparedMode) -> ComparedDocument:
-    return {
-        "mode": given.mode,
-        "window": given.window,
-        "state": given.state,
-        "predictions": [prediction(one) for one in given.predictions],
-        "latency": {
-            "queue": _percentiles(given.queue),
-            "compute": _percentiles(given.compute),
-            "total": _percentiles(given.total),
-        },
-        "error_bound": given.error_bound,
-        "agreement": None if given.agreement is None else agreement(given.agreement),
-    }
-
-
-def _percentiles(given: Percentiles) -> PercentilesDocument:
-    return {"p50_ms": given.p50_ms, "p99_ms": given.p99_ms}
-
-
-def score(engine: Engine, tokens: tuple[int, ...], given: Score) -> ScoreDocument:
-    document: ScoreDocument = {
-        **score_summary(engine, given.summary),
-        "tokens": list(tokens),
-        "logprobs": list(given.logprobs),
-        "error_bounds": list(given.error_bounds or ()),
-    }
-    if given.error_bounds is None:
-        del document["error_bounds"]
-    return document
-
-
-def score_progress(given: ScoreProgress) -> ScoreProgressDocument:
-    return {"done": given.done, "total": given.total}
-
-
-def scored(tokens: tuple[int, ...], given: ScoredTokens) -> ScoredTokensDocument:
-    end = given.position + len(given.logprobs)
-    document: ScoredTokensDocument = {
-        "position": given.position,
-        "tokens": list(tokens[given.position : end]),
-        "logprobs": list(given.logprobs),
-    }
-    if given.error_bounds is not None:
-        document["error_bounds"] = list(given.error_bounds)
-    return document
-
-
-def score_summary(engine: Engine, given: ScoreSummary) -> ScoreSummaryDocument:
-    return {
-        **model(engine),
-        "perplexity": given.perplexity,
-        "chunks": given.chunks,
-        "warm_up": given.warm_up,
-        "rounds": given.rounds,
-        "max_residual": given.max_residual,
-        "state": StateSource.FULL,
-        "error_bound": given.error_bound,
-        "latency": latency(given.latency),
-    }
-
-
-def generated(given: GeneratedToken) -> GeneratedTokenDocument:
-    document: GeneratedTokenDocument = {
-        "token_id": given.token_id,
-        "token": given.token,
-        "text": given.text,
-        "logprob": given.logprob,
-    }
-    if given.token_bytes is not None:
-        document["bytes"] = list(given.token_bytes)
-    return document
-
-
-def finish(engine: Engine, given: Finish) -> FinishDocument:
-    return {
-        **model(engine),
-        "text": given.text,
-        "tokens": list(given.tokens),
-        "finish_reason": given.reason.value,
-        "mode": given.mode,
-        "window": given.window,
-        "state": given.state,
-        "error_bound": given.error_bound,
-        "latency": latency(given.latency),
-    }
-
-
-def session(engine: Engine, given: SessionView) -> SessionDocument:
-    document: SessionDocument = {
-        "model": given.model,
-        "model_version": given.model_version,
-        "device": engine.device,
-        "session": id_of(given.session),
-        "mode": given.mode,
-        "position": given.position,
-        "state": given.state,
-        "error_bound": given.error_bound,
-        "idle_s": given.idle_s,
-    }
-    if given.durable is not None:
-        document["durable"] = given.durable
-    return document
-
-
-def model_card(engine: Engine) -> ModelCardDocument:
-    """A model, with its certificate's curve."""
-    return {**_model_facts(engine), "certificate": engine.manifest.certificate, "costs": engine.cost_model}
-
-
-def model_summary(engine: Engine) -> ModelSummaryDocument:
-    """A model in the list of all."""
-    certificate = engine.manifest.certificate
-    standing: CertificateSummaryDocument = {
-        "contractive": certificate.contractive,
-        "certified": certificate.certified,
-        "reason": certificate.reason,
-        "layers": certificate.layers,
-        "head_diameter": certificate.head_diameter,
-        "rounding": certificate.rounding,
-    }
-    return {**_model_facts(engine), "certificate": standing}
-
-
-def _model_facts(engine: Engine) -> ModelFactsDocument:
-    manifest = engine.manifest
-    smallest = manifest.certificate.smallest_window
-    return {
-        "id": manifest.name,
-        "object": "model",
-        "created": _unix_time(manifest.provenance.created),
-        "owned_by": "wane",
-        "model_version": manifest.version,
-        "device": engine.device,
-        "description": manifest.description,
-        "family": manifest.architecture.cell,
-        "parameters": manifest.architecture.model_dump(),
-        "k": manifest.window,
-        "max_window": manifest.max_window,
-        "k_epsilon": {epsilon: smallest(float(epsilon)) for epsilon in EPSILONS},
-        "vocabulary": manifest.vocabulary,
-        "quality": manifest.quality,
-        "attribution": manifest.provenance.attribution,
-    }
-
-
-def standing(engine: Engine) -> ModelStandingDocument:
-    """Which model is served, and whether it is certified."""
-    certificate = engine.manifest.certificate
-    return {**model(engine), "certified": certificate.certified, "reason": certificate.reason}
-
-
-def store(given: StoreHealth) -> StoreDocument:
-    """How the store of the sessions is."""
-    return {"kind": given.kind, "reachable": given.reachable, "not_durable": given.not_durable}
-
-
-def _unix_time(iso: str) -> int:
-    """Seconds since 1970; 0 for an invalid date."""
-    try:
-        return int(datetime.fromisoformat(iso).timestamp())
-    except ValueError:
-        return 0

@@ -1,13 +1,13 @@
 """Failures as answers, in the envelope of the protocol that the path speaks.
 
-`problem` is the native protocol's (RFC 9457, application/problem+json).
+The native protocol's is a problem document (RFC 9457, application/problem+json).
 
     {"type": "urn:wane:error:position_conflict", "title": "Position conflict", "status": 409,
      "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
      "request_id": "...", "position": 12}
 
 Every failure of every native route has this shape: ours, a path or method that does not exist, and unexpected errors.
-`error_object` is the Open Inference Protocol's, under /v2: its clients look for `error`, a text.
+Under /v2 it is the Open Inference Protocol's, whose clients look for `error`, a text.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -99,37 +99,22 @@ def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
     return described(scope, error).body(context(scope).request_id)
 
 
-def problem(scope: Scope, error: Exception) -> Response:
-    """The native protocol's answer to a failure, which is noted for the access log."""
-    here = context(scope)
-    failure = described(scope, error)
-    here.fields["error"] = failure.code
-    return Response(
-        json.dumps(failure.body(here.request_id)),
-        status_code=failure.status,
-        media_type="application/problem+json",
-        headers=failure.headers,
-    )
-
-
-def error_object(scope: Scope, error: Exception) -> Response:
-    """The Open Inference Protocol's answer to a failure, which is noted for the access log."""
-    here = context(scope)
-    failure = described(scope, error)
-    here.fields["error"] = failure.code
-    document = {
-        "error": failure.detail,
-        "code": failure.code,
-        "retryable": failure.retryable,
-        "request_id": here.request_id,
-        **failure.extra,
-    }
-    return Response(json.dumps(document), failure.status, failure.headers, media_type="application/json")
-
-
 def envelope(scope: Scope, error: Exception) -> Response:
-    """The answer to a failure, in the words of the path's protocol."""
-    return (error_object if scope["path"].startswith(INFERENCE_PROTOCOL) else problem)(scope, error)
+    """The answer to a failure, in the words of the path's protocol. The failure is noted for the access log."""
+    here = context(scope)
+    failure = described(scope, error)
+    here.fields["error"] = failure.code
+    document, kind = failure.body(here.request_id), "application/problem+json"
+    if scope["path"].startswith(INFERENCE_PROTOCOL):
+        kind = "application/json"
+        document = {
+            "error": failure.detail,
+            "code": failure.code,
+            "retryable": failure.retryable,
+            "request_id": here.request_id,
+            **failure.extra,
+        }
+    return Response(json.dumps(document), failure.status, failure.headers, kind)
 
 
 def described(scope: Scope, error: Exception) -> Failure:

@@ -14,8 +14,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.models.manifest import Role
@@ -61,6 +63,15 @@ class Cost(TypedDict):
 
     tokens: float
     compute_ms: float
+
+
+Costs = Annotated[
+    dict[Role, list[Cost]],
+    Field(
+        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over what was "
+        "served since, the latest counting most; auto chooses by it"
+    ),
+]
 
 
 @dataclass(slots=True)
@@ -145,7 +156,7 @@ class CostModel:
                     raise row
             self.observe(work.role, 1, work.length, min(taken))
 
-    def document(self) -> dict[Role, list[Cost]]:
+    def document(self) -> Costs:
         """By role, what is known: lengths, shortest first, and milliseconds an item."""
         return {
             role: [

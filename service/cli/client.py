@@ -13,7 +13,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from wane.service.api.schemas.models import ModelListDocument
-from wane.service.api.schemas.ops import ReportDocument
+from wane.service.engine.stats import Report
 from wane.service.observability.tracing import Parent, Tracing
 
 Document = dict[str, Any]
@@ -65,7 +65,7 @@ class Client:
 
     def report(self) -> Document:
         """What the server has measured."""
-        return self._get("/v1/report", ReportDocument)
+        return self._get("/v1/report", Report)
 
     def score(self, model: str, text: str) -> Document:
         """Token ids of `text`, and their log-probabilities."""

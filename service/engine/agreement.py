@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
@@ -51,6 +52,41 @@ def compare(
     )
 
 
+class TotalVariationReport(TypedDict):
+    """Over all comparisons; null where there was none."""
+
+    mean: float | None
+    max: float | None
+
+
+class ErrorBoundReport(TypedDict):
+    """Over the comparisons that had a bound; null where there was none."""
+
+    bounded: int
+    mean: float | None
+    max: float | None
+
+
+class AgreementReport(TypedDict):
+    """How far windows were from recurrent, over all comparisons; null where there was none. `bound_violations`: pairs
+    further apart than was claimed of them."""
+
+    compared: int
+    top1_match_rate: float | None
+    top1_proved_rate: float | None
+    total_variation: TotalVariationReport
+    max_logit_difference: float | None
+    error_bound: ErrorBoundReport
+    bound_violations: int
+
+
+class AgreementBySource(AgreementReport):
+    """Over all comparisons, and by why they were made: `both` modes were asked for, or `shadow`, a sample of live
+    answers."""
+
+    sources: dict[Source, AgreementReport]
+
+
 @dataclass(slots=True)
 class AgreementStatistics:
     """Running figures over every pair that was compared; nothing is sampled."""
@@ -80,7 +116,7 @@ class AgreementStatistics:
             self.error_bound_max = max(self.error_bound_max, agreement.error_bound)
         self.bound_violations += violates(agreement)
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> AgreementReport:
         """The figures as `/v1/report` shows them; rates and means of nothing are null."""
         count, bounded = self.compared, self.bounded
         return {

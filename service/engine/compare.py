@@ -14,7 +14,17 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.forward import Forward, RunResult, sequence, tail
 from wane.service.engine.logits import predictions
 from wane.service.state.pool import StatePool
-from wane.service.types import ComparedMode, CompareRequest, Comparison, Latency, Mode, Percentiles, StateSource
+from wane.service.types import (
+    ComparedMode,
+    CompareRequest,
+    Comparison,
+    Identity,
+    Latency,
+    Mode,
+    Percentiles,
+    Phases,
+    StateSource,
+)
 
 PREDICTIONS = 5
 
@@ -31,6 +41,7 @@ async def compare(
     answer_builder: AnswerBuilder,
     vocabulary: Vocabulary,
     request: CompareRequest,
+    identity: Identity,
     ticket: Ticket,
     share: Share,
 ) -> Comparison:
@@ -71,14 +82,18 @@ async def compare(
             window=window,
             state=StateSource.RESIDENT if window is None else StateSource.WINDOW,
             predictions=predictions(result.logits, PREDICTIONS, vocabulary, result.top),
-            queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
-            compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
-            total=_percentiles([latency.total_ms for latency in latencies[index]]),
+            latency=Phases(
+                queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
+                compute=_percentiles([latency.compute_ms for latency in latencies[index]]),
+                total=_percentiles([latency.total_ms for latency in latencies[index]]),
+            ),
             error_bound=None if own.bound is None else own.bound.variation,
             agreement=None if window is None else answer_builder.compared(plan, part(0, plan), own),
         )
 
     return Comparison(
+        *identity,
+        tokens=position,
         repeat=request.repeat,
         recurrent=line(0, None),
         windows=tuple(line(index, window) for index, window in enumerate(request.windows, 1)),

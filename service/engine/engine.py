@@ -18,17 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from random import Random
 
 from wane.models.bundle_checks import TOP
 from wane.models.certificate.propagation import Propagation
-from wane.models.manifest import Manifest, Role
+from wane.models.manifest import Manifest
 from wane.models.vocabulary import TooManyTokens, Vocabulary
 from wane.service.aio.deadline import until
 from wane.service.batching.batcher import Batcher
-from wane.service.batching.cost_model import Cost, CostModel
+from wane.service.batching.cost_model import CostModel, Costs
 from wane.service.batching.ticket import Ticket
 from wane.service.batching.warm_up import warm_up
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
@@ -38,15 +38,15 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
 from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
 from wane.service.engine.forward import PIECE_TOKENS, Forward
-from wane.service.engine.generate import Generation
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
 from wane.service.engine.pending import Admission, Pending
 from wane.service.engine.predict import Predictor
-from wane.service.engine.score import Scorer, Scoring
+from wane.service.engine.score import Item, Scorer
 from wane.service.engine.shadow import Shadow, ShadowProcess
-from wane.service.engine.stats import Stats
+from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
+from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
@@ -64,9 +64,13 @@ from wane.service.types import (
     Answer,
     CompareRequest,
     Comparison,
+    Finish,
+    GeneratedToken,
     GenerateRequest,
     History,
+    Identity,
     Mode,
+    NewSession,
     Owner,
     PredictRequest,
     Score,
@@ -237,12 +241,17 @@ class Engine:
         return self._runner.device
 
     @property
+    def identity(self) -> Identity:
+        """The model, its version and the device."""
+        return self.name, self.version, self.device
+
+    @property
     def asked(self) -> int:
         """How many requests there were, ever."""
         return self._admission.asked
 
     @property
-    def cost_model(self) -> dict[Role, list[Cost]]:
+    def cost_model(self) -> Costs:
         """What an item takes of a run, by role: for lengths seen, shortest first."""
         return self._cost_model.document()
 
@@ -434,10 +443,15 @@ class Engine:
                     logprobs.extend(item.logprobs)
                     error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
-                    return Score(tuple(logprobs), item, tuple(error_bounds) if request.truncated else None)
+                    return Score(
+                        **asdict(item),
+                        tokens=request.tokens,
+                        logprobs=tuple(logprobs),
+                        error_bounds=tuple(error_bounds) if request.truncated else None,
+                    )
         raise AssertionError("this is a bug: a scoring ends with a summary")
 
-    async def scoring(self, request: ScoreRequest) -> Scoring:
+    async def scoring(self, request: ScoreRequest) -> Stream[Item]:
         """As `score`, piece by piece: checks the request and runs the first, then returns the rest as they come.
 
         To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
@@ -446,9 +460,8 @@ class Engine:
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
             share = stack.enter_context(self._backlog.share(self._scorer.seconds(request), request.deadline))
-            items = self._scorer.score(request, Ticket(request.deadline), share)
-            scoring = Scoring(items, share, stack.pop_all().close)
-            await scoring.begin()
+            items = self._scorer.score(request, self.identity, Ticket(request.deadline), share)
+            scoring = await Stream.begin(items, share, stack)
         self._stats.answered("score", Mode.RECURRENT)
         return scoring
 
@@ -464,31 +477,34 @@ class Engine:
             until(request.deadline),
         ):
             compared = await compare.compare(
-                self._forward, self._pool, self._answer_builder, self.vocabulary, request, ticket, share
+                self._forward,
+                self._pool,
+                self._answer_builder,
+                self.vocabulary,
+                request,
+                self.identity,
+                ticket,
+                share,
             )
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns the tokens as they come, a `Finish` last.
 
-        To be awaited, so that what is wrong with a request is raised before the first byte of a stream; to be
-        closed (`contextlib.aclosing`) however the iteration ends. `auto` is recurrent: once the prompt has been
-        run its state is there, and nothing is cheaper than one step for a token.
-        Raises InvalidRequest, TooLarge.
+        To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens)
         self._limits.generated(request.max_tokens)
         if request.window is not None:
             self._limits.of_window(request.window)
-        ticket = Ticket(request.deadline)
         with ExitStack() as stack:
             stack.enter_context(self._admission.admitted())
             expected_s = self._predictor.generation_seconds(request)
             share = stack.enter_context(self._backlog.share(expected_s, request.deadline))
-            with until(request.deadline):
-                generation = await self._predictor.generate(request, ticket, share, stack)
-        self._stats.answered("generate", generation.mode)
+            items = self._predictor.generate(request, self.identity, Ticket(request.deadline), share, stack)
+            generation = await Stream.begin(items, share, stack)
+        self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation
 
     # Sessions
@@ -500,8 +516,8 @@ class Engine:
         owner: Owner = ANYBODY,
         history: History | None = None,
     ) -> SessionView:
-        """Starts a session, under the id given or a fresh one, at position 0 or behind `history`. A session of that id
-        that is still as this request makes it is answered as it is.
+        """Starts a session, under the id given or a fresh one, at position 0 or behind `history`: a `NewSession`. A
+        session of that id that is still as this request makes it is answered as it is.
 
         Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
         """
@@ -509,11 +525,12 @@ class Engine:
             self._limits.tokens(history.tokens, "history")
         with self._admission.admitted():
             record, created = await self._sessions.create(session, mode, owner, history)
-            return replace(self._steps.view(record), created=created)
+            view = self._steps.view(record, self.identity)
+            return NewSession(**asdict(view)) if created else view
 
     async def get_session(self, session: str) -> SessionView:
         """Looks at a session without touching its idle time. Raises UnknownSession."""
-        return self._steps.view(await self._sessions.read(session))
+        return self._steps.view(await self._sessions.read(session), self.identity)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
@@ -528,13 +545,12 @@ class Engine:
         """
         with self._admission.admitted(), until(deadline):
             async with self._sessions.locks.held(session):
-                return self._steps.view(await self._sessions.rewind(session, position))
+                return self._steps.view(await self._sessions.rewind(session, position), self.identity)
 
     # Life
 
-    async def report(self) -> dict[str, object]:
-        """This model's part of /v1/report: name, version, device, modes, operations, agreement, sessions,
-        costs."""
+    async def report(self) -> ModelReport:
+        """This model's part of /v1/report."""
         return {
             "model": self.name,
             "model_version": self.version,

@@ -1,4 +1,4 @@
-"""Generation: one continuation, token by token, as an asynchronous iterator that holds a state while it lasts.
+"""Generation: one continuation, token by token.
 
 `TextStream` turns the tokens into text as they come, and finds stop sequences.
 """
@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol, Self
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Sampler
-from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Mode, StateSource
+from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Identity, Mode, StateSource
 
 
 class TextStream:
@@ -141,99 +141,49 @@ class WindowSource:
         return await self._forward.window(self._context_ids, self._ticket)
 
 
-class Generation:
-    """The tokens as they come, a `Finish` last. To be closed (`contextlib.aclosing`) however it ends."""
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        manifest: Manifest,
-        vocabulary: Vocabulary,
-        ticket: Ticket,
-        source: Source,
-        prompted: RunResult,
-        share: Share,
-        end: Callable[[], None],
-    ) -> None:
-        """`prompted` is what the source said to the prompt; `share` is told how far the generation is, and takes
-        no turns while no token is awaited; `end` gives back
-        what it holds, and is called once."""
-        self._request = request
-        self._manifest = manifest
-        self._vocabulary = vocabulary
-        self._ticket = ticket
-        self._source = source
-        self._prompted = prompted
-        self._share = share
-        share.pause()
-        self._end: Callable[[], None] | None = end
-        self._items = self._generate()
-
-    @property
-    def mode(self) -> Mode:
-        """Recurrent or window."""
-        return Mode.RECURRENT if self._source.window is None else Mode.WINDOW
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> GeneratedToken | Finish:
-        self._share.resume()
-        try:
-            return await anext(self._items)
-        except BaseException:
-            self._over()
-            raise
-        finally:
-            self._share.pause()
-
-    async def aclose(self) -> None:
-        """Ends the generation, however far it came."""
-        await self._items.aclose()
-        self._over()
-
-    def _over(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-    async def _generate(self) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        request, vocabulary = self._request, self._vocabulary
-        sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
-        stream = TextStream(vocabulary, request.stop)
-        result = self._prompted
-        bounds: list[float | None] = []
-        while True:
-            bounds.append(self._bound(result, len(request.tokens) + len(stream.tokens)))
-            token, logprob = sampler.draw(result.logits)
-            is_last = len(stream.tokens) + 1 == request.max_tokens
-            yield GeneratedToken(
-                token_id=token,
-                token=vocabulary.token(token),
-                text=stream.push(token, final=is_last),
-                logprob=logprob,
-                token_bytes=vocabulary.partial_bytes(token),
-            )
-            self._share.progress(len(stream.tokens) / request.max_tokens)
-            if is_last or stream.stopped:
-                break
-            with until(request.deadline):
-                result = await self._source.feed(token)
-        window = self._source.window
-        yield Finish(
-            reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
-            text=stream.text,
-            tokens=tuple(stream.tokens),
-            mode=self.mode,
-            state=StateSource.FULL if window is None else StateSource.WINDOW,
-            error_bound=largest(bounds),
-            window=window,
-            latency=self._ticket.latency(),
+async def generate(
+    request: GenerateRequest,
+    identity: Identity,
+    manifest: Manifest,
+    vocabulary: Vocabulary,
+    source: Source,
+    ticket: Ticket,
+    share: Share,
+) -> AsyncGenerator[GeneratedToken | Finish, None]:
+    """The tokens as they come, a `Finish` last. `share` is told how far the generation is."""
+    sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+    stream = TextStream(vocabulary, request.stop)
+    bounds: list[float | None] = []
+    with until(request.deadline):
+        result = await source.prompt()
+    while True:
+        position = len(request.tokens) + len(stream.tokens)
+        known = position if source.window is None else min(source.window, position)
+        found = bound(manifest.certificate, known, position + request.truncated, result.radius)
+        bounds.append(None if found is None else found.variation)
+        token, logprob = sampler.draw(result.logits)
+        is_last = len(stream.tokens) + 1 == request.max_tokens
+        partial = vocabulary.partial_bytes(token)
+        yield GeneratedToken(
+            token_id=token,
+            token=vocabulary.token(token),
+            text=stream.push(token, final=is_last),
+            logprob=logprob,
+            bytes=None if partial is None else tuple(partial),
         )
-
-    def _bound(self, result: RunResult, tokens: int) -> float | None:
-        """The bound of one distribution, which follows `tokens` tokens."""
-        k = tokens if self._source.window is None else min(self._source.window, tokens)
-        position = tokens + self._request.truncated
-        found = bound(self._manifest.certificate, k, position, result.radius)
-        return None if found is None else found.variation
+        share.progress(len(stream.tokens) / request.max_tokens)
+        if is_last or stream.stopped:
+            break
+        with until(request.deadline):
+            result = await source.feed(token)
+    yield Finish(
+        *identity,
+        text=stream.text,
+        tokens=tuple(stream.tokens),
+        finish_reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
+        mode=Mode.RECURRENT if source.window is None else Mode.WINDOW,
+        window=source.window,
+        state=StateSource.FULL if source.window is None else StateSource.WINDOW,
+        error_bound=largest(bounds),
+        latency=ticket.latency(),
+    )

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.sessions import Sessions
 from wane.service.state.cache import StateCache
@@ -15,6 +17,13 @@ logger = logging.getLogger("wane.engine")
 
 EVERY_S = 1.0
 SLOTS_AT_ONCE = 256  # one and a half milliseconds for states of 4 KB: most of it their checksums
+
+
+class IntegrityReport(TypedDict):
+    """How often every state was checked, and how many faults were found: each costs a rebuilding, and is logged."""
+
+    rounds: int
+    faults: int
 
 
 class Housekeeper:
@@ -65,6 +74,6 @@ class Housekeeper:
                 logger.error("the states of model %s are not to be believed: %s", self._model, fault.text)
             self._state_cache.mend(faults, idle=idle)
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> IntegrityReport:
         """`integrity` of the report: how often all states have been checked, and what was found."""
         return {"rounds": self._rounds, "faults": self._faults}

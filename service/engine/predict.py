@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from functools import partial
 
@@ -17,10 +18,10 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
 from wane.service.engine.forward import Forward, sequence
-from wane.service.engine.generate import Generation, RecurrentSource, Source, WindowSource
+from wane.service.engine.generate import RecurrentSource, Source, WindowSource, generate
 from wane.service.engine.limits import Limits
 from wane.service.state.pool import StatePool
-from wane.service.types import Answer, GenerateRequest, Mode, PredictRequest
+from wane.service.types import Answer, Finish, GeneratedToken, GenerateRequest, Identity, Mode, PredictRequest
 
 
 class Predictor:
@@ -110,9 +111,11 @@ class Predictor:
             cost=lambda k: self._cost_model.full(1 + position) if k is None else self._cost_model.window(k),
         )
 
-    async def generate(self, request: GenerateRequest, ticket: Ticket, share: Share, held: ExitStack) -> Generation:
-        """Runs the prompt. What the generation needs while it lasts is taken over from `held`; its `share` of the
-        backlog is told how far it is.
+    def generate(
+        self, request: GenerateRequest, identity: Identity, ticket: Ticket, share: Share, held: ExitStack
+    ) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        """The tokens as they come. `held` takes what the generation needs while it lasts; its `share` of the backlog is
+        told how far it is.
 
         `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
         for a token.
@@ -125,6 +128,4 @@ class Predictor:
         else:
             slot = held.enter_context(self._pool.lease())
             source = RecurrentSource(self._forward, input_ids, slot, ticket)
-        prompted = await source.prompt()
-        end = held.pop_all().close
-        return Generation(request, self._manifest, self._vocabulary, ticket, source, prompted, share, end)
+        return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share)

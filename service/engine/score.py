@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,15 @@ from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import sequence
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import ScoredTokens, ScoreMethod, ScoreProgress, ScoreRequest, ScoreSummary
+from wane.service.types import (
+    Identity,
+    ScoredTokens,
+    ScoreMethod,
+    ScoreProgress,
+    ScoreRequest,
+    ScoreSummary,
+    StateSource,
+)
 
 RESIDUAL = 1e-5
 """The greatest difference of a unit of the state at a joint, where no tolerance was asked for."""
@@ -91,7 +98,9 @@ class Scorer:
                 return parallel_cost
         return tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
 
-    async def score(self, request: ScoreRequest, ticket: Ticket, share: Share) -> AsyncGenerator[Item, None]:
+    async def score(
+        self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
+    ) -> AsyncGenerator[Item, None]:
         """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
         `share` of the backlog is told how far it is."""
         await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
@@ -119,27 +128,29 @@ class Scorer:
                                 found = self._cut_off_at(known, await self._bound(plan))
                             worst.append(bounds.largest(found))
                             error_bounds = (*before, *found)
-                        yield ScoredTokens(settled, logprobs, error_bounds)
-                        settled += len(logprobs)
+                        end = settled + len(logprobs)
+                        yield ScoredTokens(settled, request.tokens[settled:end], logprobs, error_bounds)
+                        settled = end
                         total += float(piece.logprobs.sum())
                     yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
             finally:
                 await pieces.aclose()
         share.progress(1)
         if not settled:  # one token, which nothing predicts: there was nothing to run
-            yield ScoredTokens(0, unpredicted, unpredicted)
+            yield ScoredTokens(0, request.tokens, unpredicted, unpredicted)
             yield ScoreProgress(1, 1)
             settled, worst = 1, [None]
         with until(request.deadline):
             bound = bounds.largest(worst) if request.truncated else await self._bound(plan)
         predicted = settled - len(unpredicted)
         yield ScoreSummary(
-            tokens=settled,
+            *identity,
             perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
             chunks=plan.chunks,
             warm_up=plan.warm_up,
             rounds=plan.rounds,
             max_residual=plan.residual,
+            state=StateSource.FULL,
             error_bound=bound,
             latency=ticket.latency(),
         )
@@ -208,46 +219,3 @@ class Scorer:
         if apart is None:
             return 1.0
         return float(total_variation(self._certificate.head_diameter, np.array(apart + rounding.between_runs)))
-
-
-class Scoring:
-    """A score under way: an asynchronous iterator over what becomes known, a `ScoreSummary` last. To be closed
-    (`contextlib.aclosing`) however it ends."""
-
-    def __init__(self, items: AsyncGenerator[Item, None], share: Share, end: Callable[[], None]) -> None:
-        """`share` takes turns while an item is awaited; `end` is called once, when the scoring is over or closed."""
-        self._items = items
-        self._share = share
-        self._end: Callable[[], None] | None = end
-        self._first: Item | None = None
-
-    async def begin(self) -> None:
-        """Waits for the first item, so that a request which cannot be served fails before anything is said of it."""
-        self._first = await self._next()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Item:
-        first, self._first = self._first, None
-        return await self._next() if first is None else first
-
-    async def _next(self) -> Item:
-        self._share.resume()
-        try:
-            return await anext(self._items)
-        except BaseException:
-            self._over()
-            raise
-        finally:
-            self._share.pause()
-
-    async def aclose(self) -> None:
-        """Ends the scoring, however far it came."""
-        await self._items.aclose()
-        self._over()
-
-    def _over(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end()

@@ -8,21 +8,91 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.service.engine.agreement import AgreementStatistics, Source, violates
+from wane.service.batching.cost_model import Costs
+from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
+from wane.service.engine.housekeeping import IntegrityReport
 from wane.service.observability.metrics import ERROR_BOUND, REQUEST_SECONDS, Metrics
-from wane.service.types import Agreement, Answer, Latency, Mode
+from wane.service.sessions.sessions import SessionsReport
+from wane.service.types import Agreement, Answer, Latency, Mode, ModelDocument
 
 logger = logging.getLogger("wane.engine")
 
 PHASES = ("queue", "compute", "total")
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 ShadowOutcome = Literal["compared", "dropped", "failed"]
-SHADOW_OUTCOMES: tuple[ShadowOutcome, ...] = get_args(ShadowOutcome)
 RECENT = 4096  # latest durations that percentiles are taken over, exactly
+
+
+class Bucket(TypedDict):
+    """How many values were at most `le_ms`; null: all of them."""
+
+    le_ms: float | None
+    count: int
+
+
+class DurationsReport(TypedDict):
+    """One phase: percentiles of the latest values, and cumulative buckets of all, which add up over replicas."""
+
+    p50_ms: float | None
+    p90_ms: float | None
+    p99_ms: float | None
+    count: int
+    sum_ms: float
+    buckets: list[Bucket]
+
+
+class PhasesReport(TypedDict):
+    """Where the time went."""
+
+    queue: DurationsReport
+    compute: DurationsReport
+    total: DurationsReport
+
+
+class ModeReport(TypedDict):
+    """Predictions and steps that were answered by one mode."""
+
+    requests: int
+    latency: PhasesReport
+
+
+class ShadowReport(TypedDict):
+    """What became of the live answers that were sampled; processor time in seconds. `dropped`: the runner was never
+    idle for them."""
+
+    compared: int
+    dropped: int
+    failed: int
+    cpu_s: float
+
+
+class StatsReport(TypedDict):
+    """A model's report, as far as `Stats` knows it."""
+
+    modes: dict[Mode, ModeReport]
+    operations: dict[str, int]
+    agreement: AgreementBySource
+    shadow: ShadowReport
+
+
+class ModelReport(ModelDocument, StatsReport):
+    """One model's figures since the start; `operations` counts answers by kind of request."""
+
+    sessions: SessionsReport
+    integrity: IntegrityReport
+    costs: Costs
+
+
+class Report(TypedDict):
+    """What was measured while serving."""
+
+    device: str
+    models: list[ModelReport]
 
 
 @dataclass(slots=True)
@@ -49,19 +119,18 @@ class Durations:
         self.total_ms += sum(values_ms)
         return buckets
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> DurationsReport:
         """Percentiles of the latest values; cumulative buckets of all, which add up over replicas."""
         p50, p90, p99 = np.percentile(self.recent, (50, 90, 99)) if self.recent else (None, None, None)
-        cumulative = np.cumsum(self.counts)
+        cumulative = np.cumsum(self.counts).tolist()
         return {
             "p50_ms": None if p50 is None else float(p50),
             "p90_ms": None if p90 is None else float(p90),
             "p99_ms": None if p99 is None else float(p99),
-            "count": int(cumulative[-1]),
+            "count": cumulative[-1],
             "sum_ms": self.total_ms,
             "buckets": [
-                *({"le_ms": bound, "count": int(n)} for bound, n in zip(BUCKETS_MS, cumulative, strict=False)),
-                {"le_ms": None, "count": int(cumulative[-1])},
+                {"le_ms": bound, "count": count} for bound, count in zip((*BUCKETS_MS, None), cumulative, strict=True)
             ],
         }
 
@@ -77,6 +146,11 @@ class ModeStats:
         ]
         self._error_bound = metrics.answer_error_bound.labels(model, mode.value)
         self._proved = metrics.answers_top1_proved.labels(model, mode.value)
+
+    def document(self) -> PhasesReport:
+        """The durations by phase."""
+        queue, compute, total = [durations.document() for durations in self.durations.values()]
+        return {"queue": queue, "compute": compute, "total": total}
 
     def took(self, latency: Latency) -> None:
         """One prediction took this long."""
@@ -188,27 +262,24 @@ class Stats:
                 extra={"fields": {"model": self._model, **asdict(agreement)}},
             )
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> StatsReport:
         """`modes`, `operations`, `agreement` and `shadow` of the report."""
         self._count_made()
-        modes = {
-            mode.value: {
-                "requests": self._requests[mode],
-                "latency": {phase: durations.document() for phase, durations in self._modes[mode].durations.items()},
-            }
-            for mode in Mode
-            if mode in self._modes
-        }
-        shadows: dict[str, int] = {outcome: self._shadows[outcome] for outcome in SHADOW_OUTCOMES}
         return {
-            "modes": modes,
+            "modes": {
+                mode: {"requests": self._requests[mode], "latency": self._modes[mode].document()}
+                for mode in Mode
+                if mode in self._modes
+            },
             "operations": dict(self._operations),
             "agreement": {
                 **self._agreement.document(),
-                "sources": {source.value: found.document() for source, found in self._by_source.items()},
+                "sources": {source: found.document() for source, found in self._by_source.items()},
             },
             "shadow": {
-                **shadows,
+                "compared": self._shadows["compared"],
+                "dropped": self._shadows["dropped"],
+                "failed": self._shadows["failed"],
                 "cpu_s": self._shadow_cpu_s,
             },
         }

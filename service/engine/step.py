@@ -26,7 +26,7 @@ from wane.service.sessions.sessions import Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import Answer, Mode, PredictRequest, SessionView, StateSource, StepRequest
+from wane.service.types import Answer, Identity, Mode, PredictRequest, SessionView, StateSource, StepRequest, id_of
 
 RETRIES = 3  # of a step without a position, after comparisons lost to another writer
 NO_TOKENS = np.empty(0, np.int64)
@@ -112,7 +112,7 @@ class SessionSteps:
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
-    def view(self, record: SessionRecord) -> SessionView:
+    def view(self, record: SessionRecord, identity: Identity) -> SessionView:
         """A session as its owner may see it."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
@@ -123,9 +123,8 @@ class SessionSteps:
         plan = self._plan(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
         found = plan.bound(self._manifest.certificate)
         return SessionView(
-            session=record.session,
-            model=record.model,
-            model_version=self._manifest.version,
+            *identity,
+            session=id_of(record.session),
             mode=record.mode,
             position=record.position,
             state=plan.state,

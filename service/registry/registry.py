@@ -15,6 +15,7 @@ from typing import Literal
 from wane.models.bundle import BundleError
 from wane.service.aio.deadline import until
 from wane.service.engine.engine import Engine
+from wane.service.engine.stats import Report
 from wane.service.errors import (
     InvalidRequest,
     LoadFailed,
@@ -39,12 +40,13 @@ Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model, and what is with it; `reason` says why it is not ready, or is still there."""
+    """One version of a model; `version` is empty where its manifest cannot be read, `reason` where it is simply ready.
+    A model has several entries while one version takes another's place."""
 
     name: str
     version: str
-    condition: Condition
-    reason: str = ""
+    state: Condition
+    reason: str
 
 
 def index(
@@ -56,7 +58,7 @@ def index(
 ) -> Sequence[IndexEntry]:
     """Every version that is `served`, is on its way in (`loading`) or out, or could be loaded, for it is one of the
     `bundles`: by name. `failures` has, by model, why the last load of it failed."""
-    entries = [IndexEntry(engine.name, engine.version, "READY") for engine in served]
+    entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in served]
     entries += [
         IndexEntry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
         for one in retired_engines.lingering
@@ -66,8 +68,8 @@ def index(
         for one in retired_engines.leaving
     ]
     coming = {(one.name, one.version) for one in loading if one.reason is None}
-    entries += [IndexEntry(name, version, "LOADING") for name, version in coming]
-    told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
+    entries += [IndexEntry(name, version, "LOADING", "") for name, version in coming]
+    told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}
     for found in bundles:
         if (found.name, found.version) not in told:
             failure = failures.get(found.name)
@@ -299,9 +301,8 @@ class ModelRegistry:
         self.check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
 
-    async def report(self) -> dict[str, object]:
-        """The body of /v1/report: `{"device", "models": [engine reports]}`, of versions that only have sessions left
-        too. Raises Unavailable unless ready."""
+    async def report(self) -> Report:
+        """The body of /v1/report, of versions that only have sessions left too. Raises Unavailable unless ready."""
         engines = [*self.list(), *self._retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 

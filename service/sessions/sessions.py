@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
 from wane.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
@@ -91,6 +93,14 @@ def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
     """The error that says where the session is."""
     asked = "others kept stepping it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
+
+
+class SessionsReport(TypedDict):
+    """Sessions with and without a state in memory, and how many states were rebuilt."""
+
+    resident: int
+    parked: int
+    rebuilt: int
 
 
 class Sessions:
@@ -314,7 +324,7 @@ class Sessions:
         self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
         return await self._store.count(self._model)
 
-    async def counts(self) -> dict[str, int]:
+    async def counts(self) -> SessionsReport:
         """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
         count = await self.expire()
         cached = len(self._state_cache)

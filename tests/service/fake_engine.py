@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 
 from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
@@ -30,8 +30,10 @@ from wane.service.types import (
     Latency,
     Mode,
     ModeAnswer,
+    NewSession,
     Owner,
     Percentiles,
+    Phases,
     Prediction,
     PredictRequest,
     Score,
@@ -103,6 +105,7 @@ class FakeEngine:
     name = "fake"
     version = "3"
     device = "cpu"
+    identity = name, version, device
     retired = False
     manifest = MANIFEST
 
@@ -170,8 +173,10 @@ class FakeEngine:
 
     async def score(self, request: ScoreRequest) -> Score:
         await self._ask(request)
-        summary = ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
-        return Score((-1.0,) * len(request.tokens), summary)
+        return Score(**asdict(self._summary()), tokens=request.tokens, logprobs=(-1.0,) * len(request.tokens))
+
+    def _summary(self) -> ScoreSummary:
+        return ScoreSummary(*self.identity, 2.718281828, 1, None, 1, 0.0, StateSource.FULL, 0.0, LATENCY)
 
     async def scoring(self, request: ScoreRequest) -> AsyncGenerator[ScoreProgress | ScoredTokens | ScoreSummary, None]:
         await self._ask(request)
@@ -184,11 +189,11 @@ class FakeEngine:
                     raise self.failure_after_first_token
                 if index and self.wait_after_first_token is not None:
                     await self.wait_after_first_token.wait()
-                yield ScoredTokens(index, (-1.0,))
+                yield ScoredTokens(index, request.tokens[index : index + 1], (-1.0,))
                 yield ScoreProgress(index + 1, len(request.tokens))
         finally:
             self.closed.set()
-        yield ScoreSummary(len(request.tokens), 2.718281828, 1, None, 1, 0.0, 0.0, LATENCY)
+        yield self._summary()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
         await self._ask(request)
@@ -201,11 +206,19 @@ class FakeEngine:
                     raise self.failure_after_first_token
                 if index and self.wait_after_first_token is not None:
                     await self.wait_after_first_token.wait()
-                yield GeneratedToken(200, "\ufffd", "", -0.5, b"\xc3")
+                yield GeneratedToken(200, "\ufffd", "", -0.5, (0xC3,))
         finally:
             self.closed.set()
         yield Finish(
-            FinishReason.LENGTH, "é", (200,) * request.max_tokens, Mode.RECURRENT, StateSource.FULL, 0.0, None, LATENCY
+            *self.identity,
+            text="é",
+            tokens=(200,) * request.max_tokens,
+            finish_reason=FinishReason.LENGTH,
+            mode=Mode.RECURRENT,
+            window=None,
+            state=StateSource.FULL,
+            error_bound=0.0,
+            latency=LATENCY,
         )
 
     async def compare(self, request: CompareRequest) -> Comparison:
@@ -218,14 +231,13 @@ class FakeEngine:
                 window,
                 StateSource.RESIDENT if window is None else StateSource.WINDOW,
                 PREDICTIONS,
-                percentiles,
-                percentiles,
-                percentiles,
+                Phases(percentiles, percentiles, percentiles),
                 0.0,
                 None if window is None else AGREEMENT,
             )
 
-        return Comparison(request.repeat, line(None), tuple(line(window) for window in request.windows))
+        windows = tuple(line(window) for window in request.windows)
+        return Comparison(*self.identity, len(request.tokens), request.repeat, line(None), windows)
 
     async def create_session(
         self,
@@ -236,7 +248,7 @@ class FakeEngine:
     ) -> SessionView:
         await self._ask((session, mode) if history is None else (session, mode, history))
         name = name_within(owner.name, "new" if session is None else session)
-        return replace(self._view(name, mode or Mode.AUTO), created=True)
+        return NewSession(**asdict(self._view(name, mode or Mode.AUTO)))
 
     async def get_session(self, session: str) -> SessionView:
         await self._ask(session)
@@ -250,7 +262,7 @@ class FakeEngine:
         return self._view(session)
 
     def _view(self, session: str, mode: Mode = Mode.AUTO) -> SessionView:
-        return SessionView(session, self.name, self.version, mode, 0, StateSource.RESIDENT, 0.0, 0.0)
+        return SessionView(*self.identity, id_of(session), mode, 0, StateSource.RESIDENT, 0.0, 0.0)
 
 
 class FakeRegistry:
@@ -356,8 +368,8 @@ class FakeRegistry:
     async def index(self) -> Sequence[IndexEntry]:
         self.check_ready()
         return [
-            IndexEntry("fake", "3", "READY"),
-            IndexEntry("fake", "4", "LOADING"),
+            IndexEntry("fake", "3", "READY", ""),
+            IndexEntry("fake", "4", "LOADING", ""),
             IndexEntry("other", "", "UNAVAILABLE", "its manifest is no JSON"),
         ]
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from fastapi import APIRouter
+from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.deps import deadline, model_engine, registry
-from wane.service.api.schemas.models import ModelCardDocument, ModelListDocument
-from wane.service.api.schemas.ops import ReportDocument
+from wane.service.api.schemas.models import (
+    CertificateSummary,
+    ModelCardDocument,
+    ModelFactsDocument,
+    ModelListDocument,
+    ModelSummaryDocument,
+)
+from wane.service.engine.engine import Engine
+from wane.service.engine.stats import Report
+
+EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
+"""The total variations that a model's card tells k(epsilon) for."""
 
 router = APIRouter(tags=["models"])
 
@@ -22,20 +35,60 @@ async def models(request: Request) -> Response:
     Answered once every model is loaded, or failed to be.
     """
     await registry(request).wait_for_all(deadline(request))
-    return encode.reply({"object": "list", "data": [encode.model_summary(one) for one in registry(request).list()]})
+    return encode.reply({"object": "list", "data": [_summary(engine) for engine in registry(request).list()]})
 
 
 @router.head("/v1/models/{name}", include_in_schema=False)
 @router.get("/v1/models/{name}", response_model=ModelCardDocument)
 async def model(request: Request, name: str) -> Response:
     """One model, with its certificate's curve: the error bound of a window of k tokens, for every k."""
-    return encode.reply(encode.model_card(await model_engine(request, name)))
+    engine = await model_engine(request, name)
+    card: ModelCardDocument = {
+        **_facts(engine),
+        "certificate": engine.manifest.certificate,
+        "costs": engine.cost_model,
+    }
+    return encode.reply(card)
+
+
+def _summary(engine: Engine) -> ModelSummaryDocument:
+    return {**_facts(engine), "certificate": CertificateSummary.model_validate(engine.manifest.certificate)}
+
+
+def _facts(engine: Engine) -> ModelFactsDocument:
+    manifest = engine.manifest
+    smallest = manifest.certificate.smallest_window
+    return {
+        "id": manifest.name,
+        "object": "model",
+        "created": _unix_time(manifest.provenance.created),
+        "owned_by": "wane",
+        "model_version": manifest.version,
+        "device": engine.device,
+        "description": manifest.description,
+        "family": manifest.architecture.cell,
+        "parameters": manifest.architecture.model_dump(),
+        "k": manifest.window,
+        "max_window": manifest.max_window,
+        "k_epsilon": {epsilon: smallest(float(epsilon)) for epsilon in EPSILONS},
+        "vocabulary": manifest.vocabulary,
+        "quality": manifest.quality,
+        "attribution": manifest.provenance.attribution,
+    }
+
+
+def _unix_time(iso: str) -> int:
+    """Seconds since 1970; 0 for an invalid date."""
+    try:
+        return int(datetime.fromisoformat(iso).timestamp())
+    except ValueError:
+        return 0
 
 
 @router.head("/v1/report", include_in_schema=False)
-@router.get("/v1/report", response_model=ReportDocument)
+@router.get("/v1/report", response_model=Report)
 async def report(request: Request) -> Response:
     """What was measured while serving: latency by mode, agreement over all comparisons, sessions. Waits as the list of
     models does."""
     await registry(request).wait_for_all(deadline(request))
-    return encode.reply(await registry(request).report())
+    return encode.reply(to_jsonable_python(await registry(request).report()))

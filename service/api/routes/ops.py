@@ -12,8 +12,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from wane.service.api import encode
 from wane.service.api.deps import registry
-from wane.service.api.schemas.ops import LivenessDocument, ReadinessDocument
+from wane.service.api.schemas.ops import LivenessDocument, ModelStandingDocument, ReadinessDocument, StoreDocument
+from wane.service.engine.engine import Engine
 from wane.service.observability.metrics import Metrics
+from wane.service.sessions.stores.store import StoreHealth
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
@@ -85,12 +87,21 @@ async def readyz(request: Request) -> Response:
         "ready": ready,
         "status": "store_unavailable" if models.ready and not ready else models.status,
         "device": None if unknown else models.device,
-        "models": [encode.standing(engine) for engine in served],
+        "models": [_standing(engine) for engine in served],
         "loading": [*models.loading],
         "failed": [{"model": name, "reason": failure.reason} for name, failure in models.failures.items()],
-        "store": None if store is None else encode.store(store),
+        "store": None if store is None else _health(store),
     }
     return encode.reply(document, 200 if ready else 503)
+
+
+def _standing(engine: Engine) -> ModelStandingDocument:
+    certificate = engine.manifest.certificate
+    return {**encode.model(engine), "certified": certificate.certified, "reason": certificate.reason}
+
+
+def _health(store: StoreHealth) -> StoreDocument:
+    return {"kind": store.kind, "reachable": store.reachable, "not_durable": store.not_durable}
 
 
 @router.head("/metrics", include_in_schema=False)

@@ -23,10 +23,10 @@ from wane.service.api.deps import (
 )
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.problem import failure_document
-from wane.service.api.schemas.compare import CompareBody, ComparedModelDocument, ComparisonDocument
+from wane.service.api.schemas.compare import CompareBody, ComparisonDocument
 from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, FailureDocument, PredictBody
 from wane.service.engine.engine import Engine
-from wane.service.types import CompareRequest, PredictRequest
+from wane.service.types import CompareRequest, Comparison, PredictRequest
 
 router = APIRouter(tags=["predict"])
 
@@ -97,11 +97,11 @@ async def compare(request: Request) -> Response:
     body = await decode(request, CompareBody)
     names: Sequence[str | None] = body.models or [body.model]
     engines = [await model_engine(request, name) for name in names]
-    compared: list[ComparedModelDocument] = []
+    compared: list[Comparison] = []
     with until_hangup(request):
         for engine in engines:
             note_model(request, engine)
             tokens = await tokens_of(engine, body.sequence, deadline(request))
             wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
-            compared.append(encode.comparison(engine, len(tokens), await engine.compare(wanted)))
+            compared.append(await engine.compare(wanted))
     return encode.reply({"device": registry(request).device, "models": compared})

@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import APIRouter
 from pydantic import TypeAdapter
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +23,6 @@ from wane.service.api.schemas.models import (
     LoadedDocument,
     ModelReadyDocument,
     ProtocolFailureDocument,
-    RepositoryEntryDocument,
     UnloadBody,
     UnloadedDocument,
 )
@@ -43,19 +41,15 @@ router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
 
 @router.post(
     "/repository/index",
-    response_model=list[RepositoryEntryDocument],
+    response_model=list[IndexEntry],
     openapi_extra=json_body(IndexBody, required=False),
 )
 async def index(request: Request) -> Response:
     """Every version of every model that is served, is on its way in or out, or lies in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
     entries = await registry(request).index()
-    found = [document(one) for one in entries if one.condition == "READY" or not body.ready]
-    return Response(to_json(found), media_type="application/json")
-
-
-def document(entry: IndexEntry) -> RepositoryEntryDocument:
-    return {"name": entry.name, "version": entry.version, "state": entry.condition, "reason": entry.reason}
+    found = [one for one in entries if one.state == "READY" or not body.ready]
+    return encode.reply(found)
 
 
 @router.post(

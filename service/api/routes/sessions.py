@@ -44,7 +44,6 @@ from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, St
 from wane.service.api.schemas.sessions import (
     RewindBody,
     SessionBody,
-    SessionDocument,
     SessionStepBody,
     StepBody,
     StepsBody,
@@ -58,6 +57,8 @@ from wane.service.types import (
     SESSION_ID,
     SLASH,
     History,
+    NewSession,
+    SessionView,
     StepRequest,
     name_within,
 )
@@ -87,11 +88,11 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 @router.post(
     "",
     status_code=201,
-    response_model=SessionDocument,
+    response_model=SessionView,
     openapi_extra=json_body(SessionBody),
     responses={
         200: {
-            "model": SessionDocument,
+            "model": SessionView,
             "description": "The session existed already with the same options, and no step was taken yet",
         }
     },
@@ -106,8 +107,9 @@ async def create(request: Request) -> Response:
     with until_hangup(request):
         history = await _history(engine, body, deadline(request))
     view = await engine.create_session(body.session, body.mode, owner(request), history)
-    document = encode.session(engine, view)
-    return encode.reply(document, 201 if view.created else 200, {"location": f"/v1/sessions/{document['session']}"})
+    return encode.reply(
+        view, 201 if isinstance(view, NewSession) else 200, {"location": f"/v1/sessions/{view.session}"}
+    )
 
 
 async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
@@ -120,12 +122,12 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 
 
 @router.head("/{session}", include_in_schema=False)
-@router.get("/{session}", response_model=SessionDocument)
+@router.get("/{session}", response_model=SessionView)
 async def read(request: Request, session: SessionId) -> Response:
     """Where a session is. Looking does not keep it alive."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
-    return encode.reply(encode.session(engine, await engine.get_session(name)))
+    return encode.reply(await engine.get_session(name))
 
 
 @router.delete("/{session}", status_code=204)
@@ -186,7 +188,7 @@ def position(given: str | None, in_body: int | None) -> int | None:
     return int(given)
 
 
-@router.post("/{session}/rewind", response_model=SessionDocument, openapi_extra=json_body(RewindBody))
+@router.post("/{session}/rewind", response_model=SessionView, openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, session: SessionId) -> Response:
     """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
     body = await decode(request, RewindBody)
@@ -194,7 +196,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
     engine = await session_engine(request, name)
     with until_hangup(request):
         view = await engine.rewind(name, body.position, deadline(request))
-    return encode.reply(encode.session(engine, view))
+    return encode.reply(view)
 
 
 @router.post("/tokens", response_model=StepsDocument | StepColumnsDocument, openapi_extra=json_body(StepsBody))

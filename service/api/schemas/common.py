@@ -122,15 +122,6 @@ WireScoreMethod = Annotated[
 ]
 
 
-def exactly_one(body: BaseModel, *fields: str) -> None:
-    """Raises ValueError unless one of `fields`, and only one, was given."""
-    given = [name for name in fields if getattr(body, name) is not None]
-    if len(given) != 1:
-        names = ", ".join(f"`{name}`" for name in fields)
-        found = " and ".join(f"`{name}`" for name in given) or "none of them"
-        raise ValueError(f"give exactly one of {names}; found {found}")
-
-
 def absent(name: str) -> dict[str, Any]:
     return {"properties": {name: {"type": "null"}}}
 
@@ -148,6 +139,17 @@ class Body(BaseModel):
     not_both: ClassVar[tuple[str, ...]] = ()
     only_with: ClassVar[Mapping[str, tuple[Mode, ...]]] = {}
     rules: ClassVar[tuple[dict[str, Any], ...]] = ()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in self.one_of if getattr(self, name) is not None]
+        if self.one_of and len(given) != 1:
+            names = ", ".join(f"`{name}`" for name in self.one_of)
+            found = " and ".join(f"`{name}`" for name in given) or "none of them"
+            raise ValueError(f"give exactly one of {names}; found {found}")
+        if self.not_both and all(getattr(self, name) is not None for name in self.not_both):
+            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
+        return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -182,8 +184,3 @@ class SequenceBody(Body):
     def sequence(self) -> str | list[int]:
         """Whichever of the two was given; no ids where neither was."""
         return self.input if self.input is not None else self.tokens or []
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, *self.one_of)
-        return self

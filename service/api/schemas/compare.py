@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, AtMost, Model, Name, Positive, SequenceBody, Window
-from wane.service.api.schemas.predict import AgreementDocument, ErrorBound, ModelDocument, PredictionDocument
-from wane.service.types import (
-    MAX_COMPARED_MODELS,
-    MAX_COMPARED_WINDOWS,
-    MAX_REPEAT,
-    Mode,
-    StateSource,
-)
+from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, Comparison
 
 
 class CompareBody(SequenceBody):
@@ -35,52 +28,9 @@ class CompareBody(SequenceBody):
         default=20, description="runs of each, for the latency's percentiles"
     )
 
-    @model_validator(mode="after")
-    def _model_or_models(self) -> Self:
-        if all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError(f"give {' or '.join(f'`{name}`' for name in self.not_both)}, not both")
-        return self
-
-
-class PercentilesDocument(TypedDict):
-    """Of one phase, over the repeated runs."""
-
-    p50_ms: float
-    p99_ms: float
-
-
-class PhasesDocument(TypedDict):
-    """Where the time went, over the repeated runs."""
-
-    queue: PercentilesDocument
-    compute: PercentilesDocument
-    total: PercentilesDocument
-
-
-class ComparedDocument(TypedDict):
-    """One line of a comparison; `agreement` is with recurrent, and null for it. Its `top1_proved` is what the margin
-    proves: a comparison searches for no proofs."""
-
-    mode: Mode
-    window: int | None
-    state: StateSource
-    predictions: list[PredictionDocument]
-    latency: PhasesDocument
-    error_bound: ErrorBound
-    agreement: AgreementDocument | None
-
-
-class ComparedModelDocument(ModelDocument):
-    """One model's comparison; `tokens` is the length of the input."""
-
-    tokens: int
-    repeat: int
-    recurrent: ComparedDocument
-    windows: list[ComparedDocument]
-
 
 class ComparisonDocument(TypedDict):
     """One comparison for each model asked for."""
 
     device: str
-    models: list[ComparedModelDocument]
+    models: list[Comparison]

@@ -1,11 +1,10 @@
-"""What was generated, whole or as a stream."""
+"""A sequence to go on from."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from wane.service.api.schemas.common import (
     HISTORY,
@@ -21,14 +20,7 @@ from wane.service.api.schemas.common import (
     modes,
     says,
 )
-from wane.service.api.schemas.predict import ErrorBound, LatencyDocument, ModelDocument
-from wane.service.types import (
-    GENERATED_MODES,
-    GENERATED_WINDOW_MODES,
-    MAX_STOPS,
-    Mode,
-    StateSource,
-)
+from wane.service.types import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_STOPS, Mode
 
 
 class GenerateBody(SequenceBody):
@@ -67,32 +59,3 @@ class GenerateBody(SequenceBody):
     window: Window | None = None
     truncated: Truncated = False
     stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
-
-
-class GeneratedTokenDocument(TypedDict):
-    """A generated token; in a stream, `text` is what it made certain."""
-
-    token_id: int
-    token: str
-    text: str
-    logprob: float
-    bytes: NotRequired[list[int]]
-
-
-class FinishDocument(ModelDocument):
-    """How a stream ends: as the whole answer, without the tokens' log-probabilities."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: Literal["stop", "length"]
-    mode: Mode
-    window: int | None
-    state: StateSource
-    error_bound: ErrorBound
-    latency: LatencyDocument
-
-
-class GenerationDocument(FinishDocument):
-    """What was generated."""
-
-    logprobs: list[float]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from wane.models.manifest import Certificate, Contraction, Quality, Role, Rounding, VocabularyInfo
-from wane.service.api.schemas.common import (
-    Body,
-)
-from wane.service.batching.cost_model import Cost
+from wane.models.manifest import Certificate, Contraction, Quality, Rounding, VocabularyInfo
+from wane.service.api.schemas.common import Body
+from wane.service.batching.cost_model import Costs
+from wane.service.registry.registry import Condition
 
 
 class IndexBody(Body):
@@ -73,15 +72,6 @@ class ModelFactsDocument(TypedDict):
     attribution: str | None
 
 
-Costs = Annotated[
-    dict[Role, list[Cost]],
-    Field(
-        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over what was "
-        "served since, the latest counting most; auto chooses by it"
-    ),
-]
-
-
 class ModelCardDocument(ModelFactsDocument):
     """One model, with the whole of its certificate, and what its runs cost here."""
 
@@ -89,7 +79,7 @@ class ModelCardDocument(ModelFactsDocument):
     costs: Costs
 
 
-class CertificateSummaryDocument(TypedDict):
+class CertificateSummary(BaseModel, from_attributes=True):
     """The certificate without its curve; `reason` says why a model is not certified."""
 
     contractive: bool
@@ -103,7 +93,7 @@ class CertificateSummaryDocument(TypedDict):
 class ModelSummaryDocument(ModelFactsDocument):
     """One model of the list."""
 
-    certificate: CertificateSummaryDocument
+    certificate: CertificateSummary
 
 
 class ModelListDocument(TypedDict):
@@ -111,9 +101,6 @@ class ModelListDocument(TypedDict):
 
     object: Literal["list"]
     data: list[ModelSummaryDocument]
-
-
-Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
 class LoadedDocument(TypedDict):
@@ -136,16 +123,6 @@ class ModelReadyDocument(TypedDict):
 
     name: str
     ready: bool
-
-
-class RepositoryEntryDocument(TypedDict):
-    """One version of a model; `version` is empty where its manifest cannot be read, `reason` where it is simply ready.
-    A model has several entries while one version takes another's place."""
-
-    name: str
-    version: str
-    state: Condition
-    reason: str
 
 
 class ProtocolFailureDocument(TypedDict):

@@ -25,9 +25,17 @@ from wane.service.api.schemas.common import (
     absent,
 )
 from wane.service.types import (
+    DURABLE,
     TOLERANCE_MODES,
     WINDOW_MODES,
+    Agreement,
+    ErrorBound,
+    LatencyDocument,
     Mode,
+    ModeAnswer,
+    ModelDocument,
+    PredictionDocument,
+    StateErrorBound,
     StateSource,
 )
 
@@ -64,81 +72,6 @@ class PredictBody(SequenceBody):
     prove: Prove = False
 
 
-ErrorBound = Annotated[
-    float | None,
-    Field(
-        description="total variation from the never-interrupted model, at most, at temperature 1 and before top-k or "
-        "top-p; proved but for the rounding of float32 runs, which was measured; 0: exact, but for that; "
-        "null: nothing is certified. A bound of 1 is no guarantee"
-    ),
-]
-
-
-StateErrorBound = Annotated[
-    float | None,
-    Field(
-        description="2-norm distance from the never-interrupted model at the output layer's input, at most; "
-        "null: nothing is certified"
-    ),
-]
-
-
-Durable = Annotated[
-    bool,
-    Field(
-        description="of a session in a store that replicas share: whether the store has acknowledged it as it is here; "
-        "if not, its latest tokens may be lost"
-    ),
-]
-
-
-class PredictionDocument(TypedDict):
-    """One possible next token; `bytes` only where `token` is not whole text."""
-
-    token_id: int
-    token: str
-    probability: float
-    logprob: float
-    bytes: NotRequired[list[int]]
-
-
-class LatencyDocument(TypedDict):
-    """Where the time went once the tokens were there: tokenising text comes before."""
-
-    queue_ms: float
-    compute_ms: float
-    total_ms: float
-
-
-class AgreementDocument(TypedDict):
-    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone proves that its first
-    token is the recurrent one's too, by its margin or, with `prove`, by a search; `top1_match`: it was seen to be."""
-
-    top1_match: bool
-    top1_proved: bool
-    total_variation: float
-    kl: float
-    max_logit_difference: float
-    state_distance: float
-    state_error_bound: StateErrorBound
-    error_bound: ErrorBound
-
-
-class ModeDocument(TypedDict):
-    """One mode's part in an answer to `both`."""
-
-    predictions: list[PredictionDocument]
-    latency: LatencyDocument
-
-
-class ModelDocument(TypedDict):
-    """Who answered, and where it ran."""
-
-    model: str
-    model_version: str
-    device: str
-
-
 class AnswerDocument(ModelDocument):
     """What comes next. `top1_proved`: the first prediction is proved to be the never-interrupted model's, by its margin
     or, with `prove`, by a search."""
@@ -151,12 +84,12 @@ class AnswerDocument(ModelDocument):
     error_bound: ErrorBound
     state_error_bound: StateErrorBound
     top1_proved: bool
-    modes: NotRequired[dict[str, ModeDocument]]
-    agreement: NotRequired[AgreementDocument]
+    modes: NotRequired[dict[str, ModeAnswer]]
+    agreement: NotRequired[Agreement]
     session: NotRequired[str]
     position: NotRequired[int]
     replayed: NotRequired[bool]
-    durable: NotRequired[Durable]
+    durable: NotRequired[Annotated[bool, Field(description=DURABLE)]]
 
 
 class FailureDocument(TypedDict):

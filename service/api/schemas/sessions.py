@@ -1,9 +1,9 @@
-"""A session."""
+"""Sessions and their steps."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, NotRequired, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
@@ -23,14 +23,8 @@ from wane.service.api.schemas.common import (
     TopK,
     WireMode,
     absent,
-    exactly_one,
 )
-from wane.service.api.schemas.predict import Durable, ErrorBound, ModelDocument
-from wane.service.types import (
-    MAX_POSITION,
-    Mode,
-    StateSource,
-)
+from wane.service.types import MAX_POSITION
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
 """What a body with a history has."""
@@ -67,8 +61,6 @@ class SessionBody(Body):
 
     @model_validator(mode="after")
     def _history_and_position(self) -> Self:
-        if all(getattr(self, name) is not None for name in self.not_both):
-            raise ValueError("give `history` or `input`, not both")
         if self.position is None and (self.history is not None or self.input is not None):
             name = "input" if self.history is None else "history"
             raise ValueError(f"`{name}` holds the last tokens before a position: give `position`, too")
@@ -134,8 +126,7 @@ class StreamBody(StepBody):
     idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        exactly_one(self, *self.one_of)
+    def _rewind_alone(self) -> Self:
         beside = self.model_fields_set - {"rewind"}
         if self.rewind is not None and beside:
             raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")
@@ -148,15 +139,3 @@ class RewindBody(Body):
     examples = ({"position": 1},)
 
     position: Natural = Field(description="how many tokens to keep; those after it must still be in the tail")
-
-
-class SessionDocument(ModelDocument):
-    """A session as its owner may see it. `position` counts its tokens, the start token <eos> not among them."""
-
-    session: str
-    mode: Mode
-    position: int
-    state: StateSource
-    error_bound: ErrorBound
-    idle_s: float
-    durable: NotRequired[Durable]

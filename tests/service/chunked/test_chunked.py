@@ -86,9 +86,8 @@ async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
     harness = make_harness(throughput=Told({0.0: 300}))
     in_order, parallel_cost = await both(harness, text(2700), 0)
     assert parallel_cost.logprobs == in_order.logprobs
-    summary = parallel_cost.summary
-    assert (summary.chunks, summary.warm_up, summary.rounds) == (WIDTH, 300, 1)
-    assert (summary.max_residual, summary.error_bound) == (0.0, 0.0)
+    assert (parallel_cost.chunks, parallel_cost.warm_up, parallel_cost.rounds) == (WIDTH, 300, 1)
+    assert (parallel_cost.max_residual, parallel_cost.error_bound) == (0.0, 0.0)
     assert max(len(rows) for role, rows in harness.runner.calls if role == "scan") == WIDTH
 
 
@@ -101,10 +100,9 @@ async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
     tokens = text(500)
     in_order, parallel_cost = await both(harness, tokens, 0)
     assert parallel_cost.logprobs == in_order.logprobs
-    summary = parallel_cost.summary
     cells = -(-len(tokens) // STEPS)
-    assert summary.rounds == 1 + cells - cells // WIDTH  # all but the first chunk's
-    assert (summary.chunks, summary.max_residual, summary.error_bound) == (WIDTH, 0.0, 0.0)
+    assert parallel_cost.rounds == 1 + cells - cells // WIDTH  # all but the first chunk's
+    assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
 
 
 async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() -> None:
@@ -112,8 +110,8 @@ async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() 
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=1100).tolist())
     in_order, parallel_cost = await both(served, tokens, 0)
     await served.engine.close()
-    assert parallel_cost.summary.rounds > 1
-    assert (parallel_cost.summary.chunks, parallel_cost.summary.error_bound) == (WIDTH, 0.0)
+    assert parallel_cost.rounds > 1
+    assert (parallel_cost.chunks, parallel_cost.error_bound) == (WIDTH, 0.0)
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=2e-5)
 
 
@@ -125,7 +123,7 @@ async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
     harness.runner.decay = np.float32(1.0)
     in_order, parallel_cost = await both(harness, text(2048), 0)
     assert parallel_cost.logprobs == in_order.logprobs
-    assert parallel_cost.summary.chunks == WIDTH
+    assert parallel_cost.chunks == WIDTH
     assert [len(rows[0]) for role, rows in harness.runner.calls if role == "scan"][-6:] == [256] * 6
 
 
@@ -136,7 +134,7 @@ async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on
     harness = make_harness(throughput=Told({0.0: 150}))
     in_order, parallel_cost = await both(harness, text(8192), 0)
     assert parallel_cost.logprobs == in_order.logprobs
-    assert parallel_cost.summary.rounds > 1
+    assert parallel_cost.rounds > 1
     warm_ups = {len(rows[0]) for role, rows in harness.runner.calls if role == "advance"}
     assert {150 % STEPS, 300 % STEPS} <= warm_ups
 
@@ -148,15 +146,14 @@ async def test_cells_are_run_again_only_until_they_meet_what_was_computed(
     tokens = text(2048)
     in_order, parallel_cost = await both(harness, tokens, 0)
     assert parallel_cost.logprobs == in_order.logprobs
-    assert 1 < parallel_cost.summary.rounds < len(tokens) / STEPS * 0.75
+    assert 1 < parallel_cost.rounds < len(tokens) / STEPS * 0.75
 
 
 async def test_without_a_tolerance_the_residual_is_small_and_told(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(throughput=Told({RESIDUAL: 16}))
     in_order, parallel_cost = await both(harness, text(2048), None)
-    summary = parallel_cost.summary
-    assert 0 < summary.max_residual <= RESIDUAL
-    assert summary.error_bound is None  # nothing is proved of this one
+    assert 0 < parallel_cost.max_residual <= RESIDUAL
+    assert parallel_cost.error_bound is None  # nothing is proved of this one
     assert parallel_cost.logprobs != in_order.logprobs
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
 
@@ -167,7 +164,7 @@ async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
     harness = make_harness(throughput=Told({RESIDUAL: 16, 0.0: 32}))
     in_order, parallel_cost = await both(harness, text(1024), 0.5)
     assert parallel_cost.logprobs == in_order.logprobs
-    assert parallel_cost.summary.error_bound == 0.0
+    assert parallel_cost.error_bound == 0.0
 
 
 @pytest.mark.parametrize("name", ["rnn-stable", "lstm-stable"])
@@ -182,7 +179,7 @@ async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
         in_order, parallel_cost = await both(served, tuple(document.tolist()), tolerance)
-        bound = parallel_cost.summary.error_bound
+        bound = parallel_cost.error_bound
         assert bound is not None and bound <= (2e-3 if tolerance is None else tolerance)
         seen = np.abs(np.exp(known(parallel_cost.logprobs)) - np.exp(known(in_order.logprobs))).max()
         assert seen <= bound or (bound == 0 and seen < 1e-6)  # 0 does not count that other batches round otherwise
@@ -196,13 +193,12 @@ async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_resi
     enough = harness.manifest.certificate.smallest_window(0.1)
     assert enough is not None and enough < 150
     in_order, parallel_cost = await both(harness, text(1500), 0.1)
-    summary = parallel_cost.summary
-    assert summary.warm_up == enough
-    assert summary.max_residual > RESIDUAL
-    assert summary.rounds == 1
-    assert summary.error_bound is not None and 0 < summary.error_bound <= 0.1
+    assert parallel_cost.warm_up == enough
+    assert parallel_cost.max_residual > RESIDUAL
+    assert parallel_cost.rounds == 1
+    assert parallel_cost.error_bound is not None and 0 < parallel_cost.error_bound <= 0.1
     seen = np.abs(np.exp(known(parallel_cost.logprobs)) - np.exp(known(in_order.logprobs))).max()
-    assert seen <= summary.error_bound
+    assert seen <= parallel_cost.error_bound
 
 
 class Strict(Propagation):
@@ -223,9 +219,8 @@ async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness:
     assert enough is not None and enough > 100
     in_order, parallel_cost = await both(harness, text(1500), tolerance)
     assert parallel_cost.logprobs == in_order.logprobs
-    summary = parallel_cost.summary
-    assert (summary.chunks, summary.max_residual, summary.error_bound) == (WIDTH, 0.0, 0.0)
-    assert summary.rounds > 1
+    assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
+    assert parallel_cost.rounds > 1
 
 
 async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_until_they_are_exact() -> None:
@@ -233,15 +228,14 @@ async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_u
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=3600).tolist())
     in_order, parallel_cost = await both(served, tokens, 1e-2)
     await served.engine.close()
-    summary = parallel_cost.summary
-    assert (summary.chunks, summary.warm_up, summary.error_bound) == (WIDTH, 400, 0.0)
+    assert (parallel_cost.chunks, parallel_cost.warm_up, parallel_cost.error_bound) == (WIDTH, 400, 0.0)
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-5)
 
 
 async def test_a_short_text_and_one_in_order_are_one_chunk(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(throughput=Told({0.0: 100}))
     for request in (ScoreRequest(text(40), ScoreMethod.PARALLEL, 0), ScoreRequest(text(2000), tolerance=0.1)):
-        summary = (await harness.engine.score(request)).summary
+        summary = await harness.engine.score(request)
         assert (summary.chunks, summary.warm_up, summary.rounds) == (1, None, 1)
         assert (summary.max_residual, summary.error_bound) == (0.0, 0.0)
 
@@ -267,7 +261,6 @@ async def test_a_document_comes_in_order_with_progress(
                 summary = item
     assert tuple(seen) == whole.logprobs
     assert done == sorted(done) and len(set(done)) > 5 and done[-1] == len(tokens)
-    assert summary.tokens == len(tokens)
     assert summary.perplexity == pytest.approx(np.exp(-np.mean(known(whole.logprobs))))
 
 

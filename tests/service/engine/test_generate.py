@@ -36,7 +36,7 @@ async def test_greedy_follows_the_model_one_step_a_token(harness: EngineHarness)
     tokens, finish = await generate(harness, GenerateRequest(PROMPT, max_tokens=6, temperature=0))
     assert [one.token_id for one in tokens] == greedy(harness, 6) == list(finish.tokens)
     assert harness.runner.roles() == ["window", *["step"] * 5]
-    assert (finish.reason, finish.mode, finish.state) == (
+    assert (finish.finish_reason, finish.mode, finish.state) == (
         FinishReason.LENGTH,
         Mode.RECURRENT,
         StateSource.FULL,
@@ -104,7 +104,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(harness:
     harness.runner.calls.clear()
     request = GenerateRequest(PROMPT, max_tokens=20, temperature=0, stop=(stop,))
     tokens, finish = await generate(harness, request)
-    assert finish.reason is FinishReason.STOP
+    assert finish.finish_reason is FinishReason.STOP
     assert finish.text == whole[: whole.index(stop)] == "".join(one.text for one in tokens)
     assert len(harness.runner.calls) == len(finish.tokens)
 
@@ -112,7 +112,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(harness:
 async def test_a_sequence_of_events_stops_at_its_end(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary("events"))
     _, finish = await generate(harness, GenerateRequest((2, 3), max_tokens=200, seed=3))
-    assert finish.reason is FinishReason.STOP
+    assert finish.finish_reason is FinishReason.STOP
     assert finish.tokens[-1] == EOS
     assert EOS not in finish.tokens[:-1]
 

@@ -22,7 +22,7 @@ from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.redis import RedisStore
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
-from wane.service.types import Answer, History, Mode, PredictRequest, StateSource, StepRequest
+from wane.service.types import Answer, History, Mode, NewSession, PredictRequest, SessionView, StateSource, StepRequest
 
 pytestmark = pytest.mark.stack
 
@@ -145,7 +145,7 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
     history = History((5, 6, 7), 10)
     view = await one.engine.create_session("s", history=history)
     again = await other.engine.create_session("s", history=history)
-    assert (view.created, again.created, again.durable) == (True, False, True)
+    assert (type(view), type(again), again.durable) == (NewSession, SessionView, True)
     assert (view.state, view.error_bound) == (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(3))
     input_ids = [5, 6, 7]
     for position, harness in ((10, other), (11, one), (12, other)):
@@ -169,7 +169,7 @@ async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_his
         await harness.engine.get_session("nobody")
     view = await harness.engine.create_session("s", history=History((5, 6), 4))
     assert (view.durable, view.error_bound) == (False, harness.manifest.certificate.error_bound_at(2))
-    assert not (await harness.engine.create_session("s", history=History((5, 6), 4))).created
+    assert type(await harness.engine.create_session("s", history=History((5, 6), 4))) is SessionView
     assert listed(await step(harness, 7, 4)) == ranked(harness.runner.logits([5, 6, 7]))
     with pytest.raises(SessionExists):
         await harness.engine.create_session("s", history=History((5, 6), 4))

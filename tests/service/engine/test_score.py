@@ -30,8 +30,8 @@ async def test_every_given_token_has_its_log_probability_given_those_before_it(h
     tokens = (10, 11, 12, 10)
     score = await harness.engine.score(ScoreRequest(tokens))
     assert score.logprobs == pytest.approx(expected(harness, tokens), abs=1e-5)
-    assert score.summary.perplexity == pytest.approx(np.exp(-np.mean(known(score.logprobs))))
-    assert (score.summary.error_bound, score.summary.max_residual) == (0.0, 0.0)
+    assert score.perplexity == pytest.approx(np.exp(-np.mean(known(score.logprobs))))
+    assert (score.error_bound, score.max_residual) == (0.0, 0.0)
 
 
 async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(harness: EngineHarness) -> None:
@@ -78,7 +78,7 @@ async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
 ) -> None:
     monkeypatch.setattr(harness.runner, "_head", harness.runner._head * np.float32(1e4))
     score = await harness.engine.score(ScoreRequest((10, 11, 12)))
-    assert score.summary.perplexity is not None and np.isfinite(score.summary.perplexity)
+    assert score.perplexity is not None and np.isfinite(score.perplexity)
 
 
 # Truncated sequences
@@ -99,9 +99,8 @@ async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(
     assert score.logprobs[0] is None
     assert score.logprobs[1:] == pytest.approx(truncated(harness, tokens), abs=1e-5)
     assert score.error_bounds == (None, epsilon(1), epsilon(2), epsilon(3))
-    summary = score.summary
-    assert (summary.tokens, summary.error_bound) == (4, epsilon(1))
-    assert summary.perplexity == pytest.approx(np.exp(-np.mean(truncated(harness, tokens))))
+    assert (len(score.tokens), score.error_bound) == (4, epsilon(1))
+    assert score.perplexity == pytest.approx(np.exp(-np.mean(truncated(harness, tokens))))
     assert harness.runner.calls == [("scan", [[10, 11, 12]])]
 
 
@@ -127,27 +126,26 @@ async def test_chunks_side_by_side_add_what_their_joints_may_come_to(
     tokens = tuple(10 + index * index % 97 for index in range(1500))
     in_order = await harness.engine.score(ScoreRequest(tokens, truncated=True))
     score = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0.1, truncated=True))
-    summary = score.summary
-    assert (summary.chunks, summary.rounds) == (4, 1) and summary.max_residual > RESIDUAL
+    assert (score.chunks, score.rounds) == (4, 1) and score.max_residual > RESIDUAL
     assert score.logprobs[0] is None and score.logprobs[1:] == pytest.approx(in_order.logprobs[1:], abs=0.5)
     assert score.error_bounds is not None and in_order.error_bounds is not None
-    assert summary.warm_up is not None
-    joints = epsilon(summary.warm_up + 1)
+    assert score.warm_up is not None
+    joints = epsilon(score.warm_up + 1)
     assert joints is not None and 0 < joints <= 0.1
     for length, found in enumerate(score.error_bounds[1:], 1):
         alone = epsilon(length)
         assert alone is not None and found == min(alone + joints, 1)
-    assert summary.error_bound == score.error_bounds[1]
+    assert score.error_bound == score.error_bounds[1]
 
 
 async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(harness: EngineHarness) -> None:
     score = await harness.engine.score(ScoreRequest((10,), truncated=True))
     assert (score.logprobs, score.error_bounds) == ((None,), (None,))
-    assert (score.summary.tokens, score.summary.perplexity, score.summary.error_bound) == (1, None, None)
+    assert (score.tokens, score.perplexity, score.error_bound) == ((10,), None, None)
     assert harness.runner.calls == []
 
 
 async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(harness: EngineHarness) -> None:
     score = await harness.engine.score(ScoreRequest((10, 11, 12), truncated=True))
-    assert (score.error_bounds, score.summary.error_bound) == ((None, None, None), None)
+    assert (score.error_bounds, score.error_bound) == ((None, None, None), None)
     assert (await harness.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.shipped import PATHS
 from wane.models.manifest import Role
 from wane.service.engine import shadow
-from wane.service.engine.agreement import compare
+from wane.service.engine.agreement import AgreementBySource, Source, compare
 from wane.service.engine.shadow import Shadow
+from wane.service.engine.stats import ShadowReport
 from wane.service.observability.metrics import Metrics
 from wane.service.registry.registry import ModelRegistry
 from wane.service.runners.runner import Array
@@ -47,9 +47,9 @@ async def settled(found: Shadow) -> None:
         await (asyncio.wait({found._running}) if found._running else asyncio.sleep(0))
 
 
-async def report(harness: EngineHarness) -> tuple[dict[str, Any], dict[str, Any]]:
+async def report(harness: EngineHarness) -> tuple[AgreementBySource, ShadowReport]:
     """The report's `agreement` and `shadow`."""
-    document: dict[str, Any] = await harness.engine.report()
+    document = await harness.engine.report()
     return document["agreement"], document["shadow"]
 
 
@@ -125,7 +125,7 @@ async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: Mak
     await settled(shadow_of(harness))
     agreement, shadows = await report(harness)
     sources = agreement["sources"]
-    assert [agreement["compared"], sources["both"]["compared"], sources["shadow"]["compared"]] == [3, 1, 2]
+    assert [agreement["compared"], sources[Source.BOTH]["compared"], sources[Source.SHADOW]["compared"]] == [3, 1, 2]
     assert shadows["cpu_s"] > 0
     assert harness.sample("wane_shadow_total", outcome="compared") == 2
     assert harness.sample("wane_agreement_compared_total") == 3
@@ -342,7 +342,7 @@ async def test_a_pair_further_apart_than_is_claimed_is_counted(
     await session_of(harness, 2, 3)  # no token is missing, so nothing may be
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
-    assert agreement["sources"]["shadow"]["bound_violations"] == agreement["bound_violations"] == 1
+    assert agreement["sources"][Source.SHADOW]["bound_violations"] == agreement["bound_violations"] == 1
     assert harness.sample("wane_agreement_bound_violations_total") == 1
     assert "further apart than is claimed" in caplog.text
 
@@ -376,7 +376,7 @@ async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeHarne
     await settled(shadow_of(harness))
     epsilon = harness.manifest.certificate.error_bound_at(20)
     found = (await report(harness))[0]["error_bound"]["max"]
-    assert epsilon is not None and 0 < found < epsilon
+    assert epsilon is not None and found is not None and 0 < found < epsilon
 
 
 async def test_without_a_rate_there_is_nothing_that_could_cost(make_harness: MakeHarness) -> None:
@@ -398,12 +398,12 @@ async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_
     await engine.submit(PredictRequest(tokens, mode=Mode.WINDOW))
     both = await engine.submit(PredictRequest(tokens, mode=Mode.BOTH))
     await settled(found)
-    document: dict[str, Any] = await engine.report()
+    document = await engine.report()
     sources = document["agreement"]["sources"]
     assert both.agreement is not None
-    assert sources["shadow"]["compared"] == 2
-    assert sources["shadow"]["bound_violations"] == 0
-    assert sources["shadow"]["total_variation"]["max"] == pytest.approx(both.agreement.total_variation, abs=1e-6)
+    assert sources[Source.SHADOW]["compared"] == 2
+    assert sources[Source.SHADOW]["bound_violations"] == 0
+    assert sources[Source.SHADOW]["total_variation"]["max"] == pytest.approx(both.agreement.total_variation, abs=1e-6)
     assert document["shadow"]["cpu_s"] > 0
     await registry.close()
 

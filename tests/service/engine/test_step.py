@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from wane.service.errors import (
 )
 from wane.service.sessions.stores.memory import MemoryStore, entry_bytes
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, Store, of_tokens
-from wane.service.types import Mode, PredictRequest, ScoreRequest, StateSource, StepRequest
+from wane.service.types import Mode, PredictRequest, ScoreRequest, SessionView, StateSource, StepRequest
 
 EOS = 0
 
@@ -59,7 +59,7 @@ async def start(harness: EngineHarness, *tokens: int, mode: Mode | None = None) 
 async def test_a_fresh_session_is_at_position_0_and_exact(harness: EngineHarness) -> None:
     view = await harness.engine.create_session()
     assert (view.position, view.state, view.error_bound) == (0, StateSource.RESIDENT, 0.0)
-    assert await harness.engine.get_session(view.session) == replace(view, created=False)
+    assert await harness.engine.get_session(view.session) == SessionView(**asdict(view))
 
 
 async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: EngineHarness) -> None:

@@ -128,7 +128,7 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
     assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
     assert [engine.name for engine in registry.served] == ["lstm"]
     assert (registry.ready, registry.status, other.done()) == (False, "loading", False)
-    states = {entry.name: entry.condition for entry in await registry.index()}
+    states = {entry.name: entry.state for entry in await registry.index()}
     assert states == {"lstm": "READY", "gated": "LOADING", "rnn-stable": "LOADING"}
     with pytest.raises(DeadlineExceeded, match="while the server was loading the model"):
         await registry.wait_for("gated", asyncio.get_running_loop().time() - 1)
@@ -397,7 +397,7 @@ async def test_a_bundle_that_cannot_be_loaded_is_left_out_and_named(
     assert reason in registry.failures["other"].reason
     assert f"model 'other' was not loaded: {reason}" in caplog.text
     (entry,) = [entry for entry in await registry.index() if entry.name == "other"]
-    assert entry.condition == "UNAVAILABLE" and reason in entry.reason
+    assert entry.state == "UNAVAILABLE" and reason in entry.reason
     with pytest.raises(UnknownModel, match=f"'other' was not loaded: {reason}"):
         registry.get("other")
     await registry.close()
@@ -440,8 +440,8 @@ async def test_a_bundle_that_cannot_be_read_in_a_folder_with_the_name_of_another
     await registry.load()
     reason = "lstm/manifest.json: cannot be read as JSON"
     assert f"a bundle was not loaded: {reason}" in caplog.text
-    ready, unreadable = sorted(await registry.index(), key=lambda entry: entry.condition)
-    assert (ready.name, ready.condition, unreadable.condition) == ("lstm", "READY", "UNAVAILABLE")
+    ready, unreadable = sorted(await registry.index(), key=lambda entry: entry.state)
+    assert (ready.name, ready.state, unreadable.state) == ("lstm", "READY", "UNAVAILABLE")
     assert unreadable.reason.startswith(reason)
     await registry.close()
     with pytest.raises(RegistryError, match=reason):

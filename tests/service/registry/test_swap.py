@@ -107,7 +107,7 @@ async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_vers
     assert (await old.submit(PredictRequest(TOKENS))).predictions
     epoch.leave()
     await registry.settled()
-    assert await registry.index() == [IndexEntry(MODEL, "2", "READY")]
+    assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     with pytest.raises(Unavailable):
         await old.submit(PredictRequest(TOKENS))
 
@@ -151,8 +151,8 @@ async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
     assert (await step(registry, session, 9)).state is StateSource.RESIDENT
     assert reason in caplog.text
     index = await registry.index()
-    assert IndexEntry(MODEL, "1", "READY") in index
-    assert all(reason in entry.reason for entry in index if entry.condition == "UNAVAILABLE")
+    assert IndexEntry(MODEL, "1", "READY", "") in index
+    assert all(reason in entry.reason for entry in index if entry.state == "UNAVAILABLE")
 
 
 async def test_a_graph_that_is_not_the_weights_is_not_loaded(
@@ -218,7 +218,7 @@ async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_o
     index = await registry.index()
     assert index == [
         IndexEntry(MODEL, "1", "READY", "for the sessions of its tokenizer only"),
-        IndexEntry(MODEL, "2", "READY"),
+        IndexEntry(MODEL, "2", "READY", ""),
     ]
     report = (await registry.report())["models"]
     assert isinstance(report, list)
@@ -247,7 +247,7 @@ async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder
         await asyncio.wait([watching])
     await registry.settled()
     assert old.retired
-    assert await registry.index() == [IndexEntry(MODEL, "2", "READY")]
+    assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     await registry.close()
 
 

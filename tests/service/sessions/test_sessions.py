@@ -13,7 +13,7 @@ from tests.service.engine_harness import EngineHarness, MakeHarness
 from tests.service.oracle import Small
 from wane.models.cell_registry import CELLS, Cell
 from wane.service.errors import InvalidRequest, PositionConflict, QuotaExceeded, SessionExists
-from wane.service.types import History, Mode, Owner, PredictRequest, StateSource, StepRequest
+from wane.service.types import History, Mode, NewSession, Owner, PredictRequest, SessionView, StateSource, StepRequest
 
 TOKENS = tuple(range(10, 30))
 
@@ -30,7 +30,7 @@ def epsilon(harness: EngineHarness, known: int) -> float | None:
 
 async def test_a_history_of_all_tokens_is_the_whole_sequence(harness: EngineHarness) -> None:
     view = await harness.engine.create_session("s", history=History((5, 6, 7), 3))
-    assert (view.position, view.state, view.error_bound, view.created) == (3, StateSource.REBUILT, 0.0, True)
+    assert (view.position, view.state, view.error_bound, type(view)) == (3, StateSource.REBUILT, 0.0, NewSession)
     answer = await harness.engine.submit(StepRequest("s", (8,), expected_position=3))
     assert (answer.position, answer.state, answer.error_bound) == (4, StateSource.REBUILT, 0.0)
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6, 7, 8])
@@ -163,7 +163,7 @@ async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refuse
     created = await harness.engine.create_session("s", mode, history=history)
     harness.clock.now_s += 5
     again = await harness.engine.create_session("s", mode, history=history)
-    assert (created.created, again.created) == (True, False)
+    assert (type(created), type(again)) == (NewSession, SessionView)
     assert (again.position, again.mode, again.state, again.error_bound, again.idle_s) == (
         (created.position, created.mode, created.state, created.error_bound, 0.0)
     )
@@ -178,9 +178,9 @@ async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refuse
 
 async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(harness: EngineHarness) -> None:
     ann, bob = Owner("ann", 1), Owner("bob", 1)
-    assert (await harness.engine.create_session("s", owner=ann)).created
-    assert not (await harness.engine.create_session("s", owner=ann)).created
-    assert (await harness.engine.create_session("s", owner=bob)).created
+    assert isinstance(await harness.engine.create_session("s", owner=ann), NewSession)
+    assert not isinstance(await harness.engine.create_session("s", owner=ann), NewSession)
+    assert isinstance(await harness.engine.create_session("s", owner=bob), NewSession)
     with pytest.raises(QuotaExceeded):
         await harness.engine.create_session("t", owner=ann)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from math import exp
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
-import orjson
 import pytest
 
 from tests.service.conftest import SocketServer
@@ -38,15 +37,16 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
             turn += 1
             await asyncio.sleep(0)
 
-    def dumps(value: object, **given: Any) -> bytes:
+    def json_bytes(value: object) -> bytes:
         for one in (value, *(value.values() if isinstance(value, dict) else ())):
-            if isinstance(one, list):
-                sizes.append(len(one))
+            if type(one) in (list, tuple):
+                sizes.append(len(cast(Sequence[object], one)))
                 turns.append(turn)
-        return orjson.dumps(value, **given)
+        return in_one_piece(value)
 
-    monkeypatch.setattr(encode, "VALUES_AT_ONCE", 4, raising=False)
-    monkeypatch.setattr(encode, "orjson", SimpleNamespace(dumps=dumps))
+    in_one_piece = encode.json_bytes
+    monkeypatch.setattr(encode, "VALUES_AT_ONCE", 4)
+    monkeypatch.setattr(encode, "json_bytes", json_bytes)
     counting = asyncio.create_task(count_turns())
     content = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
     counting.cancel()

@@ -1,0 +1,60 @@
+"""Results as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Send
+
+from wane.service.api.deps import note_answer
+from wane.service.api.encode import json_bytes
+from wane.service.api.exchange import context
+from wane.service.api.problem import failure_document
+from wane.service.engine.stream import Stream
+from wane.service.types import Finish, GeneratedToken, ScoredTokens, ScoreProgress, ScoreSummary
+
+EVENTS: dict[type, str] = {
+    GeneratedToken: "token",
+    Finish: "finish",
+    ScoreProgress: "progress",
+    ScoredTokens: "tokens",
+    ScoreSummary: "finish",
+}
+"""The event that a result is sent as. A failure is `error`."""
+
+DESCRIPTION: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+class EventStream(StreamingResponse):
+    """A stream of results as an answer. When the client leaves, the stream is closed at once."""
+
+    def __init__(self, request: Request, results: Stream[Any]) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        self.results = results
+        self.events = self._events(request, results)
+        super().__init__(self.events, headers=headers, media_type="text/event-stream")
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.results), aclosing(self.events):
+            await super().stream_response(send)
+
+    @staticmethod
+    async def _events(request: Request, results: Stream[Any]) -> AsyncGenerator[bytes, None]:
+        try:
+            async for result in results:
+                if isinstance(result, Finish):
+                    note_answer(request.scope, result)
+                yield event(EVENTS[type(result)], result)
+        except Exception as error:  # the answer has begun: what fails now can only be told in it
+            document = failure_document(request.scope, error)
+            context(request.scope).fields["error"] = document["code"]
+            yield event("error", document)
+
+
+def event(name: str, result: object) -> bytes:
+    """One server-sent event. JSON holds no raw line break, so that one `data:` line is enough."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), json_bytes(result))

@@ -1,0 +1,58 @@
+"""Results that come one after another, such as a generation's tokens or a score's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack
+from typing import Generic, Self, TypeVar
+
+from wane.service.engine.backlog import Share
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """An asynchronous iterator over results. To be closed (`contextlib.aclosing`) however the iteration ends."""
+
+    def __init__(self, items: AsyncGenerator[T, None], first: T, share: Share, end: Callable[[], None]) -> None:
+        self._items = items
+        self._first: T | None = first
+        self._share = share
+        self._end: Callable[[], None] | None = end
+
+    @classmethod
+    async def begin(cls, items: AsyncGenerator[T, None], share: Share, held: ExitStack) -> Self:
+        """Waits for the first result, so that a request which cannot be served fails before anything is said of it.
+
+        The stream takes over what `held` holds, and gives it back when it is over or closed. `share` takes turns only
+        while a result is awaited.
+        """
+        first = await anext(items)
+        share.pause()
+        return cls(items, first, share, held.pop_all().close)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        first, self._first = self._first, None
+        if first is not None:
+            return first
+        self._share.resume()
+        try:
+            return await anext(self._items)
+        except BaseException:
+            self._over()
+            raise
+        finally:
+            self._share.pause()
+
+    async def aclose(self) -> None:
+        """Ends the stream, however far it came."""
+        await self._items.aclose()
+        self._over()
+
+    def _over(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
