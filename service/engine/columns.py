@@ -260,6 +260,7 @@ class StepColumns:
         self._max_queue = max_queue
         self._queue_columns = queue_columns
         self._abandoned = metrics.queue_dropped.labels(model, "abandoned")
+        self._conflicts = metrics.step_conflicts.labels(model)
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._rows: list[StepRow] = []
         self._flushes = 0  # of the resident sessions, when the first of those that wait was taken in
@@ -361,6 +362,7 @@ class StepColumns:
             self._running = None
             self._state_cache.release_all(batch.slots.tolist())
             good = self._resident_still(batch)
+            self._conflicts.inc(np.count_nonzero(~good))
         if batch.failure is not None:
             self._hand_back(batch, entered=True)
             return

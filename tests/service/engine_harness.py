@@ -195,7 +195,7 @@ class FakeRunner:
         if any(self.poison in row for row in rows):
             raise RuntimeError("a poisoned token")
         if role == "head":
-            return {"logits": self._logits(feeds["hidden"])}
+            return self._with_top({"logits": self._logits(feeds["hidden"])})
         assert tokens is not None
         if role == "window":
             zero = np.zeros((len(tokens), HIDDEN), np.float32)
@@ -224,16 +224,25 @@ class FakeRunner:
         outputs |= {f"next.{name}": value for name, value in state.items()}
         if role in ("step", "window"):
             outputs["logits"] = self._logits(state["layers.0.h"])
-        if role == "step" and self.puts_out_top:
-            logits = outputs["logits"]
-            ids = np.argsort(-logits, axis=1, kind="stable")[:, :TOP].astype(np.int64)
-            outputs |= {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, 1)}
-            shifted = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float64)
-            outputs[LOG_SUM_EXP] = (np.log(shifted.sum(axis=1)) + logits.max(axis=1)).astype(np.float32)
+        if role in ("step", "window"):
+            outputs = self._with_top(outputs)
         if role == "window" and self.radius is not None:
             outputs[RADIUS] = np.full(len(tokens), self.radius, np.float32)
             outputs[STREAM] = np.zeros((len(tokens), HIDDEN), np.float32)
         return outputs
+
+    def _with_top(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """With the largest logits, which graphs of an earlier export do not put out."""
+        if not self.puts_out_top:
+            return outputs
+        logits = outputs["logits"]
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, :TOP].astype(np.int64)
+        shifted = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float64)
+        return outputs | {
+            TOP_IDS: ids,
+            TOP_LOGITS: np.take_along_axis(logits, ids, 1),
+            LOG_SUM_EXP: (np.log(shifted.sum(axis=1)) + logits.max(axis=1)).astype(np.float32),
+        }
 
     def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
         cell = self.decay * state["layers.0.c"] + self._embedding[tokens]
