@@ -12,7 +12,7 @@ import pytest
 from tests.scripts.test_environment import SCRIPTS, put
 
 PYPROJECT = "[project]\n"
-ALL = ["-m", "pytest", "--numprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+ALL = ["-m", "pytest", "--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 # Writes down how pytest was called, an argument a line, and ends with the status that it is told.
 PYTHON = f"""#!/usr/bin/env bash
@@ -44,7 +44,7 @@ def called(checkout: Path, *arguments: str, status: int = 0) -> list[str]:
     return (checkout / "called").read_text().splitlines()
 
 
-def test_without_arguments_all_tests_are_run_in_four_processes(checkout: Path) -> None:
+def test_without_arguments_all_tests_are_run_in_three_processes(checkout: Path) -> None:
     assert called(checkout) == ALL
 
 
