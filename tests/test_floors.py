@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -102,15 +102,17 @@ def module_of(path: Path) -> str:
     return f"wane.{name_of(path)}".replace("/", ".").removesuffix(".__init__")
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
     """Every module that a file imports, at its top or inside a function; those for the type checker too."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, f"{path}: imports are absolute"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
@@ -247,4 +249,4 @@ def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_s_init_imports_nothing(package: str) -> None:
-    assert list(imports(ROOT / package / "__init__.py")) == []
+    assert imports(ROOT / package / "__init__.py") == []

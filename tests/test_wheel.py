@@ -77,8 +77,9 @@ def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, cwd=source)
     (wheel,) = folder.glob("*.whl")
     site = folder / "site"
-    run(sys.executable, "-m", "venv", site, cwd=folder)
-    run(site / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", site, cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", site, "--quiet", "--disable-pip-version-check")
+    run(*pip, "install", wheel, cwd=folder)
     return site
 
 

@@ -7,6 +7,8 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.transcript import parse, run
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_the_readme_s_commands_print_what_it_says() -> None:
     commands = parse((ROOT / "README.md").read_text(encoding="utf-8"))
     assert any(command.background for command in commands), "the README starts a server"

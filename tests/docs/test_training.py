@@ -7,12 +7,15 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import processes
 from tests.docs.transcript import parse, run
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_on_training_print_what_it_says(tmp_path: Path) -> None:
     commands = parse((ROOT / "docs/training.md").read_text(encoding="utf-8"))
     assert len(commands) == 2

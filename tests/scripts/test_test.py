@@ -12,16 +12,13 @@ import pytest
 from tests.scripts.test_environment import SCRIPTS, put
 
 PYPROJECT = "[project]\n"
-ALL = [
-    ["-m", "pytest", "-m", "not stack", "--numprocesses", "2", "--dist", "loadfile"],
-    ["-m", "pytest", "-m", "stack", "--numprocesses", "3", "--dist", "loadfile"],
-]
+ALL = ["-m", "pytest", "--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 
-# Writes down how pytest was called, an argument a line, and fails the first time as it is told to.
+# Writes down how pytest was called, an argument a line, and ends with the status that it is told.
 PYTHON = f"""#!/usr/bin/env bash
 if [ "$2" = pytest ]; then
-    printf '%s\\n' "$@" "" >>called
-    [ ! -e fails ] || {{ status="$(cat fails)"; rm fails; exit "$status"; }}
+    printf '%s\\n' "$@" >called
+    [ ! -e fails ] || exit "$(cat fails)"
 elif [ "$1" = -c ]; then
     echo {hashlib.sha256(PYPROJECT.encode()).hexdigest()}
 fi
@@ -40,37 +37,28 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def called(checkout: Path, *arguments: str, status: int = 0) -> list[list[str]]:
-    """What python was called with, call by call."""
+def called(checkout: Path, *arguments: str, status: int = 0) -> list[str]:
+    """What pytest was called with."""
     ended = subprocess.run([checkout / "scripts" / "test", *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stderr
-    return [call.splitlines() for call in (checkout / "called").read_text().split("\n\n")[:-1]]
+    return (checkout / "called").read_text().splitlines()
 
 
-def test_what_runs_real_programs_comes_after_all_others(checkout: Path) -> None:
+def test_without_arguments_all_tests_are_run_in_three_processes(checkout: Path) -> None:
     assert called(checkout) == ALL
 
 
 def test_what_is_asked_for_is_run_as_it_is_asked_for(checkout: Path) -> None:
-    assert called(checkout, "tests/stack", "-k", "a b") == [["-m", "pytest", "tests/stack", "-k", "a b"]]
+    assert called(checkout, "tests/stack", "-k", "a b") == ["-m", "pytest", "tests/stack", "-k", "a b"]
 
 
-def test_tests_that_need_torch_can_be_left_out_of_all(checkout: Path) -> None:
-    first, second = called(checkout, "--no-train")
-    assert first[2:5] == ["--ignore=tests/training", "-m", "not stack and not train"]
-    assert second[2:5] == ["--ignore=tests/training", "-m", "stack and not train"]
+@pytest.mark.parametrize("chosen", [[], ["tests/models"]], ids=["all", "some"])
+def test_tests_that_need_torch_can_be_left_out(checkout: Path, chosen: list[str]) -> None:
+    without = ["--ignore=tests/training", "-m", "not train"]
+    assert called(checkout, "--no-train", *chosen) == ["-m", "pytest", *without, *(chosen or ALL[2:])]
 
 
-def test_tests_that_need_torch_can_be_left_out_of_some(checkout: Path) -> None:
-    (call,) = called(checkout, "--no-train", "tests/models")
-    assert call[2:] == ["--ignore=tests/training", "-m", "not train", "tests/models"]
-
-
-def test_the_second_part_is_run_though_the_first_has_failed(checkout: Path) -> None:
-    (checkout / "fails").write_text("1")
-    assert called(checkout, status=1) == ALL
-
-
-def test_whoever_interrupts_the_first_part_ends_all(checkout: Path) -> None:
-    (checkout / "fails").write_text("2")
-    assert called(checkout, status=2) == ALL[:1]
+@pytest.mark.parametrize("status", [1, 2])
+def test_the_exit_status_is_that_of_pytest(checkout: Path, status: int) -> None:
+    (checkout / "fails").write_text(str(status))
+    assert called(checkout, status=status) == ALL

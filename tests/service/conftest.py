@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any, cast
 
 import httpx
@@ -127,10 +128,16 @@ async def server(
 
 
 @pytest.fixture(scope="session")
-def live() -> Iterator[LiveServer]:
-    """The real server in a process of its own, with the real models."""
-    with live_server() as server:
-        yield server
+def live_servers() -> Iterator[Callable[[bool], LiveServer]]:
+    """The real server with the real models, on uvicorn's own protocol classes or not; each is started once."""
+    with ExitStack() as started:
+        yield cache(lambda plain_uvicorn: started.enter_context(live_server(plain_uvicorn=plain_uvicorn)))
+
+
+@pytest.fixture(scope="session")
+def live(live_servers: Callable[[bool], LiveServer]) -> LiveServer:
+    """The real server in a process of its own."""
+    return live_servers(False)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import pytest
 
 from tests.service.conftest import SocketServer
 from tests.service.fake_engine import FakeEngine, FakeRegistry
-from tests.service.live_server import TIMEOUT_S, LiveServer, environment, live_server, run, starting_server
+from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, environment, live_server, run, starting_server
 from tests.service.problems import assert_problem
 from tests.service.shipped import FOLDER, PATHS
 from wane.cli import main
@@ -102,7 +102,7 @@ async def test_a_request_that_outlasts_the_server_is_answered_503_and_logged_as_
 
 
 def test_a_server_that_is_told_to_stop_ends_well() -> None:
-    with live_server() as server:
+    with live_server(WANE_BUNDLES=BUNDLE) as server:
         assert httpx.get(f"{server.url}/readyz").json()["ready"] is True
         assert server.stop() == 0
         server.read_until("draining")

@@ -1,4 +1,5 @@
-"""Train on a real text, kill -9 half-way, resume, export, serve, ask: the commands themselves, as a user runs them."""
+"""Train on a real text, kill -9 half-way, resume, export, serve, ask: the commands themselves. Those that are killed or
+stopped run in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -29,11 +31,18 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run(*arguments: object) -> str:
-    process = start(*arguments)
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, output
-    return output
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a command in this process, to its end, and returns what it printed."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments: object) -> str:
+        status = main([*map(str, arguments)])
+        output = "".join(capsys.readouterr())
+        assert status == 0, output
+        return output
+
+    return run
 
 
 def endless(experiment: str) -> str:
@@ -60,7 +69,7 @@ def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None:
+def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path, run: Callable[..., str]) -> None:
     whole, cut, experiment = tmp_path / "whole", tmp_path / "cut", tmp_path / "licence.toml"
     # It goes on until it is killed, so that the kill cannot come too late.
     experiment.write_text(endless(EXPERIMENT.read_text()))
@@ -72,15 +81,15 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path) -> None
     at = RunFolder(cut).load("checkpoint.pt")["step"]
     steps = at + 100
     experiment.write_text(experiment.read_text().replace(ENDLESS, f"steps = {steps}\n"))
-    assert f"from step {at}" in run("wane", "train", experiment, "--run", cut)
-    run("wane", "train", experiment, "--run", whole)
+    assert f"from step {at}" in run("train", experiment, "--run", cut)
+    run("train", experiment, "--run", whole)
     assert logged(cut) == logged(whole)
     assert logged(cut)[steps] < logged(cut)[50]
 
     bundles = tmp_path / "bundles"
-    exported = run("wane", "export", cut, "--bundles", bundles)
+    exported = run("export", cut, "--bundles", bundles)
     assert "contractive" in exported
-    exported = run("wane", "export", cut, "--bundles", tmp_path / "quantised", "--precision", "int8")
+    exported = run("export", cut, "--bundles", tmp_path / "quantised", "--precision", "int8")
     assert "not certified: its graphs multiply in int8" in exported
     quantised = json.loads((tmp_path / "quantised" / "licence-int8" / "manifest.json").read_text())
     assert (quantised["name"], quantised["precision"], quantised["quality"]) == ("licence-int8", "int8", None)

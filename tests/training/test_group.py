@@ -191,6 +191,7 @@ def test_weights_that_have_come_apart_stop_the_run_at_its_next_evaluation(togeth
     assert max(record["step"] for record in records(together / "drift")) < 20
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_goes_on(tmp_path: Path) -> None:
     experiment, folder = tmp_path / "long.toml", tmp_path / "run"
     experiment.write_text(EXPERIMENT)

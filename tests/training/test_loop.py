@@ -56,7 +56,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_losses_of_one_that_was_not(
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_cell_learns_in_both_regimes(tmp_path: Path, cell: Cell, contraction: float | None, regime: str) -> None:
     model = ModelConfig(cell=cell, hidden=24, layers=2, contraction=contraction)
-    chosen = experiment(model, regime=regime, steps=60, learning_rate=2e-2, evaluate_every=60, checkpoint_every=60)
+    seldom = {"evaluate_every": 60, "checkpoint_every": 60, "project_every": 4}
+    chosen = experiment(model, regime=regime, steps=60, learning_rate=2e-2, **seldom)
     losses = [progress.loss for progress in Trainer(chosen, text_corpus(), RunFolder(tmp_path)).run()]
     uniform = math.log(300)
     assert sum(losses[-5:]) / 5 < uniform - 1.0

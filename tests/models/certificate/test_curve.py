@@ -55,7 +55,7 @@ def bad_states(
     return Adversary(model, weights).states(reach, last, FLIPS, np.random.default_rng(0))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     recurrent=st.floats(0.02, 2.0),

@@ -56,7 +56,7 @@ def worst_pasts(
     return pasts, found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     recurrent=st.floats(0.02, 1.5),

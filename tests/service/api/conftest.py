@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 
-from tests.service.live_server import TIMEOUT_S, LiveServer, live_server
+from tests.service.live_server import TIMEOUT_S, LiveServer
 
 
 @pytest.fixture(scope="session", params=[False, True], ids=["wane", "uvicorn"])
-def live(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """The real server in a process of its own, with the real models."""
-    with live_server(plain_uvicorn=request.param) as server:
-        yield server
+def live(request: pytest.FixtureRequest, live_servers: Callable[[bool], LiveServer]) -> LiveServer:
+    """The real server in a process of its own."""
+    return live_servers(request.param)
 
 
 @pytest.fixture(scope="session")

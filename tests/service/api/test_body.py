@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,12 +92,15 @@ async def test_a_body_that_is_wrong_a_thousand_times_builds_at_most_two_errors(
     assert refused.field == field
 
 
-def filled(before: bytes, item: bytes, after: bytes) -> bytes:
-    """As many of an item as a body may hold."""
-    return before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
+MakeBody = Callable[[], bytes]
 
 
-HUGE: list[tuple[str, type[Body], bytes, type[WaneError], str | None]] = [
+def filled(before: bytes, item: bytes, after: bytes) -> MakeBody:
+    """Makes a body that holds as many of an item as it may."""
+    return lambda: before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
+
+
+HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
     ("steps", StepsBody, filled(b'{"steps":[', b'{"session":"s","tokens":[1]}', b"]}"), InvalidRequest, "steps"),
     ("empty steps", StepsBody, filled(b'{"steps":[', b"{}", b"]}"), InvalidRequest, "steps"),
     ("texts", PredictBody, filled(b'{"inputs":[', b'"a"', b"]}"), InvalidRequest, "inputs"),
@@ -114,7 +118,7 @@ HUGE: list[tuple[str, type[Body], bytes, type[WaneError], str | None]] = [
     ("ids of inputs", PredictBody, filled(b'{"inputs":[', b"[" + b"1," * 8000 + b"1]", b"]}"), TooLarge, None),
     ("one field again", PredictBody, filled(b'{"tokens":[1],', b'"top_k":1', b"}"), TooLarge, None),
     ("nested", RewindBody, filled(b'{"position":', b"[" * 150 + b"]" * 150, b"}"), NotJson, None),
-    ("nested without end", PredictBody, b"[" * BODY_BYTES, NotJson, None),
+    ("nested without end", PredictBody, lambda: b"[" * BODY_BYTES, NotJson, None),
     ("long numbers", PredictBody, filled(b'{"tokens":[', b"9" * 4000, b"]}"), NotJson, None),
 ]
 
@@ -163,12 +167,12 @@ def usual() -> Decoder:
     return Decoder(Settings())
 
 
-@pytest.mark.parametrize(("model", "raw", "error", "field"), [one[1:] for one in HUGE], ids=[one[0] for one in HUGE])
+@pytest.mark.parametrize(("model", "make", "error", "field"), [one[1:] for one in HUGE], ids=[one[0] for one in HUGE])
 async def test_of_a_large_body_no_more_is_decoded_than_a_request_may_hold_and_not_on_the_loop_s_thread(
-    usual: Decoder, watched: Watched, model: type[Body], raw: bytes, error: type[WaneError], field: str | None
+    usual: Decoder, watched: Watched, model: type[Body], make: MakeBody, error: type[WaneError], field: str | None
 ) -> None:
     with pytest.raises(error) as refused:
-        await usual.decode(raw, model)
+        await usual.decode(make(), model)
     assert getattr(refused.value, "field", None) == field
     assert all(thread.startswith("decoder") for thread in watched.threads)
     most = usual._most
@@ -250,15 +254,15 @@ async def test_a_large_body_waits_for_its_turn_no_longer_than_its_deadline(
 def test_large_bodies_and_messages_are_refused_and_answered_by_the_server(live: LiveServer) -> None:
     with httpx.Client(base_url=live.url, timeout=60) as http:
         for path, body, field in (
-            ("/v1/sessions/tokens", HUGE[0][2], "steps"),
-            ("/v1/predict", HUGE[2][2], "inputs"),
+            ("/v1/sessions/tokens", HUGE[0][2](), "steps"),
+            ("/v1/predict", HUGE[2][2](), "inputs"),
         ):
             assert assert_problem(http.post(path, content=body), 422, "invalid_request")["field"] == field
         assert http.post("/v1/predict", content=b'{"tokens": [1' + b" " * LARGE_BYTES + b"]}").status_code == 200
         http.post("/v1/sessions", json={"session": "s"})
         with connect_sync(url_of(live), max_size=None, proxy=None) as socket:
             for message, said in (
-                (HUGE[11][2], '"field":"tokens[0]"'),
+                (HUGE[11][2](), '"field":"tokens[0]"'),
                 (b'{"tokens":[1' + b" " * LARGE_BYTES + b"]}", '"position":1'),
             ):
                 socket.send(message.decode())

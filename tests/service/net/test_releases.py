@@ -11,11 +11,9 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from tests.service.live_server import ROOT, TIMEOUT_S, LiveServer, live_server
+from tests.service.live_server import BUNDLE, ROOT, TIMEOUT_S, LiveServer, live_server
 from wane.service.net.releases import NOT_IN_FORCE, TESTED, untested_releases
 from wane.service.settings import Settings
-
-BUNDLE = str(ROOT / "models" / "bundles" / "gated-stable")
 
 
 def test_the_tested_releases_are_installed_and_no_other_is_allowed() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from wane.service.observability.logs import JsonFormatter, TogetherHandler
+
+TIMEOUT_S = 60
 
 
 class Stream(io.StringIO):
@@ -18,10 +21,13 @@ class Stream(io.StringIO):
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[str] = []
+        self.written = threading.Event()
 
     def write(self, text: str) -> int:
         self.writes.append(text)
-        return super().write(text)
+        count = super().write(text)
+        self.written.set()
+        return count
 
 
 @pytest.fixture
@@ -61,14 +67,10 @@ def test_what_is_said_is_written_in_order_by_the_time_the_handler_is_closed(
     assert len(stream.writes) < 100
 
 
-def test_a_line_is_written_without_another_behind_it(logger: logging.Logger) -> None:
-    handler = logger.handlers[0]
-    assert isinstance(handler, TogetherHandler)
+def test_a_line_is_written_without_another_behind_it(logger: logging.Logger, stream: Stream) -> None:
     logger.info("alone")
-    while handler._lines:  # until the thread has taken it
-        handler._ended.wait(0.001)
-    handler.flush()  # waits for the lock that the thread writes under
-    assert messages(handler._stream) == ["alone"]  # type: ignore[arg-type]
+    assert stream.written.wait(TIMEOUT_S)
+    assert messages(stream) == ["alone"]
 
 
 @pytest.mark.parametrize("text", ["é ẞ 漢", 'a "quoted" \\ line\nand another', "half a pair: \ud800"])

@@ -13,6 +13,7 @@ import pytest
 
 from tests.models.bundles import edit_manifest
 from tests.service.alone import alone, bytes_in_use, bytes_withheld, growth, left, named_threads, threads
+from tests.service.engine_harness import TIMEOUT_S
 from tests.service.versions import MODEL, put, retokenize
 from wane.service.engine.engine import Engine
 from wane.service.errors import (
@@ -46,9 +47,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def registry(folder: Path) -> AsyncIterator[ModelRegistry]:
+def metrics() -> Metrics:
+    """The registry's."""
+    return Metrics()
+
+
+@pytest.fixture
+async def registry(folder: Path, metrics: Metrics) -> AsyncIterator[ModelRegistry]:
     """Version 1, served."""
-    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), Metrics())
+    registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), metrics)
     await registry.load()
     yield registry
     await registry.close()
@@ -243,10 +250,10 @@ async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder
     old = registry.get()
     retokenize(put(folder, "2"))
     await registry.load_model(MODEL)
-    for watching in list(registry._retired_engines._lingering.values()):
-        await asyncio.wait([watching])
+    async with asyncio.timeout(TIMEOUT_S):
+        while not old.retired:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     await registry.settled()
-    assert old.retired
     assert await registry.index() == [IndexEntry(MODEL, "2", "READY", "")]
     await registry.close()
 
@@ -296,8 +303,9 @@ async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(registry:
     put(folder, "2", "lstm-stable")
     with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
-    await asyncio.wait(registry._lifecycle.tasks)
-    assert registry.get().version == "2"
+    async with asyncio.timeout(TIMEOUT_S):
+        while registry.get().version != "2":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done(
@@ -331,12 +339,11 @@ async def test_models_cannot_be_changed_before_they_are_there_or_after(folder: P
 
 
 async def test_metrics_are_of_the_version_that_is_served(
-    registry: ModelRegistry, folder: Path, caplog: pytest.LogCaptureFixture
+    registry: ModelRegistry, metrics: Metrics, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS)
-    metrics = registry._metrics
     put(folder, "2", "lstm-stable")
     await registry.load_model(MODEL)
     text = metrics.render()[0].decode()
