@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from wane.service.errors import Overloaded, PositionConflict, QuotaExceeded, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
-from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered
+from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered, extended, rewound
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended, branch
 from wane.service.types import owner_of
 
@@ -53,13 +53,12 @@ class FallbackStore:
         self._unsynced: dict[str, UnsyncedSession] = {}
         self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
         self._settling: asyncio.Task[None] | None = None
-        self._conflict_discarded_metric = metrics.sessions_conflict_discarded
+        self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
         shared.trips.on_back = self._settle_soon
 
     @property
     def session_history_tokens(self) -> int:
-        """See `Store`."""
         return self._shared.session_history_tokens
 
     @session_history_tokens.setter
@@ -68,15 +67,14 @@ class FallbackStore:
 
     @property
     def standing(self) -> StoreHealth:
-        """See `Store`."""
         trips = self._shared.trips
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._unsynced))
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have.
+        """While the store is away, only sessions that are not durable count for what an owner may have.
         When it is back, those that were made meanwhile count there, even if they are too many."""
         session = record.session
-        if self._unsynced.get(session) is not None:
+        if session in self._unsynced:
             return False
         if most is not None:
             try:
@@ -103,13 +101,12 @@ class FallbackStore:
         return created
 
     async def get(self, session: str) -> SessionRecord | None:
-        """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
+        """Of a session that is not durable, what the store takes of it, if it is back."""
         unsynced = self._unsynced.get(session)
         if unsynced is not None:
             async with unsynced.lock:
                 if self._unsynced.get(session) is unsynced:
-                    record = await self._settle(unsynced)
-                    return record or self._shared.get_cached(session)
+                    return await self._settle(unsynced) or self._shared.get_cached(session)
         try:
             return await self._shared.get(session)
         except Unavailable:
@@ -119,32 +116,27 @@ class FallbackStore:
             return record
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        """See `Store`."""
         if to_step and session in self._discarded_unsynced:
             raise self._told(session)
-        unsynced = self._unsynced.get(session)
-        if unsynced is not None:
-            return unsynced.record
+        if session in self._unsynced:
+            return self._unsynced[session].record
         return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Store`."""
-        unsynced = self._unsynced.get(session)
-        if unsynced is not None:
-            return unsynced.record.model, unsynced.record.vocabulary
+        if session in self._unsynced:
+            record = self._unsynced[session].record
+            return record.model, record.vocabulary
         return self._shared.kind(session)
 
     async def touch(self, session: str) -> None:
-        """See `Store`."""
-        unsynced = self._unsynced.get(session)
-        if unsynced is not None:
-            unsynced.used_s = self._clock()
+        if session in self._unsynced:
+            self._unsynced[session].used_s = self._clock()
         await self._shared.touch(session)
 
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
+        """Raises PositionConflict where it turns out that tokens that were not durable are lost."""
         session, revision = record.session, record.revision
         unsynced = self._unsynced.get(session)
         if unsynced is None:
@@ -154,12 +146,13 @@ class FallbackStore:
                 if session in self._unsynced:  # another one was here first
                     return None
                 marks, before = lost.marks, lost.before
-            return self._mark_unsynced(self._extended(before, branch(), tokens, step), marks).record
+            after = extended(before, branch(), tokens, step, self.session_history_tokens)
+            return self._mark_unsynced(after, marks).record
         async with unsynced.lock:
             before = unsynced.record
             if self._unsynced.get(session) is not unsynced or before.revision != revision:
                 return None
-            unsynced.record = self._extended(before, appended(revision), tokens, step)
+            unsynced.record = extended(before, appended(revision), tokens, step, self.session_history_tokens)
             unsynced.used_s = self._clock()
             settled = await self._settle(unsynced)
         if settled is None:
@@ -167,7 +160,6 @@ class FallbackStore:
         return settled
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """See `Store`."""
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             try:
@@ -186,13 +178,12 @@ class FallbackStore:
             before = unsynced.record
             if self._unsynced.get(session) is not unsynced or before.revision != revision:
                 return None
-            tail = before.tail.without_last(before.position - position)
-            unsynced.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
+            unsynced.record = rewound(before, position)
             unsynced.since = min(unsynced.since, position)
             return await self._settle(unsynced)
 
     async def delete(self, session: str) -> bool:
-        """See `Store`. Raises Unavailable while the store is away."""
+        """Raises Unavailable while the store is away."""
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             deleted = await self._shared.delete(session)
@@ -204,7 +195,6 @@ class FallbackStore:
         return deleted
 
     async def count(self, model: str) -> int:
-        """See `Store`."""
         since_s = self._clock() - self._ttl_s
         for session, unsynced in list(self._unsynced.items()):
             if unsynced.used_s < since_s:
@@ -215,11 +205,10 @@ class FallbackStore:
         return await self._shared.count(model)
 
     async def open(self) -> None:
-        """See `Store`."""
         await self._shared.open()
 
     async def close(self) -> None:
-        """See `Store`. What is not durable is given to the store, if it is there."""
+        """What is not durable is given to the store, if it is there."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:
@@ -227,11 +216,6 @@ class FallbackStore:
         if self._unsynced:
             logger.error("%d sessions end with tokens that were not durable", len(self._unsynced))
         await self._shared.close()
-
-    def _extended(self, before: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep) -> SessionRecord:
-        position = before.position + len(tokens)
-        tail = before.tail.append(tokens, position, self.session_history_tokens)
-        return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
 
     def _told(self, session: str) -> PositionConflict:
         """What the next step of a session is told that the store has discarded: once."""
@@ -243,9 +227,8 @@ class FallbackStore:
 
     def _mark_unsynced(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
         """From now on the session is not durable."""
-        unsynced = UnsyncedSession(
-            record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position
-        )
+        record = record._replace(durable=False, snapshot=None)
+        unsynced = UnsyncedSession(record, [*marks], self._clock(), record.position)
         self._unsynced[record.session] = unsynced
         return unsynced
 
@@ -269,7 +252,7 @@ class FallbackStore:
         if unsynced.counts:
             self._shared.trips.tell(*self._shared.counting(session))  # again, as for a session that is made
         if kept is None:
-            self._conflict_discarded_metric.inc()
+            self._discarded.inc()
             now = self._shared.get_cached(session)
             self._discarded_unsynced[session] = 0 if now is None else now.position, self._clock()
             logger.warning("a session has lost its last tokens, which were not durable")

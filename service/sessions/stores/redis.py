@@ -55,6 +55,21 @@ class Unanswered(Unavailable):
         self.marks = marks
 
 
+def extended(
+    record: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep, session_history_tokens: int
+) -> SessionRecord:
+    """The session after a step that appended `tokens`."""
+    position = record.position + len(tokens)
+    tail = record.tail.append(tokens, position, session_history_tokens)
+    return record._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
+
+
+def rewound(record: SessionRecord, position: int) -> SessionRecord:
+    """The session cut back to `position`, at a new revision."""
+    tail = record.tail.without_last(record.position - position)
+    return record._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
+
+
 class RedisStore:
     """A `Store` that replicas share, which remembers what it saw."""
 
@@ -79,7 +94,6 @@ class RedisStore:
         self._remembered = RecordCache(budget_bytes, ttl_s, clock)
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """See `Store`."""
         if most is not None:
             await self.claim(record.session, most)
         return await self.make(record._replace(revision=branch()), counts=most is not None)
@@ -123,7 +137,6 @@ class RedisStore:
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
     async def get(self, session: str) -> SessionRecord | None:
-        """See `Store`."""
         data, left_ms, state = await self.trips.run(READ, self._keys(session))
         remembered = self._remembered.get(session)
         record = self._read(session, data, max(0.0, (self._ttl_ms - left_ms) / 1000))
@@ -137,42 +150,30 @@ class RedisStore:
         return record
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        """See `Store`."""
         if to_step and (self._remembered.mostly_moved or not self.trips.reachable):
             return None
         return self._remembered.get(session)
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Store`."""
         return self._remembered.kind(session)
 
     async def touch(self, session: str) -> None:
-        """See `Store`. Nobody waits for it: what it is worth is gone if it fails."""
+        """Nobody waits for it: what it is worth is gone if it fails."""
         for key in self._keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
 
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. Of a comparison that was lost the session as it is now is remembered.
+        """Of a comparison that was lost the session as it is now is remembered.
 
         A comparison that is lost by what was sent twice may have been won the first time, if somebody else went on from
         there: nobody knows, and it must not be taken for one that has changed nothing.
         """
         session, revision = record.session, record.revision
-        position = record.position + len(tokens)
-        tail = record.tail.append(tokens, position, self.session_history_tokens)
-        after = record._replace(
-            position=position,
-            tail=tail,
-            revision=appended(revision),
-            last=step,
-            idle_s=0.0,
-            durable=True,
-            snapshot=None,
-        )
+        after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
         other = branch()
-        width = tail.width
+        width = after.tail.width
         head = codec.head(after)
         try:
             done = await self.trips.run(
@@ -183,7 +184,7 @@ class RedisStore:
                 codec.mark(other),
                 head,
                 b"".join([token.to_bytes(width, "little") for token in tokens]),
-                0 if position <= self.session_history_tokens else self.session_history_tokens * width,
+                0 if after.position <= self.session_history_tokens else self.session_history_tokens * width,
                 self._ttl_ms,
                 b"" if snapshot is None else write_snapshot(snapshot),
                 tells=lambda done: done in DONE,
@@ -195,18 +196,15 @@ class RedisStore:
             self._lost(session, done)
             return None
         self._remembered.saw(moved=False)
-        if done == 2:
-            after = after._replace(revision=other)
+        after = after._replace(durable=True, revision=other if done == 2 else after.revision)
         self._remembered.put(after)
         return after
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """See `Store`."""
         before = await self.get(session)
         if before is None or before.revision != revision:
             return None
-        tail = before.tail.without_last(before.position - position)
-        after = before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
+        after = rewound(before, position)
         try:
             return await self.replace(after, [codec.mark(revision)])
         except Unavailable as error:
@@ -236,30 +234,24 @@ class RedisStore:
         return kept
 
     async def delete(self, session: str) -> bool:
-        """See `Store`."""
         self._remembered.forget(session)
-        key, state = self._keys(session)
-        deleted = await self.trips.do("DEL", key, state)
-        owner = owner_of(session)
-        if owner:
+        deleted = await self.trips.do("DEL", *self._keys(session))
+        if owner_of(session):
             self.trips.tell(*self._doubting(session, "XX"))  # another may be being made
         return bool(deleted)
 
     async def count(self, model: str) -> int:
-        """See `Store`: those that were used here."""
+
         return self._remembered.count(model)
 
     @property
     def standing(self) -> StoreHealth:
-        """See `Store`."""
         return StoreHealth(KIND, reachable=self.trips.reachable, ready=self.trips.reachable)
 
     async def open(self) -> None:
-        """See `Store`."""
         await self.trips.open()
 
     async def close(self) -> None:
-        """See `Store`."""
         await self.trips.close()
 
     def _owned(self, owner: str) -> str:
