@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 from wane.service.api.dispatch import Dispatcher
 from wane.service.app import VERSION, create_app
 from wane.service.auth.key_file import KeySource
-from wane.service.net.connection import ConnectionLimits, ReceiveBudget, RejectedConnections
+from wane.service.net.connection import ReceiveBudget, RejectedConnections
 from wane.service.net.releases import NOT_IN_FORCE, untested_releases
 from wane.service.net.server import DrainingServer
 from wane.service.observability import logs
@@ -130,7 +130,7 @@ def protocols(
 
     trusted_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
-        "connection_limits": ConnectionLimits.of(settings),
+        "settings": settings,
         "rejected": RejectedConnections(metrics),
         "receive_budget": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
     }

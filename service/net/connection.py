@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
@@ -92,29 +91,6 @@ MOST_MILLISECONDS = 2**31 - 1  # that a socket's option holds
 DEAF_S = 2.0  # for a client to read its answer, after which what it still sends is no longer taken
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """`connections` at a time; `header_bytes` of a request's head; seconds for a head, for a body, and until something
-    that was sent is read."""
-
-    connections: int
-    header_bytes: int
-    header_s: float
-    body_s: float
-    send_s: float
-
-    @classmethod
-    def of(cls, settings: Settings) -> ConnectionLimits:
-        """What the operator chose."""
-        return cls(
-            settings.max_connections,
-            settings.max_header_bytes,
-            settings.header_timeout_s,
-            settings.body_timeout_s,
-            settings.send_timeout_s,
-        )
-
-
 class TimeoutProtocol(asyncio.Protocol):
     """The part that every connection has, whatever protocol it speaks: a mixin for one of uvicorn's protocols. It
     counts and logs a connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
@@ -126,13 +102,13 @@ class TimeoutProtocol(asyncio.Protocol):
     def __init__(
         self,
         *given: Any,
-        connection_limits: ConnectionLimits,
+        settings: Settings,
         rejected: RejectedConnections,
         receive_budget: ReceiveBudget,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self.connection_limits = connection_limits
+        self.settings = settings
         self.rejected = rejected
         self.share = ReceiveShare(receive_budget)
         self.timer: asyncio.TimerHandle | None = None  # runs while something comes in that is not whole

@@ -13,7 +13,9 @@ takes otherwise. `BufferedTransport` writes together what is written in one turn
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol, cast
@@ -104,11 +106,9 @@ class InFlight(Protocol):
 
     def hang_up(self) -> None:
         """The client has gone."""
-        ...
 
     def stop(self) -> None:
         """The server stops, and waits no longer."""
-        ...
 
 
 class RequestDispatcher(Protocol):
@@ -118,46 +118,28 @@ class RequestDispatcher(Protocol):
 
     def matches(self, scope: Any) -> bool:
         """Whether it takes a request, by its method and path."""
-        ...
 
     def dispatch(self, scope: Any, body: bytes, sink: HttpResponder) -> InFlight:
         """Begins a request that it takes."""
-        ...
 
 
-class ProxyHeaders:
-    """Notes in a request's scope what trusted proxies say of their client, as uvicorn's own middleware does for the
-    ASGI application."""
+class ProxyHeaders(ProxyHeadersMiddleware):
+    """uvicorn's middleware for trusted proxies, used without an application."""
 
     def __init__(self, trusted: str) -> None:
         """`trusted`: addresses, as uvicorn takes them."""
-        self._middleware = ProxyHeadersMiddleware(_no_app, trusted)
+        super().__init__(_no_app, trusted)
 
-    def __call__(self, scope: Any) -> None:
-        waiting = self._middleware(scope, _nothing, _nothing)
-        try:
-            waiting.send(None)
-        except StopIteration:
-            return
-        raise AssertionError("it waits for the application only: this is a bug")
+    def apply(self, scope: Any) -> None:
+        """Writes into a request's scope what trusted proxies say of the client."""
+        unused: Any = None
+        with suppress(StopIteration):  # it has ended: the middleware awaits its application only
+            self(scope, unused, unused).send(None)
 
 
 async def _no_app(*_: Any) -> None:
     """An application that does nothing."""
 
-
-async def _nothing(*_: Any) -> Any:
-    """What the application would be given."""
-
-
-class BufferedProtocol(HttpToolsProtocol):
-    """uvicorn's, on such a transport."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, BufferedTransport(transport, self.loop)))
-
-
-Headers = list[tuple[bytes, bytes]]
 
 CLOSE = (b"connection", b"close")
 
@@ -174,17 +156,7 @@ def malformed(error: HttpParserError) -> bytes:
     return f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}".encode()
 
 
-class Trailers(Headers):
-    """Where the fields behind a chunked body go: nobody reads them, and a request's headers are those of its head."""
-
-    def append(self, field: tuple[bytes, bytes]) -> None:
-        """Keeps nothing."""
-
-
-TRAILERS = Trailers()
-
-
-class HttpProtocol(TimeoutProtocol, BufferedProtocol):
+class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
     """HTTP with limits and timeouts."""
 
     def __init__(
@@ -218,14 +190,15 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        is_full = len(self.connections) >= self.connection_limits.connections
-        super().connection_made(transport)
-        cast(BufferedTransport, self.transport).delays_closing = self.delays_closing
+        is_full = len(self.connections) >= self.settings.max_connections
+        buffered = BufferedTransport(transport, self.loop)
+        buffered.delays_closing = self.delays_closing
+        super().connection_made(cast(asyncio.Transport, buffered))
         if is_full:
             self.refuse(RejectReason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
-            abort_unread(transport, self.connection_limits.send_s)
-            self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
+            abort_unread(transport, self.settings.send_timeout_s)
+            self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         cast(BufferedTransport, self.transport).let_go()
@@ -255,14 +228,15 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         if self.discarding:
             self.came_late()
             return
-        most = self.connection_limits.header_bytes
+        most = self.settings.max_header_bytes
         if self.scope is not self.last_whole and self.in_body():
             self.go_on(data)
         elif len(data) > most - self.head_bytes and self.is_long_head(data):
             self.refuse(RejectReason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             return
         elif len(data) > SMALL_BYTES and not self.takes(len(data)):
-            self.refuse_unread()
+            self.is_unread = True
+            self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
             return
         else:
             self.feed(data)
@@ -352,20 +326,19 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.is_unread = True
         if self.upgrades:
             self.discarding = self.upgrades = False
-            self.refuse(
-                RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered"
-            )
+            text = b"more was sent before the handshake was answered"
+            self.refuse(RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, text)
 
     def is_long_head(self, data: bytes) -> bool:
         """Whether the head that `data` begins, or goes on with, is longer than it may be."""
         before = self.head_end  # what ends it may come in two
         found = (before + data).find(HEAD_END)
-        return found < 0 or found - len(before) > self.connection_limits.header_bytes - self.head_bytes
+        return found < 0 or found - len(before) > self.settings.max_header_bytes - self.head_bytes
 
     def begin_timer(self) -> None:
         """From now on a head is waited for, and no longer than it may take."""
         self.grace_used = False
-        self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
+        self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 
     def go_on(self, data: bytes) -> None:
         """Counts received bytes of a body, of its chunk sizes and of its trailers."""
@@ -427,7 +400,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             super()._start_asgi_task(cycle, app)
             return
         if self.trusted_headers is not None:
-            self.trusted_headers(cycle.scope)
+            self.trusted_headers.apply(cycle.scope)
         in_flight = dispatcher.dispatch(cycle.scope, bytes(cycle.body), HttpResponder(self, cycle))
         if not in_flight.over:
             self.in_flight = in_flight
@@ -437,9 +410,9 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
-        """The length of a chunk has come: from here on, fields are trailers."""
+        """The length of a chunk has come. Fields from here on are trailers, which nobody reads."""
         if self.in_body():
-            self.headers = TRAILERS
+            self.headers = deque(maxlen=0)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self.last_whole = self.scope
@@ -466,7 +439,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
-            self.timer = self.loop.call_later(self.connection_limits.body_s, self.too_slow)
+            self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
         elif self.scope is None:  # not a byte has come
             self.transport.close()
         else:
@@ -499,11 +472,6 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         if answer:
             self.transport.write(answer)
         self.transport.close()
-
-    def refuse_unread(self) -> None:
-        """There is no room for what came, and nobody has looked at it."""
-        self.is_unread = True
-        self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
 
     def handle_websocket_upgrade(self) -> None:
         """Gives the connection to a WebSocket; once the requests before it are answered, as answers go in order."""

@@ -125,7 +125,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         if not self.in_message or self.read_paused:
             self.at_ease()
         elif self.timer is None:
-            self.timer = self.loop.call_later(self.connection_limits.body_s, self.too_slow)
+            self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
 
     def has_room(self) -> bool:
         """Whether there is room for what came; else the WebSocket is closed."""
@@ -141,9 +141,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
     def too_slow(self) -> None:
         """The time is up for the rest of a message."""
         self.timer = None
-        self.break_off(
-            RejectReason.SLOW_BODY, POLICY, f"a message was not whole after {self.connection_limits.body_s:g} s"
-        )
+        why = f"a message was not whole after {self.settings.body_timeout_s:g} s"
+        self.break_off(RejectReason.SLOW_BODY, POLICY, why)
 
     def take_apart(self) -> None:
         """Goes on with what came in, piece by piece, until there is a message to take: a piece is frames enough to keep
