@@ -58,7 +58,6 @@ class Announcer:
         self._registry = registry
         self._keys = keys
         self._urls: list[str] = []
-        self._announced = False
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
         """The server listens there. From now on it reads the file of keys again, if there is one, on SIGHUP."""
@@ -73,9 +72,8 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Says it, once."""
-        if self._urls and not self._announced and self._registry.served and sys.stdout.isatty():
-            self._announced = True
+        """To be called when the server listens, and when the default model answers: the later call says it."""
+        if self._urls and self._registry.served and sys.stdout.isatty():
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
 

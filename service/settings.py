@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
@@ -202,7 +202,7 @@ class Settings(BaseModel):
             about = [unit] if unit else []
             about += [f"default {default}", PREFIX + name.upper()]
             text = f"{field.description} ({'; '.join(about)})".replace("%", "%%")
-            kind: dict[str, str] = {"metavar": (unit or name.rsplit("_", 1)[-1]).upper()}
+            kind: dict[str, Any] = {"metavar": (unit or name.rsplit("_", 1)[-1]).upper()}
             if field.annotation is bool:
                 kind = {"action": "store_const", "const": "true"}
             group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **kind)

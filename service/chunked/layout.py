@@ -1,7 +1,7 @@
 """How a long sequence is cut into chunks that run side by side: as many as were quickest when measured.
 
 Measured, once the model is served, are the seconds a token costs, by the number of sequences side by side, and after
-how many tokens the model has forgotten where it came from (`DecayProfile`). The latter only chooses the first warm-up
+how many tokens the model has forgotten where it came from (`Residuals`). The latter only chooses the first warm-up
 length and promises nothing: what a warm-up left is measured again wherever one is used.
 """
 
@@ -30,24 +30,12 @@ PAST = 512
 """Tokens that one of two runs knows before those that both read, in each of ROWS pairs."""
 
 
-class DecayProfile:
-    """How far apart two runs over the same tokens were, by their number, at most in any unit of the state."""
-
-    def __init__(self, residuals: Sequence[tuple[int, float]]) -> None:
-        """`residuals`: (tokens, difference), fewest tokens first."""
-        self._residuals = tuple(residuals)
-
-    def warm_up(self, residual: float) -> int | None:
-        """The fewest tokens after which, and ever since, only MARGIN of this was left. None: there are none."""
-        found: int | None = None
-        for tokens, left in reversed(self._residuals):
-            if left > residual * MARGIN:
-                break
-            found = tokens
-        return found
+Residuals = Sequence[tuple[int, float]]
+"""(tokens, difference), fewest tokens first: how far apart two runs over the same tokens were after so many of them, at
+most in any unit of the state."""
 
 
-def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, DecayProfile]:
+def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
     """Runs random tokens from where random tokens led to, and from the zero state: yields after each run. Blocks."""
     random = np.random.default_rng(4)
     zeros = pool.gather([ZERO] * ROWS)
@@ -63,7 +51,7 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
         apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
         residuals.append((length, apart if np.isfinite(apart) else np.inf))
         yield
-    return DecayProfile(residuals)
+    return residuals
 
 
 def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
@@ -117,17 +105,25 @@ def measure_pace(
 class ThroughputProfile:
     """One model's. Nothing is known before `measure`: until then every sequence is best run in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, residuals: Residuals = ()) -> None:
         self._paces: dict[Role, Pace] = {}
-        self._decay = DecayProfile(())
+        self._residuals = residuals
 
     def pace(self, role: Role) -> Pace:
         """Of `advance` or `scan`."""
         return self._paces.get(role, {})
 
     def warm_up(self, residual: float) -> int | None:
-        """The fewest tokens after which no more than this was left of where a run came from."""
-        return self._decay.warm_up(residual)
+        """The fewest tokens after which, and ever since, only MARGIN of `residual` was left of where a run came from.
+
+        None: there are none.
+        """
+        found: int | None = None
+        for tokens, left in reversed(self._residuals):
+            if left > residual * MARGIN:
+                break
+            found = tokens
+        return found
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         """Yields after each of some fifty runs, of some ten milliseconds each, so that other runs may come between.
@@ -136,7 +132,7 @@ class ThroughputProfile:
         """
         for role in ("advance", "scan"):
             self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
-        self._decay = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
+        self._residuals = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
 
 
 SEGMENT_TOKENS = 65_536

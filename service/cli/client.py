@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import httpx
@@ -53,9 +52,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def models(self) -> list[Document]:
@@ -97,8 +94,7 @@ class Client:
         self._call("DELETE", f"/v1/sessions/{session}")
 
     def _get(self, path: str, kind: Any) -> Document:
-        """What is at `path`, as it came, once it is known to be a document of this kind: by that a server shows that it
-        is one of ours, and of a version that is understood here."""
+        """The document at `path`. Its schema tells that the server is a Wane server of a version understood here."""
         response = self._answered("GET", path)
         try:
             TypeAdapter(kind).validate_json(response.content, strict=True)
@@ -119,9 +115,13 @@ class Client:
         return document
 
     def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
-        """What the server says to it that is no refusal."""
+        """The server's response, if it is a success."""
+        calling: AbstractContextManager[dict[str, str]] = nullcontext({})
+        if self._tracing is not None:
+            calling = self._tracing.calling(method, path, self._parent)
         try:
-            response = self._request(method, path, body)
+            with calling as headers:
+                response = self._http.request(method, path, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ClientError(f"{self._url} does not answer: {error}") from error
         if response.is_success:
@@ -131,12 +131,6 @@ class Client:
         except (ValueError, KeyError, TypeError):
             detail = response.text[:200]
         raise ClientError(f"{method} {path}: {response.status_code}: {detail}")
-
-    def _request(self, method: str, path: str, body: Document | None) -> httpx.Response:
-        if self._tracing is None:
-            return self._http.request(method, path, json=body)
-        with self._tracing.calling(method, path, self._parent) as headers:
-            return self._http.request(method, path, json=body, headers=headers)
 
 
 @contextmanager

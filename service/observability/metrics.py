@@ -14,6 +14,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -162,8 +163,11 @@ class Metrics:
             "WebSocket, without a message).",
             "reason",
         )
-        self._message_children: dict[int, Counter] = {}
-        self._http_children: dict[tuple[str, str, int], tuple[Counter, Observed]] = {}
+        # The metrics of these labels are looked up once: there are few, and many requests.
+        self._of_request = cache(
+            lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
+        )
+        self._of_message = cache(lambda status: self.websocket_messages.labels(status))
         self.ready = gauge("wane_ready", "1 from when every model is loaded, or failed to be, until the server drains.")
         self.model_loads = counter(
             "wane_model_loads",
@@ -278,25 +282,14 @@ class Metrics:
         self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "Processor time of shadows.", "model")
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an HTTP request. The metrics of these labels are looked up once: there are few, and many requests.
-        `trace_id`: of one that is traced."""
-        children = self._http_children.get((route, method, status))
-        if children is None:
-            children = (
-                self.http_requests.labels(route, method, str(status)),
-                self.http_request_seconds.labels(route),
-            )
-            self._http_children[route, method, status] = children
-        requests, durations = children
+        """Counts an HTTP request. `trace_id`: of one that is traced."""
+        requests, durations = self._of_request(route, method, status)
         requests.inc()
         durations.observe(seconds, trace_id)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts a message of a WebSocket that was answered."""
-        counted = self._message_children.get(status)
-        if counted is None:
-            counted = self._message_children[status] = self.websocket_messages.labels(str(status))
-        counted.inc()
+        self._of_message(status).inc()
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:

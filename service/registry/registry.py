@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,41 +39,12 @@ Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model, and what is with it; `reason` says why it is not ready, or is still there."""
+    """One version of a model. `reason` says why it is not ready, or why it is still there."""
 
     name: str
     version: str
     condition: Condition
     reason: str = ""
-
-
-def index(
-    served: Iterable[Engine],
-    retired_engines: RetiredEngines,
-    loading: Iterable[FoundBundle],
-    bundles: Iterable[FoundBundle],
-    failures: Mapping[str, LoadFailed],
-) -> Sequence[IndexEntry]:
-    """Every version that is `served`, is on its way in (`loading`) or out, or could be loaded, for it is one of the
-    `bundles`: by name. `failures` has, by model, why the last load of it failed."""
-    entries = [IndexEntry(engine.name, engine.version, "READY") for engine in served]
-    entries += [
-        IndexEntry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
-        for one in retired_engines.lingering
-    ]
-    entries += [
-        IndexEntry(one.name, one.version, "UNLOADING", "until its last requests are answered")
-        for one in retired_engines.leaving
-    ]
-    coming = {(one.name, one.version) for one in loading if one.reason is None}
-    entries += [IndexEntry(name, version, "LOADING") for name, version in coming]
-    told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
-    for found in bundles:
-        if (found.name, found.version) not in told:
-            failure = failures.get(found.name)
-            reason = found.reason or ("not loaded" if failure is None else failure.reason)
-            entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
-    return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
 
 logger = logging.getLogger("wane.engine")
@@ -90,8 +61,6 @@ class ModelRegistry:
         """Nothing is loaded yet: `load` does that."""
         self._settings = settings
         self._metrics = metrics
-        self._engines: dict[str, Engine] = {}
-        self._digests: dict[str, str] = {}
         self._found: dict[str, FoundBundle] = {}  # what is loaded at start, by name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # those of them that go on
         self._open = asyncio.Event()  # the store is open, and the models to come are known
@@ -103,16 +72,8 @@ class ModelRegistry:
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
         self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
-        self._lifecycle = ModelLifecycle(
-            self._engines,
-            self._digests,
-            self.get,
-            self.check_ready,
-            self._repository,
-            self._retired_engines,
-            settings,
-            metrics,
-        )
+        self._lifecycle = ModelLifecycle(self._repository, self._retired_engines, settings, metrics)
+        self._engines = self._lifecycle.engines
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -171,8 +132,8 @@ class ModelRegistry:
         if self._status != "loading":  # closed meanwhile: the sessions that there are are the next process's
             return
         # Every session can then be asked for every window that its model takes.
-        longest = max(one.max_window for one in found.values())
-        store = self._store = self._make_store(max(self._settings.session_history_tokens, longest))
+        longest = max(self._settings.session_history_tokens, *(one.max_window for one in found.values()))
+        store = self._store = make_store(self._settings, longest, self._metrics)
         await store.open()
         if self._status != "loading":
             return
@@ -243,11 +204,10 @@ class ModelRegistry:
             await self.wait_for(name, deadline)
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
-        """The engine that a session lives on, which goes by its name within: see `Owner`. Waits for one that is still
-        being loaded.
+        """The engine of a session, by the name that it has inside: see `Owner`. Waits for a model still being loaded.
 
-        Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged where its tokens are none of this
-        version's; Unavailable where its model could not be loaded; DeadlineExceeded.
+        Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged if its tokens are of another
+        tokenizer; Unavailable if its model could not be loaded; DeadlineExceeded.
         """
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
@@ -267,7 +227,7 @@ class ModelRegistry:
         return self._engine_of(session, kind, model)
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
-        """That of a session of this model, whose token ids are these; None: of one that there is not."""
+        """The engine for a session of this model and vocabulary; `kind` is None if there is no such session."""
         own, vocabulary = kind or ("", "")
         engine = self._engines.get(own)
         if engine is None and own in self.failures:
@@ -275,9 +235,8 @@ class ModelRegistry:
         if kind is None or engine is None:
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if model is not None and model != own:
-            raise InvalidRequest(
-                f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}", "model"
-            )
+            why = f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}"
+            raise InvalidRequest(why, "model")
         if vocabulary != engine.tokenizer:
             older = self._retired_engines.of(own, vocabulary)
             if older is None:
@@ -305,6 +264,7 @@ class ModelRegistry:
         Raises UnknownModel where there is no such bundle; LoadFailed, with the reason, and then what was served before
         still is; DeadlineExceeded, Unavailable.
         """
+        self.check_ready()
         return await self._lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
@@ -315,15 +275,28 @@ class ModelRegistry:
         if self._open.is_set():
             await self.wait_for(name, deadline)
         self.check_ready()
-        await self._lifecycle.unload(name)
+        async with self._lifecycle.lock:
+            self._lifecycle.unload(self.get(name))
 
     async def index(self) -> Sequence[IndexEntry]:
         """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        loading = [self._found[name] for name in self.loading]
-        loading += [] if self._lifecycle.loading is None else [self._lifecycle.loading]
-        return index(self.list(), self._retired_engines, loading, bundles, self.failures)
+        retired = self._retired_engines
+        sessions_only, last_requests = "for the sessions of its tokenizer only", "until its last requests are answered"
+        entries = [IndexEntry(engine.name, engine.version, "READY") for engine in self.list()]
+        entries += [IndexEntry(one.name, one.version, "READY", sessions_only) for one in retired.lingering]
+        entries += [IndexEntry(one.name, one.version, "UNLOADING", last_requests) for one in retired.leaving]
+        coming = [*(self._found[name] for name in self.loading), *filter(None, [self._lifecycle.loading])]
+        named = {(found.name, found.version) for found in coming if found.reason is None}
+        entries += [IndexEntry(name, version, "LOADING") for name, version in named]
+        told = {(entry.name, entry.version) for entry in entries if entry.condition in ("READY", "LOADING")}
+        for found in bundles:
+            if (found.name, found.version) not in told:
+                failure = self.failures.get(found.name)
+                reason = found.reason or ("not loaded" if failure is None else failure.reason)
+                entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
+        return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
     async def settled(self) -> None:
         """Waits until what was replaced or unloaded is gone."""
@@ -345,7 +318,7 @@ class ModelRegistry:
             self._open.set()
             for load in self._loads.values():  # whoever waits for it is told at once; what is being loaded goes on
                 load.cancel()
-            self._lifecycle.stop_measuring()
+            self._lifecycle.stop()
             if self._watching is not None:
                 self._watching.cancel()
             self._closing = asyncio.create_task(self._close())
@@ -377,9 +350,6 @@ class ModelRegistry:
         if self._settings.default_model_is_chosen:
             raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(found)}")
         return next((name for name, one in found.items() if one.reason is None), next(iter(found)))
-
-    def _make_store(self, session_history_tokens: int) -> Store:
-        return make_store(self._settings, session_history_tokens, self._metrics)
 
     def _find(self) -> dict[str, FoundBundle]:
         """Every model's latest bundle, by name. Raises RegistryError."""
