@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -57,41 +57,24 @@ class Client:
 
     def models(self) -> list[Document]:
         """Every model, the default first."""
-        data: list[Document] = self._get("/v1/models", ModelListDocument)["data"]
-        return data
+        return list(self._get("/v1/models", ModelListDocument)["data"])
 
     def report(self) -> Document:
         """What the server has measured."""
         return self._get("/v1/report", ReportDocument)
 
-    def score(self, model: str, text: str) -> Document:
-        """Token ids of `text`, and their log-probabilities."""
-        return self._call("POST", "/v1/score", {"model": model, "input": text})
+    def post(self, path: str, body: Document) -> Document:
+        """The answer to a request with a JSON body."""
+        response = self._answered("POST", path, body)
+        try:
+            document: Document = response.json()
+        except ValueError as error:
+            raise ClientError(f"{self._url} does not answer POST {path} as Wane does: {error}") from error
+        return document
 
-    def predict(self, model: str, tokens: Sequence[int], mode: str, window: int) -> Document:
-        """What follows `tokens`."""
-        body = {"model": model, "tokens": list(tokens), "mode": mode, "window": window}
-        return self._call("POST", "/v1/predict", body)
-
-    def compare(self, model: str, tokens: Sequence[int], windows: Sequence[int], repeat: int) -> Document:
-        """Recurrent against windows of several sizes, for one model."""
-        body = {"model": model, "tokens": list(tokens), "windows": list(windows), "repeat": repeat}
-        compared: Document = self._call("POST", "/v1/compare", body)["models"][0]
-        return compared
-
-    def create_session(self, model: str) -> str:
-        """A new session's id."""
-        session: str = self._call("POST", "/v1/sessions", {"model": model})["session"]
-        return session
-
-    def step(self, session: str, tokens: Sequence[int], position: int, mode: str) -> Document:
-        """Appends `tokens`, which start at `position`, and predicts what follows."""
-        body = {"tokens": list(tokens), "expected_position": position, "mode": mode}
-        return self._call("POST", f"/v1/sessions/{session}/tokens", body)
-
-    def delete_session(self, session: str) -> None:
-        """Ends a session."""
-        self._call("DELETE", f"/v1/sessions/{session}")
+    def delete(self, path: str) -> None:
+        """Deletes what is at `path`."""
+        self._answered("DELETE", path)
 
     def _get(self, path: str, kind: Any) -> Document:
         """The document at `path`. Its schema tells that the server is a Wane server of a version understood here."""
@@ -104,14 +87,6 @@ class Client:
             why = f"{place}: {first['msg']}" if place else first["msg"]
             raise ClientError(f"{self._url} does not answer GET {path} as Wane does: {why}") from error
         document: Document = response.json()
-        return document
-
-    def _call(self, method: str, path: str, body: Document | None = None) -> Document:
-        response = self._answered(method, path, body)
-        try:
-            document: Document = response.json() if response.content else {}
-        except ValueError as error:
-            raise ClientError(f"{self._url} does not answer {method} {path} as Wane does: {error}") from error
         return document
 
     def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
