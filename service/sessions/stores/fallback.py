@@ -1,9 +1,9 @@
-"""A shared store that can be done without: while it is away, sessions go on in this process, and say so.
+"""A fallback for the time that the shared store is away: sessions go on in this process, as not durable.
 
-A session goes on from what was last seen of it, as not durable. When the store is back it is given what has become of
-the session, if it still has what the session went on from. Otherwise somebody else has changed it, or it is gone: the
-store wins, what was not durable is lost, and the next step of the session is told so by a conflict. What this process
-has never seen it cannot go on with, nor end: then the store is missed all the same.
+A session goes on from its last known record. When the store is back, it is given the session, if it still has the
+record that the session went on from. Otherwise somebody else changed or deleted it: the store wins, the tokens that
+were not durable are lost, and the session's next step raises PositionConflict. A session that this process has not seen
+cannot go on, and none can be deleted, until the store is back.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from wane.service.types import owner_of
 
 logger = logging.getLogger("wane.store")
 
-AT_ONCE = 256  # sessions that the store is given side by side when it is back
+AT_ONCE = 256  # sessions that are given to the store in parallel when it is back
 
 
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
-    """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
-    `since` is the earliest position that it was at meanwhile: up to there it is what the store has. `counts`: it was
-    made here, and counts against its owner's limit."""
+    """A session that the store does not have as it is here; unless somebody changed it, the store has it at one of
+    `marks`. `since`: the earliest position that it was at since then; up to there the store has the same. `counts`: it
+    was created here, and counts against its owner's limit."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -71,8 +71,8 @@ class FallbackStore:
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._unsynced))
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """While the store is away, only sessions that are not durable count for what an owner may have.
-        When it is back, those that were made meanwhile count there, even if they are too many."""
+        """While the store is away, only sessions that are not durable count against an owner's limit. When it is back,
+        those that were created meanwhile count there, even if they are too many."""
         session = record.session
         if session in self._unsynced:
             return False
@@ -101,7 +101,6 @@ class FallbackStore:
         return created
 
     async def get(self, session: str) -> SessionRecord | None:
-        """Of a session that is not durable, what the store takes of it, if it is back."""
         unsynced = self._unsynced.get(session)
         if unsynced is not None:
             async with unsynced.lock:
@@ -136,7 +135,7 @@ class FallbackStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Raises PositionConflict where it turns out that tokens that were not durable are lost."""
+        """Raises PositionConflict if tokens that were not durable turn out to be lost."""
         session, revision = record.session, record.revision
         unsynced = self._unsynced.get(session)
         if unsynced is None:
@@ -188,7 +187,7 @@ class FallbackStore:
         if unsynced is None:
             deleted = await self._shared.delete(session)
         else:
-            async with unsynced.lock:  # what is being given to the store is not to be there afterwards
+            async with unsynced.lock:  # it may be being given to the store
                 deleted = await self._shared.delete(session) or self._unsynced.get(session) is unsynced
                 self._unsynced.pop(session, None)
         self._discarded_unsynced.pop(session, None)
@@ -208,7 +207,7 @@ class FallbackStore:
         await self._shared.open()
 
     async def close(self) -> None:
-        """What is not durable is given to the store, if it is there."""
+        """Gives the store what is not durable, if it is reachable."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:
@@ -218,7 +217,7 @@ class FallbackStore:
         await self._shared.close()
 
     def _told(self, session: str) -> PositionConflict:
-        """What the next step of a session is told that the store has discarded: once."""
+        """The error for the next step of a session whose tokens were lost. It is raised once."""
         position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
             f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
@@ -226,15 +225,17 @@ class FallbackStore:
         )
 
     def _mark_unsynced(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
-        """From now on the session is not durable."""
+        """Keeps the session here, as not durable."""
         record = record._replace(durable=False, snapshot=None)
         unsynced = UnsyncedSession(record, [*marks], self._clock(), record.position)
         self._unsynced[record.session] = unsynced
         return unsynced
 
     async def _settle(self, unsynced: UnsyncedSession) -> SessionRecord | None:
-        """Gives the store a session, whose lock is held: the session as the store has it now, or as it is still here;
-        None where the store has another, which has won."""
+        """Gives the store a session, whose lock is held.
+
+        Returns it as the store has it now, or as it is still here; None if the store has another, which wins.
+        """
         record = unsynced.record
         session = record.session
         if not self._shared.trips.reachable:
@@ -244,9 +245,9 @@ class FallbackStore:
                 await self._shared.trips.do(*self._shared.counting(session))
             kept = await self._shared.replace(record, unsynced.marks, unsynced.since)
         except Unavailable:
-            unsynced.marks.append(codec.mark(record.revision))  # for nobody knows
+            unsynced.marks.append(codec.mark(record.revision))  # the store may have taken it
             return record
-        except Overloaded:  # the store is full: it goes on here, as while the store was away
+        except Overloaded:  # the store is full: the session goes on here
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
@@ -262,7 +263,7 @@ class FallbackStore:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Gives the store all that is not durable. What it has no room for stays here until its next use."""
+        """Gives the store all that is not durable. What it has no room for is tried again when it is used."""
 
         async def settle(unsynced: UnsyncedSession) -> None:
             async with unsynced.lock:
