@@ -1,7 +1,6 @@
-"""The models that this process serves, by name: loaded at start, then replaced and unloaded as `swap.py` has it.
+"""The models that this process serves, by name: loaded at start, then replaced and unloaded by `swap.py`.
 
 At start the default model is loaded first, and answers while the others are loaded. A request for one of those waits.
-The index lists every version of a model that this process knows, and its condition.
 """
 
 from __future__ import annotations
@@ -51,21 +50,20 @@ logger = logging.getLogger("wane.engine")
 
 
 class RegistryError(Exception):
-    """The server cannot do without a model that was not loaded; the message is for the operator, the process ends."""
+    """A model that the server needs was not loaded. The message is for the operator, and the process ends."""
 
 
 class ModelRegistry:
     """Loads, lists and closes engines, and finds the engine of a session."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Nothing is loaded yet: `load` does that."""
         self._settings = settings
         self._metrics = metrics
         self._found: dict[str, FoundBundle] = {}  # what is loaded at start, by name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # those of them that go on
         self._open = asyncio.Event()  # the store is open, and the models to come are known
         self._closing: asyncio.Task[None] | None = None
-        self._default = settings.default_model
+        self.default = settings.default_model  # the name of the model that answers where none is named
         self._status = "loading"
         self._leaving = False
         self._store: Store | None = None
@@ -74,11 +72,12 @@ class ModelRegistry:
         self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
         self._lifecycle = ModelLifecycle(self._repository, self._retired_engines, settings, metrics)
         self._engines = self._lifecycle.engines
+        self.failures: Mapping[str, LoadFailed] = self._lifecycle.failures  # why the last load of a model failed
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether every model is loaded, or failed to be, and the process is not draining."""
+        """Whether every load at start has ended, and the process is not draining."""
         return self._status == "ready" and not self._leaving
 
     @property
@@ -88,7 +87,7 @@ class ModelRegistry:
 
     @property
     def served(self) -> Sequence[Engine]:
-        """The engines of the models that are loaded so far: the default first, the others by name. None if draining."""
+        """The engines that are loaded so far, in the order of `list`; empty while draining."""
         return [] if not self._open.is_set() or self._status == "draining" or self._leaving else self.list()
 
     @property
@@ -97,39 +96,29 @@ class ModelRegistry:
         return [name for name in self._loads if self.is_coming(name)]
 
     @property
-    def failures(self) -> Mapping[str, LoadFailed]:
-        """By model, why the last load of it failed."""
-        return self._lifecycle.failures
-
-    @property
     def device(self) -> str:
         """`cpu` or `cuda`; before loading, the device that was asked for."""
         return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
     def store(self) -> StoreHealth | None:
-        """How the store of the sessions is; None before there is one."""
+        """The health of the session store; None before it is open."""
         return None if self._store is None else self._store.standing
 
-    @property
-    def default(self) -> str:
-        """The name of the model that answers where none is named."""
-        return self._default
-
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
-        """Opens the store of the sessions, then loads every model: the default first, one after another.
+        """Opens the session store, then loads every model, one after another, the default first.
 
         Models answer as soon as they are loaded; `on_default` is called once the default does. A model that cannot be
-        loaded is left out: `failures` says why. Raises RegistryError, BundleError, DeviceError where it is the default,
-        or any if the settings require all; the registry is then to be closed.
+        loaded is left out: `failures` says why. If it is the default, or if the settings require all models, this
+        raises RegistryError, BundleError or DeviceError, and the caller must close the registry.
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
         poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
         found = await asyncio.to_thread(self._find)
-        self._default = self._choose_default(found)
-        self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self._default, item[0])))
-        if self._status != "loading":  # closed meanwhile: the sessions that there are are the next process's
+        self.default = self._choose_default(found)
+        self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
+        if self._status != "loading":  # closed meanwhile: the sessions are left to the next process
             return
         # Every session can then be asked for every window that its model takes.
         longest = max(self._settings.session_history_tokens, *(one.max_window for one in found.values()))
@@ -144,7 +133,7 @@ class ModelRegistry:
             await asyncio.wait([task])
             self._check_loaded(name, task)
             del self._loads[name]
-            if name == self._default and self._status == "loading":
+            if name == self.default and self._status == "loading":
                 on_default()
         if self._status == "loading":
             self._status = "ready"
@@ -153,20 +142,20 @@ class ModelRegistry:
                 self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
-        """Raises what a load at start has raised, if the server is not to go on without the model."""
+        """Raises the error of a load at start if the server cannot go on without the model."""
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
             return
         if not isinstance(error, WaneError):
             raise error
-        if name == self._default or self._settings.require_all:
+        if name == self.default or self._settings.require_all:
             cause = error.__cause__
             raise cause if isinstance(cause, BundleError | DeviceError) else RegistryError(error.message) from None
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable while it is not loaded yet."""
         self.check_ready()
-        name = self._default if name is None else name
+        name = self.default if name is None else name
         engine = self._engines.get(name)
         if engine is not None:
             return engine
@@ -178,21 +167,21 @@ class ModelRegistry:
         raise UnknownModel(f"there is no model {truncate_repr(name)}; there are {there}")
 
     def is_coming(self, name: str | None = None) -> bool:
-        """Whether `get` could give the engine of a model, or the default one, later and not now: see `wait_for`."""
+        """Whether a model, or the default one, is still to be loaded at start: see `wait_for`."""
         if not self._open.is_set():
             return self._status == "loading"
-        name = self._default if name is None else name
+        name = self.default if name is None else name
         load = self._loads.get(name)
         return load is not None and not load.done() and name not in self._engines
 
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
-        """Waits until a model, or the default one, is loaded at start or has failed to be.
+        """Waits until the load of a model, or of the default one, at start has ended.
 
-        Raises DeadlineExceeded, and Unavailable where the server stops meanwhile.
+        Raises DeadlineExceeded; Unavailable if the server stops meanwhile.
         """
         with until(deadline, "the deadline passed while the server was loading the model"):
             await self._open.wait()
-            load = self._loads.get(self._default if name is None else name)
+            load = self._loads.get(self.default if name is None else name)
             if load is not None:
                 await asyncio.wait([load])
         self.check_ready()
@@ -247,28 +236,28 @@ class ModelRegistry:
     def list(self) -> Sequence[Engine]:
         """The engine of every model that is loaded: the default first, the others by name. Raises Unavailable."""
         self.check_ready()
-        return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
+        return sorted(self._engines.values(), key=lambda engine: (engine.name != self.default, engine.name))
 
     async def report(self) -> dict[str, object]:
-        """The body of /v1/report: `{"device", "models": [engine reports]}`, of versions that only have sessions left
-        too. Raises Unavailable unless ready."""
+        """The body of /v1/report: `{"device", "models": [engine reports]}`, with versions kept for their sessions.
+        Raises Unavailable."""
         engines = [*self.list(), *self._retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
     # Changes
 
     async def load_model(self, name: str, deadline: float | None = None) -> Engine:
-        """The model as its bundle is now: loaded if it was not, replaced if it was another version, or left as it is.
+        """Serves a model as its bundle is now: loads it, replaces another version, or leaves it as it is.
 
-        A caller that leaves, or whose deadline passes, leaves the load to go on. One model is loaded at a time.
-        Raises UnknownModel where there is no such bundle; LoadFailed, with the reason, and then what was served before
-        still is; DeadlineExceeded, Unavailable.
+        The load goes on if the caller leaves or its deadline passes. One model is loaded at a time. Raises UnknownModel
+        if there is no such bundle; LoadFailed, and then the version before is still served; DeadlineExceeded,
+        Unavailable.
         """
         self.check_ready()
         return await self._lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
-        """The model is served no more; its sessions are there again if it is loaded again before they expire.
+        """Serves the model no more. Its sessions go on if it is loaded again before they expire.
 
         Raises UnknownModel, Unavailable, DeadlineExceeded.
         """
@@ -279,7 +268,7 @@ class ModelRegistry:
             self._lifecycle.unload(self.get(name))
 
     async def index(self) -> Sequence[IndexEntry]:
-        """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
+        """Every version that is served, loading, unloading or in the folder of bundles, by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
         retired = self._retired_engines
@@ -299,24 +288,24 @@ class ModelRegistry:
         return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
     async def settled(self) -> None:
-        """Waits until what was replaced or unloaded is gone."""
+        """Waits until replaced and unloaded engines are closed."""
         await self._retired_engines.settled()
 
     # The end
 
     def leave(self) -> None:
-        """Not ready from now on, though requests are still taken: others will stop sending them."""
+        """Not ready from now on, so that load balancers send requests elsewhere; requests are still taken."""
         self._leaving = True
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Not ready from now on; refuses new requests, and those that wait for a model. Waits for what was admitted,
-        then ends every engine. A second call waits for the first."""
+        """Refuses new requests, and those that wait for a model; waits for those in flight, then closes every engine.
+        A second call waits for the first."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)
             self._open.set()
-            for load in self._loads.values():  # whoever waits for it is told at once; what is being loaded goes on
+            for load in self._loads.values():  # requests that wait for it fail at once
                 load.cancel()
             self._lifecycle.stop()
             if self._watching is not None:
@@ -337,7 +326,7 @@ class ModelRegistry:
         await asyncio.gather(*self._lifecycle.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
-        """Raises Unavailable while no model is served: before the store is open, and once the server is stopping."""
+        """Raises Unavailable before the store is open, and once the server is stopping."""
         if self._status == "draining":
             raise Unavailable("the server is stopping")
         if not self._open.is_set():

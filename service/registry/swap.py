@@ -1,14 +1,14 @@
-"""Models while they are served: loaded beside what is there, swapped in, and unloaded.
+"""Loads, swaps and unloads models while others are served.
 
-A model's new version is loaded beside the old one, verified and warmed up. Then it takes the old one's
-place between two turns of the event loop: later requests are given the new one, requests in flight are answered by the
-old one, which is closed after the last of them. If the load fails, nothing has changed.
+A model's new version is loaded beside the old one, verified and warmed up. Then it takes the old one's place between
+two turns of the event loop: later requests get the new one, requests in flight are answered by the old one, which is
+closed after the last of them. If the load fails, nothing has changed.
 
 Sessions go on under the new version, from their last tokens, if its tokenizer is the same. Otherwise they stay on the
 old version, which is kept until it has not been used for as long as sessions live.
 
-A request may hold on to an engine that is replaced meanwhile, and need not say so. Requests in flight are counted by
-epoch (`Epochs`): a replaced engine is closed once every request of its epoch has ended.
+Requests in flight are counted by epoch (`Epochs`): a replaced engine is closed once every request of its epoch has
+ended, whether or not it holds the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Iterable
 
 from wane.models.bundle import BundleError
 from wane.service.aio.deadline import until
@@ -47,14 +46,14 @@ class Epoch:
             self._gone.set()
 
     async def gone(self) -> None:
-        """Waits until all of them are over. No more may enter it."""
+        """Waits until its last request is over. No more may enter."""
         if self.count:
             self._gone = self._gone or asyncio.Event()
             await self._gone.wait()
 
 
 class Epochs:
-    """All requests; all methods belong to the event loop's thread."""
+    """The epochs of all requests. All methods belong to the event loop's thread."""
 
     def __init__(self) -> None:
         self._latest = Epoch()
@@ -77,42 +76,33 @@ class Epochs:
 
 
 class RetiredEngines:
-    """Engines on their way out. All methods belong to the event loop's thread."""
+    """Engines on their way out: those `leaving` answer their last requests, those `lingering` serve the sessions of
+    their tokenizer. All methods belong to the event loop's thread."""
 
     def __init__(self, epochs: Epochs, session_ttl_s: float) -> None:
-        """`epochs`: of all who may hold an engine. `session_ttl_s`: how long a session lives unused."""
+        """`epochs`: of all requests. `session_ttl_s`: how long a session lives unused."""
         self._epochs = epochs
         self._session_ttl_s = session_ttl_s
-        self._leaving: dict[Engine, asyncio.Task[None]] = {}
-        self._lingering: dict[Engine, asyncio.Task[None]] = {}
+        self.leaving: dict[Engine, asyncio.Task[None]] = {}
+        self.lingering: dict[Engine, asyncio.Task[None]] = {}
         self._tidying: set[asyncio.Task[None]] = set()
 
-    @property
-    def leaving(self) -> Iterable[Engine]:
-        """Those that answer their last requests."""
-        return tuple(self._leaving)
-
-    @property
-    def lingering(self) -> Iterable[Engine]:
-        """Those that answer for sessions of their tokenizer."""
-        return tuple(self._lingering)
-
     def of(self, model: str, vocabulary: str) -> Engine | None:
-        """The engine that lingers for the sessions of a tokenizer."""
-        return next((one for one in self._lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
+        """The engine that serves the sessions of a tokenizer."""
+        return next((one for one in self.lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
 
     def retire(self, engine: Engine) -> None:
         """Closes a replaced engine after its last in-flight request."""
-        lingering = self._lingering.pop(engine, None)
+        lingering = self.lingering.pop(engine, None)
         if lingering is not None:
             lingering.cancel()
         engine.retire()
-        task = self._leaving[engine] = asyncio.create_task(self._end(engine))
+        task = self.leaving[engine] = asyncio.create_task(self._end(engine))
         task.add_done_callback(lambda _: self._gone(engine))
 
     def linger(self, engine: Engine) -> None:
         """Keeps an engine for the sessions that it has."""
-        self._lingering[engine] = asyncio.create_task(self._retire_unused(engine))
+        self.lingering[engine] = asyncio.create_task(self._retire_unused(engine))
 
     async def _end(self, engine: Engine) -> None:
         await self._epochs.depart()
@@ -121,7 +111,7 @@ class RetiredEngines:
         engine.discard()
 
     def _gone(self, engine: Engine) -> None:
-        self._leaving.pop(engine, None)
+        self.leaving.pop(engine, None)
         task = asyncio.create_task(tidy())
         self._tidying.add(task)
         task.add_done_callback(self._tidying.discard)
@@ -132,24 +122,24 @@ class RetiredEngines:
         while asked != engine.asked:
             asked = engine.asked
             await asyncio.sleep(self._session_ttl_s)
-        del self._lingering[engine]
+        del self.lingering[engine]
         self.retire(engine)
 
     async def settled(self) -> None:
-        """Waits until those that leave are gone, and their memory with them."""
-        while waited := [*self._leaving.values(), *self._tidying]:
+        """Waits until leaving engines are closed and their memory is free."""
+        while waited := [*self.leaving.values(), *self._tidying]:
             await asyncio.wait(waited)
 
     def stop(self) -> list[Engine]:
-        """Stops closing engines by itself; the caller must close those that it returns."""
-        engines = [*self._leaving, *self._lingering]
-        for task in (*self._leaving.values(), *self._lingering.values()):
+        """Closes no more engines; the caller must close those that it returns."""
+        engines = [*self.leaving, *self.lingering]
+        for task in (*self.leaving.values(), *self.lingering.values()):
             task.cancel()
         return engines
 
 
 async def tidy() -> None:
-    """What an engine leaves behind goes back to the system, not only to this process.
+    """Returns the memory of a closed engine to the system, not only to this process.
 
     Its parts refer to one another, so only the garbage collector finds them. It takes some milliseconds, because it
     skips what was there when the server became ready. The C library would keep what is freed, in pieces: tens of
@@ -207,7 +197,7 @@ class ModelLifecycle:
         logger.info("unloaded %s", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
-        """The engine takes its place, between two turns of the event loop."""
+        """Serves the engine in place of another version, between two turns of the event loop."""
         before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self.engines[engine.name] = engine
         self._digests[engine.name] = digest
@@ -222,7 +212,7 @@ class ModelLifecycle:
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
-        # Its turn comes after the loads that are asked for already: those are waited for.
+        # It is measured after the loads that were asked for already, because requests wait for those.
         task = asyncio.create_task(self._measure(engine))
         self._measuring.add(task)
         task.add_done_callback(self._measuring.discard)
@@ -238,7 +228,7 @@ class ModelLifecycle:
             if not engine.retired:
                 try:
                     await engine.measure()
-                except Exception:  # it goes on without: long sequences are run in order
+                except Exception:  # long sequences are then run in order
                     logger.exception("model %s was not measured", engine.name)
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:

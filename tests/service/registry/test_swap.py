@@ -243,7 +243,7 @@ async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder
     old = registry.get()
     retokenize(put(folder, "2"))
     await registry.load_model(MODEL)
-    for watching in list(registry._retired_engines._lingering.values()):
+    for watching in list(registry._retired_engines.lingering.values()):
         await asyncio.wait([watching])
     await registry.settled()
     assert old.retired
