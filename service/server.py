@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 from wane.service.api.dispatch import Dispatcher
 from wane.service.app import VERSION, create_app
 from wane.service.auth.key_file import KeySource
-from wane.service.net.connection import ConnectionLimits, ReceiveBudget, RejectedConnections
+from wane.service.net.connection import ReceiveBudget, RejectedConnections
 from wane.service.net.releases import NOT_IN_FORCE, untested_releases
 from wane.service.net.server import DrainingServer
 from wane.service.observability import logs
@@ -58,7 +58,6 @@ class Announcer:
         self._registry = registry
         self._keys = keys
         self._urls: list[str] = []
-        self._announced = False
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
         """The server listens there. From now on it reads the file of keys again, if there is one, on SIGHUP."""
@@ -73,9 +72,8 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Says it, once."""
-        if self._urls and not self._announced and self._registry.served and sys.stdout.isatty():
-            self._announced = True
+        """To be called when the server listens, and when the default model answers: the later call says it."""
+        if self._urls and self._registry.served and sys.stdout.isatty():
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
 
@@ -130,7 +128,7 @@ def protocols(
 
     trusted_headers = None if settings.trusted_proxies is None else ProxyHeaders(settings.trusted_proxies)
     named = {
-        "connection_limits": ConnectionLimits.of(settings),
+        "settings": settings,
         "rejected": RejectedConnections(metrics),
         "receive_budget": ReceiveBudget(max(settings.receive_budget_bytes, 2 * settings.max_body_bytes)),
     }

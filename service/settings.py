@@ -11,18 +11,17 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
 STATE_CHECKPOINT_INTERVAL_TOKENS = 32
-SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # of an address, who may use it and by which password
-UNTOLD = frozenset({"api_keys"})  # by the command line, which others on the machine can read
+SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # the user and the password in an address
+NOT_AN_OPTION = frozenset({"api_keys"})  # others on the machine can read the command line
 POLICIES = ("auto", "tail", "state")
-# Variables of the same prefix that belong to others: a client's key, where the tests find their corpora, and what they
-# may not skip.
+# Variables of the client and of the tests, which have the same prefix.
 FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
@@ -38,7 +37,7 @@ class SettingsError(Exception):
 class Settings(BaseModel):
     """What an operator may choose. Field names are the command line's and, in capitals, the environment's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one")
@@ -58,13 +57,11 @@ class Settings(BaseModel):
     )
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
     require_all: bool = Field(
-        default=False,
-        description="end where any model cannot be loaded, and not only where the default one cannot",
+        default=False, description="end where any model cannot be loaded, and not only where the default one cannot"
     )
     model_poll_interval_s: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
         description="how often that folder is looked at for versions to load; none: they are loaded when asked for",
     )
     default_model: str = Field(
@@ -72,14 +69,10 @@ class Settings(BaseModel):
         description="model that answers where none is named; if not set and not there, the first by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description="where models run; cuda never falls back, auto takes cuda where it is there",
+        default="auto", description="where models run; cuda never falls back, auto takes cuda where it is there"
     )
     threads: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="threads that one model's runner computes with (onnxruntime intra-op)",
+        default=1, ge=1, le=256, description="threads that one model's runner computes with (onnxruntime intra-op)"
     )
     inline_batch_max_us: int = Field(
         default=1000,
@@ -111,20 +104,15 @@ class Settings(BaseModel):
     max_generated_tokens: int = Field(default=4096, ge=1, description="most tokens that one request may generate")
     top_k_limit: int = Field(default=100, ge=1, description="most predictions that one answer may list")
     session_history_tokens: int = Field(
-        default=256,
-        ge=1,
-        description="latest tokens kept of a session; raised to the largest maximum window loaded",
+        default=256, ge=1, description="latest tokens kept of a session; raised to the largest maximum window loaded"
     )
     state_budget_bytes: int = Field(default=256 * 2**20, ge=1, description="memory for resident states, for each model")
     state_ttl_s: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
         description="idle time after which a state is given up, to be rebuilt; none: when its session ends",
     )
-    session_ttl_s: float = Field(
-        default=3600, gt=0, allow_inf_nan=False, description="idle time after which a session ends"
-    )
+    session_ttl_s: float = Field(default=3600, gt=0, description="idle time after which a session ends")
     session_budget_bytes: int = Field(
         default=2**30,
         ge=1,
@@ -176,20 +164,13 @@ class Settings(BaseModel):
     max_header_bytes: int = Field(
         default=64 * 2**10, ge=1024, description="longest head of a request: its first line and its headers"
     )
-    header_timeout_s: float = Field(
-        default=10, gt=0, allow_inf_nan=False, description="time that the head of a request has to come in"
-    )
-    body_timeout_s: float = Field(
-        default=20, gt=0, allow_inf_nan=False, description="time that the body of a request has to come in"
-    )
+    header_timeout_s: float = Field(default=10, gt=0, description="time that the head of a request has to come in")
+    body_timeout_s: float = Field(default=20, gt=0, description="time that the body of a request has to come in")
     send_timeout_s: float = Field(
-        default=30,
-        gt=0,
-        allow_inf_nan=False,
-        description="time after which a client that reads nothing is cut off, on Linux",
+        default=30, gt=0, description="time after which a client that reads nothing is cut off, on Linux"
     )
     stream_idle_s: float = Field(
-        default=600, gt=0, allow_inf_nan=False, description="time without a message after which a WebSocket is closed"
+        default=600, gt=0, description="time without a message after which a WebSocket is closed"
     )
     shutdown_delay_ms: int = Field(
         default=0,
@@ -204,7 +185,6 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         le=1,
-        allow_inf_nan=False,
         description="share of predictions and steps that are answered by the other mode too, while the runner is idle, "
         "to measure agreement",
     )
@@ -215,21 +195,17 @@ class Settings(BaseModel):
         """One option for each field; what is not given is left out of the namespace."""
         group = parser.add_argument_group("settings", "each may also be given as a WANE_... variable")
         for name, field in cls.model_fields.items():
-            if name in UNTOLD:
+            if name in NOT_AN_OPTION:
                 continue
             unit = next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), None)
             default = "none" if field.default is None else field.default
             about = [unit] if unit else []
             about += [f"default {default}", PREFIX + name.upper()]
-            text = f"{field.description} ({'; '.join(about)})"
-            option, text = f"--{name.replace('_', '-')}", text.replace("%", "%%")
+            text = f"{field.description} ({'; '.join(about)})".replace("%", "%%")
+            kind: dict[str, Any] = {"metavar": (unit or name.rsplit("_", 1)[-1]).upper()}
             if field.annotation is bool:
-                group.add_argument(
-                    option, dest=name, default=argparse.SUPPRESS, action="store_const", const="true", help=text
-                )
-            else:
-                metavar = (unit or name.rsplit("_", 1)[-1]).upper()
-                group.add_argument(option, dest=name, default=argparse.SUPPRESS, metavar=metavar, help=text)
+                kind = {"action": "store_const", "const": "true"}
+            group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **kind)
 
     @classmethod
     def read(cls, environment: Mapping[str, str], options: argparse.Namespace | None = None) -> Self:
@@ -256,17 +232,17 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            value = "..." if name in UNTOLD else SECRET.sub("...", repr(first["input"]))
+            value = "..." if name in NOT_AN_OPTION else SECRET.sub("...", repr(first["input"]))
             raise SettingsError(f"{sources[name]} is {value}: {first['msg']}") from None
 
     @field_validator("trusted_proxies")
     @classmethod
     def _are_addresses(cls, value: str | None) -> str | None:
-        for one in () if value is None else value.split(","):
-            try:
+        try:
+            for one in () if value is None else value.split(","):
                 ip_network(one.strip())
-            except ValueError as error:
-                raise ValueError(f"{error}: an address is wanted, or a network such as 10.0.0.0/8") from None
+        except ValueError as error:
+            raise ValueError(f"{error}: an address is wanted, or a network such as 10.0.0.0/8") from None
         return value
 
     @field_validator("store_policy")

@@ -11,12 +11,12 @@ from wane.service.errors import RateLimited, Unauthorized
 from wane.service.types import Owner
 
 ROUNDING = 1e-9
-"""What is missing by less than this is not missing: to take and give back is not exact."""
+"""A shortage below this is a rounding error of taking and giving back."""
 
 
 class TokenBucket:
-    """Holds `burst` at most, and fills by `rate` a second. What is taken all at once, and is more than it can hold, is
-    given when it is full, and leaves a debt: so a large call is not refused for ever, and costs no less."""
+    """Holds `burst` at most, and fills by `rate` a second. A call for more than `burst` is granted when the bucket is
+    full, and leaves a debt: so a large call is not refused for ever, and costs no less."""
 
     __slots__ = ("_burst", "_clock", "_held", "_rate", "_since_s")
 
@@ -28,9 +28,9 @@ class TokenBucket:
         self._since_s = clock()
 
     def take(self, amount: float, before: float = 0.0) -> float:
-        """0 where so much was taken; else nothing was, and it is how many seconds from now it may be.
+        """Takes `amount` and returns 0, or takes nothing and returns the seconds until it may be taken.
 
-        What was taken `before` is part of the same call: the two are given as one, or it is given back."""
+        `before` was taken for the same call. It is given back if `amount` is refused."""
         now_s = self._clock()
         held = min(self._burst, self._held + (now_s - self._since_s) * self._rate)
         self._since_s = now_s
@@ -66,7 +66,7 @@ class Principal:
         self.give(key)
 
     def give(self, key: Key) -> None:
-        """The key may do this from now on. What was spent of its rate stays spent."""
+        """Replaces the key's permissions and limits. What was spent of its rate stays spent."""
         before = self._bucket
         self.key = key
         self.owner = Owner(key.name, key.sessions)
@@ -77,8 +77,10 @@ class Principal:
                 self._bucket.adopt(before)
 
     def charge(self, requests: float, before: float = 0.0) -> None:
-        """So many requests are made, in one call with those that were charged `before`. Raises RateLimited where they
-        are too many together, and charges none of them; Unauthorized if the key is good no more."""
+        """Charges requests of one call, of which `before` were charged already.
+
+        Raises RateLimited, charging none of them, if they are too many together; Unauthorized if the key was revoked.
+        """
         if self.gone:
             raise Unauthorized("the key is good no more")
         if self._bucket is None:

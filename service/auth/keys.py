@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -85,17 +85,12 @@ def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def new_key() -> str:
-    """A key that nobody had before."""
-    return PREFIX + secrets.token_urlsafe(RANDOM_BYTES)
-
-
 def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
     """A new key of `name` for its holder, and the `Key` to write to a file. `words` as in the file.
 
     Raises KeysError.
     """
-    key = new_key()
+    key = PREFIX + secrets.token_urlsafe(RANDOM_BYTES)
     return key, _key(name, digest(key.encode()), words)
 
 
@@ -131,9 +126,8 @@ def of_text(text: str) -> list[Key]:
         key, _, scope = rest.partition(":")
         try:
             if KEY.fullmatch(key) is None:
-                raise KeysError(
-                    "it must be NAME:KEY or NAME:KEY:SCOPE, the key 1 to 256 letters, digits and . _ ~ + / - ="
-                )
+                rule = "the key 1 to 256 letters, digits and . _ ~ + / - ="
+                raise KeysError(f"it must be NAME:KEY or NAME:KEY:SCOPE, {rule}")
             keys.append(_key(name, digest(key.encode()), [f"scope={scope}"] if scope else ()))
         except KeysError as error:
             raise KeysError(f"key {number}: {error}") from None
@@ -159,21 +153,15 @@ def _key(name: str, told: bytes, words: Sequence[str]) -> Key:
         options[option] = value
     rate, burst = _number(name, options, "rate"), _number(name, options, "burst")
     sessions = _number(name, options, "sessions")
+    try:
+        permissions = frozenset(map(Permission, options.get("scope", Permission.USE).split("+")))
+    except ValueError:
+        raise KeysError(f"{name} has an unknown scope; there are {', '.join(Permission)}") from None
     if rate is None and burst is not None:
         raise KeysError(f"{name} has a burst, but no rate")
     if sessions is not None and sessions != int(sessions):
         raise KeysError(f"{name} has sessions={options['sessions']}, which is no whole number")
-    permissions = frozenset(_permissions(name, options.get("scope", Permission.USE)))
     return Key(name, told, permissions, rate, burst, None if sessions is None else int(sessions))
-
-
-def _permissions(name: str, scope: str) -> Iterator[Permission]:
-    for word in scope.split("+"):
-        try:
-            yield Permission(word)
-        except ValueError:
-            there = ", ".join(Permission)
-            raise KeysError(f"{name} has an unknown scope; there are {there}") from None
 
 
 def _number(name: str, options: dict[str, str], option: str) -> float | None:

@@ -33,19 +33,19 @@ RUN_EMA_ALPHA = 1 / 8
 class RunTimeModel:
     """Seconds a run, by role and by the batch's size rounded up to a power of two.
 
-    A run on the runner's thread takes turns with the event loop at the interpreter, and seems to take as long as it
-    waits for that, too: of those only one that was quicker than is known says anything.
+    A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting. Such a run is
+    taken into account only if it was quicker than the known time.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[Role, int], float] = {}
 
     def expected(self, role: Role, items: int) -> float:
-        """Seconds that a batch is expected to take; infinitely many where none of its size was run."""
+        """Seconds that a batch is expected to take; infinite if no batch of its size was run."""
         return self._seconds.get((role, (items - 1).bit_length()), math.inf)
 
     def took(self, role: Role, items: int, seconds: float, *, here: bool) -> None:
-        """A batch was run, `here`, on the event loop's thread, or on the runner's."""
+        """Notes a run. `here`: on the event loop's thread, and not on the runner's."""
         size = role, (items - 1).bit_length()
         known = self._seconds.get(size, seconds)
         self._seconds[size] = known + RUN_EMA_ALPHA * (seconds - known) if here else min(known, seconds)
@@ -59,7 +59,7 @@ REPEATS = 3
 
 
 class Cost(TypedDict):
-    """What an item of about `tokens` tokens takes of a run."""
+    """Milliseconds that an item of about `tokens` tokens takes."""
 
     tokens: float
     compute_ms: float
@@ -80,18 +80,29 @@ class _Point:
     seconds: float
 
 
+def run_seconds(works: Sequence[Work], pool: StatePool, runner: Runner, clock: Callable[[], float]) -> float:
+    """Seconds that a batch takes. Blocks, and raises what the runner raises."""
+    started_s = clock()
+    rows = batch.run(works, pool, runner)
+    taken_s = clock() - started_s
+    for row in rows:
+        if isinstance(row, Exception):
+            raise row
+    return taken_s
+
+
 class CostModel:
-    """One model's costs. Nothing is known before `measure` or the first `observe`, and then nothing costs anything."""
+    """One model's costs. Before `measure` or the first `observe` every cost is 0."""
 
     def __init__(self, piece_tokens: int) -> None:
         """`piece_tokens`: the longest piece in which a sequence is run in order."""
         self._piece = piece_tokens
-        self.parallel_cost: Callable[[int], float | None] = _never
-        """Seconds that a sequence takes whose chunks are run side by side; None where it is not."""
+        self.parallel_cost: Callable[[int], float | None] = lambda _: None
+        """Seconds that a sequence takes in parallel chunks; None if it is run in order."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
-        """One batch of `items` with `tokens` positions in all, padding not counted, took `seconds`."""
+        """Notes that a batch of `items`, with `tokens` positions in all without padding, took `seconds`."""
         length, each = tokens / items, seconds / items
         points = self._points.setdefault(role, {})
         place = int(length).bit_length()
@@ -139,25 +150,21 @@ class CostModel:
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Runs what answers are made of, alone, over every one of the lengths. Blocks, and raises what the runner
-        raises. To be called once every graph has run: first runs are slow."""
+        """Times the graphs that answers are made of, one item a run, over every length.
+
+        Blocks, and raises what the runner raises. Call it once every graph has run: first runs are slow.
+        """
         eos = np.array([eos_id], np.int64)
         works = [Work("step", eos, read=START), Work("head", read=START)]
         for length in sorted(set(lengths)):
             some = np.repeat(eos, length)
             works += [Work("window", some), Work("advance", some, read=START)]
         for work in works:
-            taken: list[float] = []
-            for _ in range(REPEATS):
-                started_s = clock()
-                (row,) = batch.run([work], pool, runner)
-                taken.append(clock() - started_s)
-                if isinstance(row, Exception):
-                    raise row
-            self.observe(work.role, 1, work.length, min(taken))
+            quickest_s = min(run_seconds([work], pool, runner, clock) for _ in range(REPEATS))
+            self.observe(work.role, 1, work.length, quickest_s)
 
     def document(self) -> Costs:
-        """By role, what is known: lengths, shortest first, and milliseconds an item."""
+        """The known costs by role, the shortest length first."""
         return {
             role: [
                 {"tokens": point.tokens, "compute_ms": 1e3 * point.seconds}
@@ -165,7 +172,3 @@ class CostModel:
             ]
             for role, points in self._points.items()
         }
-
-
-def _never(_: int) -> None:
-    """Nothing is run side by side."""

@@ -47,7 +47,6 @@ class Queued(Protocol):
     @property
     def work(self) -> Work:
         """What it is."""
-        ...
 
 
 I = TypeVar("I", bound=Queued)  # noqa: E741  (an item)
@@ -58,36 +57,28 @@ class Scheduler(Protocol[I]):
 
     def __len__(self) -> int:
         """How many items wait."""
-        ...
 
     def before(self, role: Role) -> int:
         """How many of them are in the line that one of this role would join."""
-        ...
 
     def put(self, item: I) -> None:
         """One item more."""
-        ...
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
         """The next batch, of one role; empty where nothing waits. Items that `runs` rejects are dropped."""
-        ...
 
     @property
     def full(self) -> bool:
         """Whether the next batch would not be a larger or a better one later."""
-        ...
 
     def put_back(self, items: Sequence[I]) -> None:
         """A batch of sequences that was taken, and did not run: it is first in its line again."""
-        ...
 
     def ran(self, role: Role, seconds: float) -> None:
         """A batch that was taken took so long."""
-        ...
 
     def clear(self) -> list[I]:
         """Takes everything out."""
-        ...
 
 
 class FairScheduler(Scheduler[I]):
@@ -118,11 +109,10 @@ class FairScheduler(Scheduler[I]):
             self._sequences.append(item)
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
-        steps, sequences = self._steps, self._sequences
-        self._contended = bool(steps) and bool(sequences)
-        if steps and (not sequences or self._ahead_s <= 0):
-            return self._of_steps(runs) or self._of_sequences(runs)
-        return self._of_sequences(runs) or self._of_steps(runs)
+        self._contended = bool(self._steps) and bool(self._sequences)
+        if self._steps and (not self._sequences or self._ahead_s <= 0):
+            return self._take_steps(runs) or self._take_sequences(runs)
+        return self._take_sequences(runs) or self._take_steps(runs)
 
     @property
     def full(self) -> bool:
@@ -145,29 +135,23 @@ class FairScheduler(Scheduler[I]):
         self._sequences.clear()
         return items
 
-    def _of_steps(self, runs: Callable[[I], bool]) -> list[I]:
+    def _take_steps(self, runs: Callable[[I], bool]) -> list[I]:
         line, taken, left = self._steps, list[I](), list[I]()
-        role: Role = "step"
         while line and len(taken) < self._max_batch:
             item = line.popleft()
             if not runs(item):
                 continue
-            if not taken:
-                role = item.work.role
-            elif item.work.role != role or item.work is COLUMNS:
+            if taken and (item.work.role != taken[0].work.role or item.work is COLUMNS):
                 left.append(item)
                 continue
             taken.append(item)
             if item.work is COLUMNS:
                 break
-        if left:
-            line.extendleft(reversed(left))
+        line.extendleft(reversed(left))
         return taken
 
-    def _of_sequences(self, runs: Callable[[I], bool]) -> list[I]:
+    def _take_sequences(self, runs: Callable[[I], bool]) -> list[I]:
         line, taken, left = self._sequences, list[I](), list[I]()
-        role: Role = "window"
-        chunk = False
         longest = total = 0
         most = 1
         while line and len(taken) < most:
@@ -175,30 +159,28 @@ class FairScheduler(Scheduler[I]):
             if not runs(item):
                 continue
             work, items, length = item.work, len(taken) + 1, item.work.length
-            if not taken:
-                role, chunk = work.role, work.chunk
-            elif (work.role, work.chunk) != (role, chunk) or not batch.fits(
-                role, max(longest, length), total + length, items
-            ):
+            first = taken[0].work if taken else work
+            same = (work.role, work.chunk) == (first.role, first.chunk)
+            if not same or (taken and not batch.fits(work.role, max(longest, length), total + length, items)):
                 left.append(item)
                 continue
             if length > longest:
-                fewer = self._max_batch if chunk else self._most(role, length)
+                fewer = self._most(work)
                 if fewer < items:
                     left.append(item)
                     continue
                 longest, most = length, fewer
             taken.append(item)
             total += length
-        if left:
-            line.extendleft(reversed(left))
+        line.extendleft(reversed(left))
         self._latest_most = most
-        if taken:
-            self._stepped = False
+        self._stepped = self._stepped and not taken
         return taken
 
-    def _most(self, role: Role, longest: int) -> int:
-        """How many sequences a batch may hold whose longest has `longest` tokens; at least one."""
-        each_s = self._cost_model.run(role, longest) if self._cost_model is not None and role in SLICED else 0.0
+    def _most(self, longest: Work) -> int:
+        """How many items a batch may hold whose longest is this one; at least one."""
+        if self._cost_model is None or longest.chunk or longest.role not in SLICED:
+            return self._max_batch
+        each_s = self._cost_model.run(longest.role, longest.length)
         slice_s = SLICE_S if self._stepped else ALONE_S
         return self._max_batch if self._max_batch * each_s <= slice_s else max(1, int(slice_s / each_s))

@@ -1,18 +1,17 @@
-"""A long sequence in chunks that run side by side, each warmed up over the tokens before it; and what that leaves open.
+"""A long sequence as chunks that run side by side.
 
-A chunk that starts in the middle has to guess its state: it runs the tokens before it from the zero state. How far that
-is from where the chunk before it ended is then *measured*, unit by unit. Where it is more than the limit, the chunk is
-run again from that end, in order, until it is within the limit of the states that it went through the first time: from
-there on what was computed stands. At a limit of 0 states are equal bit for bit, and the result is that of a run in
-order, whatever the model; at worst every chunk is run again, and then what is left is run in order at once.
+A chunk in the middle does not know its initial state. It is *warmed up*: the tokens before it are run from the zero
+state. How far that state is from the one in which the chunk before it ended is then measured, unit by unit. If it is
+over the limit, the chunk is run again from that end, until its state is within the limit of the state that it had there
+the first time; what was computed from there on stands. At a limit of 0 the states are equal bit for bit, and the result
+is that of a run in order, whatever the model. If too much has to be run again, the rest is run in order.
 
-Chunks go through the scheduler like any other work, a few tokens of each at a time, so that other requests get their
-turn. However long the sequence is, only the states of one segment are held.
+Chunks go through the scheduler like other work, a few tokens of each at a time. Only the states of one segment are
+held, however long the sequence is.
 
-A *cell* is what one run takes of a chunk. A *joint* is where a cell started from another state than the cell before it
-ended in. Every chunk but the first begins with one. Where a cell is run again from the end of the one before it, its
-joint moves on to its own end, and shrinks on the way if the model forgets. Without joints the sequence was run as if in
-order, bit for bit.
+A *cell* is the part of a chunk that one run takes. A *joint* is where a cell started from another state than the one in
+which the cell before it ended. Every chunk but the first begins with one. A cell that is run again from the end of the
+one before it moves its joint to its own end. A sequence without joints was run as if in order, bit for bit.
 """
 
 from __future__ import annotations
@@ -70,11 +69,6 @@ class ChunkBatch:
         targets = None if self.targets is None else self.targets[at]
         return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding, chunk=True)
 
-    def length(self, cell: int) -> int:
-        """Tokens of a cell."""
-        at = self._extent(cell)
-        return len(self.tokens[at])
-
     def started(self, cells: range, states: States) -> None:
         """Keeps what cells start from."""
         for name, value in self._starts.items():
@@ -117,7 +111,7 @@ class ChunkBatch:
 
 
 def _apart(one: Array, other: Array) -> Array:
-    """|one - other|, unit by unit: 0 where they are the same, and infinite where that cannot be said in numbers."""
+    """|one - other| by unit: 0 where both are the same, NaN included; infinite where the difference is NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(one - other)
     if not np.isfinite(apart).all():
@@ -138,12 +132,12 @@ REPEATED_CELLS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How a sequence was run, as far as it was.
+    """How a sequence was run so far.
 
-    chunks: 1 where all of it was run in order. rounds: 1, and 1 for every cell that was run again. warm_up: the fewest
-    tokens that a chunk was warmed up over; None if none was. residual: the greatest difference of a unit of the state
-    at any joint that is left, 0 where there is none and the run is exact; joints: by name, that of each unit; apart:
-    the fewest tokens from one joint to the next, None unless there are two; latest: where the latest joint is.
+    chunks: 1 if it was run in order. rounds: 1, and 1 for every cell that was run again. warm_up: the fewest tokens
+    that a chunk was warmed up over. residual: the greatest difference of a unit of the state at any joint that is left;
+    0 without joints, when the run is exact. joints: by name, the greatest difference of each unit. apart: the fewest
+    tokens from one joint to the next. latest: the position of the latest joint.
     """
 
     chunks: int = 1
@@ -155,7 +149,7 @@ class ChunkPlan:
     latest: int | None = None
 
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
-        """With a segment more, whose first token is at `start`, and of which `repeated` cells were run again."""
+        """The plan with one more segment, which begins at `start` and of which `repeated` cells were run again."""
         residuals = segment.residuals()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
         if self.latest is not None:
@@ -176,10 +170,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """After a run, `done` tokens of the sequence were run. `logprobs`: float64 (n), of the next n tokens, once settled.
-
-    Nothing of a segment is settled before all of it is.
-    """
+    """`done`: tokens run so far. `logprobs`: float64 (n), of the next n tokens, once their whole segment was run."""
 
     done: int
     plan: ChunkPlan
@@ -190,7 +181,7 @@ class Piece:
 class Demand:
     """The joints that a run may have: of at most `limit`, and such that `judge` accepts the plan with them.
 
-    enough: tokens of warm-up after which a joint may be as large as it is; None where nothing says so.
+    enough: tokens of warm-up after which a joint of any size is accepted.
     """
 
     limit: float
@@ -211,9 +202,9 @@ class ChunkedRunner:
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
-        """How the next segment is cut, of a sequence of which `tokens` are left. None: in order is quicker.
+        """The layout of the next segment, of a sequence with `tokens` left. None: a run in order is quicker.
 
-        least: tokens that chunks are to be warmed up over at least, unless fewer are enough.
+        least: the fewest tokens of warm-up, unless the demand needs fewer.
         """
         seen = self._throughput.warm_up(demand.limit)
         known = [] if seen is None else [max(seen, least)]
@@ -224,7 +215,7 @@ class ChunkedRunner:
         return lay_out(tokens, warm_up, role, self._throughput.pace(role), self._throughput.pace("advance"))
 
     def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
-        """What `advance`, or `scan`, is expected to take over `tokens` tokens. None: it runs them in order."""
+        """The expected seconds of `advance` or `scan` over `tokens` tokens. None: they are run in order."""
         first = self.layout(role, tokens, demand)
         if first is None:
             return None
@@ -238,7 +229,7 @@ class ChunkedRunner:
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> None:
-        """Runs tokens from the state in `read`, and leaves the last state in `write`: exactly."""
+        """Runs tokens exactly, from the state in slot `read`, and leaves the last state in slot `write`."""
         pieces = self.run("advance", tokens, None, ticket, EXACT, read=read, write=write, binding=binding)
         async with aclosing(pieces):
             async for _ in pieces:
@@ -256,8 +247,10 @@ class ChunkedRunner:
         write: int,
         binding: bool = False,
     ) -> AsyncGenerator[Piece, None]:
-        """Runs tokens (n) from the state in `read` by `advance`, or by `scan` with targets (n), and leaves the last
-        state in `write`. demand: None runs them in order. To be closed however it ends.
+        """Runs tokens (n) by `advance`, or by `scan` with targets (n), and yields after each run.
+
+        read, write: the slots of the first state and of the last. demand: None runs the tokens in order. The caller
+        must close the generator.
         """
         plan, start, least = ChunkPlan(), 0, 0
         while start < len(tokens):
@@ -269,7 +262,8 @@ class ChunkedRunner:
             if layout is None or demand is None:
                 work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
-                yield Piece(stop, plan, _logprobs(row, stop - start))
+                logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
+                yield Piece(stop, plan, logprobs)
             else:
                 segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.gather([ZERO]))
                 with ExitStack() as held:
@@ -300,7 +294,7 @@ class ChunkedRunner:
     async def _warm_up(
         self, tokens: NDArray[np.int64], start: int, layout: ChunkLayout, slots: Sequence[int], ticket: Ticket
     ) -> None:
-        """Runs what stands before every chunk but the first, from the zero state."""
+        """Runs the tokens before every chunk but the first, from the zero state."""
         starts = [start + chunk * layout.length for chunk in range(1, layout.chunks)]
         for back in range(layout.warm_up, 0, -layout.warm_up_steps):
             end = max(back - layout.warm_up_steps, 0)
@@ -316,7 +310,7 @@ class ChunkedRunner:
     async def _column(
         self, segment: ChunkBatch, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
     ) -> int:
-        """Runs the next cell of every chunk; returns their tokens. here: what the first chunk goes on from."""
+        """Runs the next cell of every chunk; returns their tokens. here: the slot that the first chunk reads."""
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
@@ -327,12 +321,12 @@ class ChunkedRunner:
         ]
         rows = await self._together(works, ticket)
         segment.ended(cells, self._pool.gather(writes), rows)
-        return sum(map(segment.length, cells))
+        return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Runs every cell again whose joint is over the limit, from the end of the one before, and so on from there.
+        """Runs every cell whose joint is over the limit again, from the end of the cell before it.
 
-        Returns how many there were. again: a slot to run them in; last: that of the last chunk.
+        Returns how many were run. again: the slot to run them in. last: the slot of the last chunk.
         """
         residuals = segment.residuals()
         if not (residuals > limit).any():
@@ -354,7 +348,7 @@ class ChunkedRunner:
         return repeated
 
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
-        """Runs work of one request side by side. The first of it is admitted, and timed, for all."""
+        """Runs work of one request side by side. Only the first item is admitted and timed."""
         others = ticket.beside()
         items: list[WorkItem] = []
         try:
@@ -367,14 +361,10 @@ class ChunkedRunner:
             raise
 
     def _put(self, states: States, slot: int) -> None:
-        """Writes one state, whose hidden nobody will ask for."""
+        """Writes a state to a slot, with a hidden of zeros, which nobody reads."""
         hidden = np.zeros_like(self._pool.gather_hidden([slot]))
         self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
 
     def _copy(self, slot: int, to: int) -> None:
         states = {NEXT + name: value for name, value in self._pool.gather([slot]).items()}
         self._pool.scatter([to], {HIDDEN: self._pool.gather_hidden([slot]), **states})
-
-
-def _logprobs(row: Row, tokens: int) -> NDArray[np.float64] | None:
-    return None if row.logprobs is None else row.logprobs[:tokens].astype(np.float64)

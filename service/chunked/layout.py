@@ -1,8 +1,8 @@
 """How a long sequence is cut into chunks that run side by side: as many as were quickest when measured.
 
-Measured, once the model is served, are the seconds a token costs, by the number of sequences side by side, and after
-how many tokens the model has forgotten where it came from (`DecayProfile`). The latter only chooses the first warm-up
-length and promises nothing: what a warm-up left is measured again wherever one is used.
+Once the model is served, two things are measured: the seconds a token costs, by the number of sequences side by side
+(`Pace`), and how quickly the model forgets its initial state (`Residuals`). The second only chooses the warm-up length
+and promises nothing: every run measures what its warm-up left.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from wane.models.manifest import Manifest, Role
-from wane.service.batching import batch
 from wane.service.batching.batch import MOST_POSITIONS, Work
+from wane.service.batching.cost_model import run_seconds
 from wane.service.runners.runner import NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
@@ -24,31 +24,19 @@ LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 ROWS = 4
 MARGIN = 0.25
-"""For tokens that were not tried, over which a model may forget a little later."""
+"""Safety factor: a model may forget a little more slowly over other tokens than those measured."""
 
 PAST = 512
-"""Tokens that one of two runs knows before those that both read, in each of ROWS pairs."""
+"""Tokens that one run of each of the ROWS pairs reads before the tokens that both read."""
 
 
-class DecayProfile:
-    """How far apart two runs over the same tokens were, by their number, at most in any unit of the state."""
-
-    def __init__(self, residuals: Sequence[tuple[int, float]]) -> None:
-        """`residuals`: (tokens, difference), fewest tokens first."""
-        self._residuals = tuple(residuals)
-
-    def warm_up(self, residual: float) -> int | None:
-        """The fewest tokens after which, and ever since, only MARGIN of this was left. None: there are none."""
-        found: int | None = None
-        for tokens, left in reversed(self._residuals):
-            if left > residual * MARGIN:
-                break
-            found = tokens
-        return found
+Residuals = Sequence[tuple[int, float]]
+"""(tokens, difference), fewest tokens first: how far apart two runs over the same tokens were after so many of them, at
+most in any unit of the state."""
 
 
-def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, DecayProfile]:
-    """Runs random tokens from where random tokens led to, and from the zero state: yields after each run. Blocks."""
+def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
+    """Runs random tokens from a random past, and from the zero state. Yields after each run. Blocks."""
     random = np.random.default_rng(4)
     zeros = pool.gather([ZERO] * ROWS)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
@@ -63,7 +51,7 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
         apart = max(float(np.abs(each[:ROWS] - each[ROWS:]).max()) for each in both.values())
         residuals.append((length, apart if np.isfinite(apart) else np.inf))
         yield
-    return DecayProfile(residuals)
+    return residuals
 
 
 def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
@@ -95,8 +83,10 @@ def measure_pace(
     max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[None, None, Pace]:
-    """The pace of `advance` or `scan`: yields after each run. Blocks, and raises what the runner raises. To be called
-    once the graph has run: first runs are slow."""
+    """Measures the pace of `advance` or `scan`. Yields after each run.
+
+    Blocks, and raises what the runner raises. Call it once the graph has run: first runs are slow.
+    """
     found: dict[int, float] = {}
     for _ in range(REPEATS):
         for width in WIDTHS:
@@ -104,11 +94,7 @@ def measure_pace(
                 break
             tokens = np.full(max(MEASURED_STEPS, POSITIONS // width), eos_id, np.int64)
             work = Work(role, tokens, tokens if role == "scan" else None, read=START)
-            started_s = clock()
-            for row in batch.run([work] * width, pool, runner):
-                if isinstance(row, Exception):
-                    raise row
-            taken = (clock() - started_s) / (width * len(tokens))
+            taken = run_seconds([work] * width, pool, runner, clock) / (width * len(tokens))
             found[width] = min(taken, found.get(width, taken))
             yield
     return found
@@ -117,26 +103,34 @@ def measure_pace(
 class ThroughputProfile:
     """One model's. Nothing is known before `measure`: until then every sequence is best run in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, residuals: Residuals = ()) -> None:
         self._paces: dict[Role, Pace] = {}
-        self._decay = DecayProfile(())
+        self._residuals = residuals
 
     def pace(self, role: Role) -> Pace:
         """Of `advance` or `scan`."""
         return self._paces.get(role, {})
 
     def warm_up(self, residual: float) -> int | None:
-        """The fewest tokens after which no more than this was left of where a run came from."""
-        return self._decay.warm_up(residual)
+        """The fewest tokens after which, and ever since, only MARGIN of `residual` was left of where a run came from.
+
+        None: there are none.
+        """
+        found: int | None = None
+        for tokens, left in reversed(self._residuals):
+            if left > residual * MARGIN:
+                break
+            found = tokens
+        return found
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
-        """Yields after each of some fifty runs, of some ten milliseconds each, so that other runs may come between.
+        """Yields after each of some fifty runs of some ten milliseconds, so that other runs may come between.
 
-        Blocks, and raises what the runner raises. To be called once every graph has run.
+        Blocks, and raises what the runner raises. Call it once every graph has run.
         """
         for role in ("advance", "scan"):
             self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
-        self._decay = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
+        self._residuals = yield from measure_forgetting(runner, pool, manifest.vocabulary.size)
 
 
 SEGMENT_TOKENS = 65_536

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import httpx
@@ -53,52 +52,32 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def models(self) -> list[Document]:
         """Every model, the default first."""
-        data: list[Document] = self._get("/v1/models", ModelListDocument)["data"]
-        return data
+        return list(self._get("/v1/models", ModelListDocument)["data"])
 
     def report(self) -> Document:
         """What the server has measured."""
         return self._get("/v1/report", Report)
 
-    def score(self, model: str, text: str) -> Document:
-        """Token ids of `text`, and their log-probabilities."""
-        return self._call("POST", "/v1/score", {"model": model, "input": text})
+    def post(self, path: str, body: Document) -> Document:
+        """The answer to a request with a JSON body."""
+        response = self._answered("POST", path, body)
+        try:
+            document: Document = response.json()
+        except ValueError as error:
+            raise ClientError(f"{self._url} does not answer POST {path} as Wane does: {error}") from error
+        return document
 
-    def predict(self, model: str, tokens: Sequence[int], mode: str, window: int) -> Document:
-        """What follows `tokens`."""
-        body = {"model": model, "tokens": list(tokens), "mode": mode, "window": window}
-        return self._call("POST", "/v1/predict", body)
-
-    def compare(self, model: str, tokens: Sequence[int], windows: Sequence[int], repeat: int) -> Document:
-        """Recurrent against windows of several sizes, for one model."""
-        body = {"model": model, "tokens": list(tokens), "windows": list(windows), "repeat": repeat}
-        compared: Document = self._call("POST", "/v1/compare", body)["models"][0]
-        return compared
-
-    def create_session(self, model: str) -> str:
-        """A new session's id."""
-        session: str = self._call("POST", "/v1/sessions", {"model": model})["session"]
-        return session
-
-    def step(self, session: str, tokens: Sequence[int], position: int, mode: str) -> Document:
-        """Appends `tokens`, which start at `position`, and predicts what follows."""
-        body = {"tokens": list(tokens), "expected_position": position, "mode": mode}
-        return self._call("POST", f"/v1/sessions/{session}/tokens", body)
-
-    def delete_session(self, session: str) -> None:
-        """Ends a session."""
-        self._call("DELETE", f"/v1/sessions/{session}")
+    def delete(self, path: str) -> None:
+        """Deletes what is at `path`."""
+        self._answered("DELETE", path)
 
     def _get(self, path: str, kind: Any) -> Document:
-        """What is at `path`, as it came, once it is known to be a document of this kind: by that a server shows that it
-        is one of ours, and of a version that is understood here."""
+        """The document at `path`. Its schema tells that the server is a Wane server of a version understood here."""
         response = self._answered("GET", path)
         try:
             TypeAdapter(kind).validate_json(response.content, strict=True)
@@ -110,18 +89,14 @@ class Client:
         document: Document = response.json()
         return document
 
-    def _call(self, method: str, path: str, body: Document | None = None) -> Document:
-        response = self._answered(method, path, body)
-        try:
-            document: Document = response.json() if response.content else {}
-        except ValueError as error:
-            raise ClientError(f"{self._url} does not answer {method} {path} as Wane does: {error}") from error
-        return document
-
     def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
-        """What the server says to it that is no refusal."""
+        """The server's response, if it is a success."""
+        calling: AbstractContextManager[dict[str, str]] = nullcontext({})
+        if self._tracing is not None:
+            calling = self._tracing.calling(method, path, self._parent)
         try:
-            response = self._request(method, path, body)
+            with calling as headers:
+                response = self._http.request(method, path, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ClientError(f"{self._url} does not answer: {error}") from error
         if response.is_success:
@@ -131,12 +106,6 @@ class Client:
         except (ValueError, KeyError, TypeError):
             detail = response.text[:200]
         raise ClientError(f"{method} {path}: {response.status_code}: {detail}")
-
-    def _request(self, method: str, path: str, body: Document | None) -> httpx.Response:
-        if self._tracing is None:
-            return self._http.request(method, path, json=body)
-        with self._tracing.calling(method, path, self._parent) as headers:
-            return self._http.request(method, path, json=body, headers=headers)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,14 +48,15 @@ def main(arguments: Sequence[str]) -> int:
     with traced() as tracing, Client(options.url, tracing=tracing) as client, bar as progress:
         card = choose(client, options.model)
         k = card["k"] if options.window is None else options.window
-        tokens = client.score(card["id"], text)["tokens"][: options.tokens]
+        scored = client.post("/v1/score", {"model": card["id"], "input": text})
+        tokens = scored["tokens"][: options.tokens]
         task = progress.add_task(f"Comparing the modes of {card['id']}", total=requests_needed(len(tokens)))
         compared = measure(client, options.url, card, k, tokens, advance=lambda: progress.advance(task))
 
     console = Console()
     console.print(latency_table(compared), agreement_table(compared))
     if options.json is not None:
-        options.json.write_text(json.dumps(compared.document(), indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(asdict(compared), indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:
         render.save(compared, options.plot)
     return 0

@@ -8,7 +8,7 @@ positions, to see agreement as a function of k.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -76,7 +76,7 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured: latency by mode and phase, agreement at the model's k, and by window size."""
+    """What was measured: latency in milliseconds by mode and phase, agreement at the model's k, and by window size."""
 
     url: str
     model: str
@@ -88,10 +88,6 @@ class Measurements:
     agreement: AgreementSummary
     recurrent_compute_ms: float
     windows: list[WindowSummary]
-
-    def document(self) -> Document:
-        """As JSON; durations are milliseconds."""
-        return asdict(self)
 
 
 def choose(client: Client, name: str | None) -> Document:
@@ -118,7 +114,8 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
 
     def window(index: int) -> Document:
         # One token more than the window: what fits into it whole is run from its start, which is a token more again.
-        return client.predict(model, tokens[max(0, index - k) : index + 1], "window", k)
+        part = tokens[max(0, index - k) : index + 1]
+        return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
 
     recurrent = _drive_session(client, model, tokens, "recurrent", advance)
     windowed = _drive(window, len(tokens), advance)
@@ -126,7 +123,9 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
     sizes = sorted({*(size for size in WINDOWS if size <= card["max_window"]), k})
     compared = []
     for end in np.linspace(1, len(tokens), min(len(tokens), COMPARED_POSITIONS), dtype=int):
-        compared.append(client.compare(model, tokens[max(0, end - COMPARED_HISTORY) : end], sizes, REPEAT))
+        part = tokens[max(0, end - COMPARED_HISTORY) : end]
+        body = {"model": model, "tokens": part, "windows": sizes, "repeat": REPEAT}
+        compared.append(client.post("/v1/compare", body)["models"][0])
         advance()
     return Measurements(
         url=url,
@@ -157,11 +156,16 @@ def _drive(ask: Callable[[int], Document], count: int, advance: Advance) -> list
 
 
 def _drive_session(client: Client, model: str, tokens: Sequence[int], mode: str, advance: Advance) -> list[Timed]:
-    session = client.create_session(model)
+    path = f"/v1/sessions/{client.post('/v1/sessions', {'model': model})['session']}"
+
+    def step(index: int) -> Document:
+        body = {"tokens": [tokens[index]], "expected_position": index, "mode": mode}
+        return client.post(f"{path}/tokens", body)
+
     try:
-        return _drive(lambda index: client.step(session, [tokens[index]], index, mode), len(tokens), advance)
+        return _drive(step, len(tokens), advance)
     finally:
-        client.delete_session(session)
+        client.delete(path)
 
 
 def _quantiles(answers: Sequence[Timed]) -> dict[str, Quantiles]:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from wane.service.cli.client import Document
 
@@ -47,11 +48,14 @@ def _model(name: str, replicas: int, parts: Sequence[Document]) -> Document:
         "device": _listed(part["device"] for part in parts),
         "replicas": replicas,
         "modes": _by_name([part["modes"] for part in parts], _mode),
-        "operations": _counts([part["operations"] for part in parts]),
-        "agreement": _agreement_with_sources([part["agreement"] for part in parts]),
-        "shadow": _counts([part["shadow"] for part in parts]),
-        "sessions": _counts([part["sessions"] for part in parts]),
-        "integrity": _counts([part["integrity"] for part in parts]),
+        "operations": _by_name([part["operations"] for part in parts], sum),
+        "agreement": {
+            **_agreement([part["agreement"] for part in parts]),
+            "sources": _by_name([part["agreement"]["sources"] for part in parts], _agreement),
+        },
+        "shadow": _by_name([part["shadow"] for part in parts], sum),
+        "sessions": _by_name([part["sessions"] for part in parts], sum),
+        "integrity": _by_name([part["integrity"] for part in parts], sum),
     }
 
 
@@ -93,10 +97,6 @@ def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float
     raise AssertionError("this is a bug: the last bucket holds everything")
 
 
-def _agreement_with_sources(parts: Sequence[Document]) -> Document:
-    return {**_agreement(parts), "sources": _by_name([part["sources"] for part in parts], _agreement)}
-
-
 def _agreement(parts: Sequence[Document]) -> Document:
     compared = [part["compared"] for part in parts]
     bounds = [part["error_bound"] for part in parts]
@@ -120,15 +120,10 @@ def _agreement(parts: Sequence[Document]) -> Document:
     }
 
 
-def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Document]], Document]) -> Document:
+def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) -> Document:
     """Every name that a part has, with what is merged of it from those that have it."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: merged([part[name] for part in parts if name in part]) for name in names}
-
-
-def _counts(parts: Sequence[Document]) -> Document:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:

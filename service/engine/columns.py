@@ -362,7 +362,7 @@ class StepColumns:
             self._running = None
             self._state_cache.release_all(batch.slots.tolist())
             good = self._resident_still(batch)
-            self._conflicts.inc(np.count_nonzero(~good))
+            self._conflicts.inc(int(np.count_nonzero(~good)))
         if batch.failure is not None:
             self._hand_back(batch, entered=True)
             return

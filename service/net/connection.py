@@ -1,12 +1,11 @@
 """What a connection may cost: limits, timeouts, the budget of bytes being received, counts of rejected connections.
 
-uvicorn reads what comes, and writes what there is to write, however long that takes. Here a connection has a limited
-time for the head of a request, for its body, and to read what it is sent; and the number of connections is limited.
-`http_protocol.py` and `websocket_protocol.py` hold connections to these limits. What goes wrong before there is a
-request they answer themselves, in bytes; no request's log line or metric tells of it, so it is counted and logged here.
+uvicorn waits as long as a client takes. Here the time for the head of a request, for its body, and for reading a
+response is limited, and so is the number of connections. `http_protocol.py` and `websocket_protocol.py` enforce these
+limits. A connection that they reject never becomes a request, so it is counted and logged here.
 
-The receive budget covers large bodies only. The head of a connection, and messages of some KiB, are bounded by the
-number of connections: a session's next step is taken whatever large bodies are being received.
+The receive budget covers large bodies only. Heads, and messages of some KiB, are bounded by the number of connections,
+so a session's next step is taken however many large bodies are being received.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
@@ -23,11 +21,11 @@ from wane.service.observability.logs import log_access
 from wane.service.observability.metrics import Metrics
 from wane.service.settings import Settings
 
-SMALL_BYTES = 1 << 12  # that a connection may have under way uncounted
+SMALL_BYTES = 1 << 12  # unanswered bytes of a connection that do not count against the budget
 
 
 class ReceiveBudget:
-    """Counts the bytes that came and are not answered, on those connections that have more than a few."""
+    """Counts the unanswered bytes of all connections that have more than SMALL_BYTES of them."""
 
     def __init__(self, most: int) -> None:
         """`most`: bytes, over all connections."""
@@ -40,7 +38,7 @@ class ReceiveBudget:
 
 
 class ReceiveShare:
-    """What one connection has under way."""
+    """The unanswered bytes of one connection."""
 
     __slots__ = ("counted", "receive_budget")
 
@@ -49,8 +47,8 @@ class ReceiveShare:
         self.counted = 0
 
     def is_now(self, count: int) -> bool:
-        """Notes that the connection has `count` bytes under way; or, where there is no room for more, notes nothing
-        and says False. What is less than it was always fits."""
+        """Notes that the connection has `count` unanswered bytes. Returns False, and notes nothing, if the budget has
+        no room for them. A smaller count than before always fits."""
         more = (count if count > SMALL_BYTES else 0) - self.counted
         if more > 0 and not self.receive_budget.has_room(more):
             return False
@@ -60,64 +58,40 @@ class ReceiveShare:
 
 
 class RejectReason(StrEnum):
-    """Why a connection is ended."""
+    """Why a connection is rejected, and the status that the client gets."""
 
     TOO_MANY = "too_many"  # connections are open: 503
     LONG_HEAD = "long_head"  # 431
-    LONG_TRAILERS = "long_trailers"  # or lengths of chunks, or what else comes with a body and is not the body: 431
+    LONG_TRAILERS = "long_trailers"  # or too many bytes of chunk lengths: 431
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # no handler waits for it (where one does, the middleware answers 408 and counts the
-    # request); or a WebSocket's message: 1008
-    FULL = "full"  # of bodies and messages that are not answered: 429; 1013
+    SLOW_BODY = "slow_body"  # that no handler waits for (else the middleware answers): 408; a slow message: 1008
+    FULL = "full"  # the receive budget: 429; 1013
     MALFORMED = "malformed"  # no HTTP: 400; no frame: 1002; no text: 1007
     HANDSHAKE = "handshake"  # of a WebSocket: invalid, or too late: 400, 405, 414, 426, 431
-    UNREAD = "unread"  # what was sent: aborted by the kernel
+    UNREAD = "unread"  # the client read nothing, and the kernel aborted the connection
     FRAMES = "frames"  # of a WebSocket, too many that end no message: 1008
 
 
 class RejectedConnections:
-    """Counts them by their reason, which is there from the beginning, and logs each."""
+    """Counts rejected connections by reason, from 0, and logs each."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
     def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
-        """Of a connection of `client`, by address and port, which is answered with this status; None: with none."""
+        """`client`: address and port. `status`: of the answer, if there is one."""
         self._counted[reason].inc()
         log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
 
 
-COME_AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+RETRYABLE = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 MOST_MILLISECONDS = 2**31 - 1  # that a socket's option holds
-DEAF_S = 2.0  # for a client to read its answer, after which what it still sends is no longer taken
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """`connections` at a time; `header_bytes` of a request's head; seconds for a head, for a body, and until something
-    that was sent is read."""
-
-    connections: int
-    header_bytes: int
-    header_s: float
-    body_s: float
-    send_s: float
-
-    @classmethod
-    def of(cls, settings: Settings) -> ConnectionLimits:
-        """What the operator chose."""
-        return cls(
-            settings.max_connections,
-            settings.max_header_bytes,
-            settings.header_timeout_s,
-            settings.body_timeout_s,
-            settings.send_timeout_s,
-        )
+DEAF_S = 2.0  # time for a rejected client to read its answer, before the connection is closed
 
 
 class TimeoutProtocol(asyncio.Protocol):
-    """The part that every connection has, whatever protocol it speaks: a mixin for one of uvicorn's protocols. It
-    counts and logs a connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
+    """A mixin for uvicorn's protocols: the limits, the receive share and the timer of a connection. It reports a
+    connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -126,19 +100,19 @@ class TimeoutProtocol(asyncio.Protocol):
     def __init__(
         self,
         *given: Any,
-        connection_limits: ConnectionLimits,
+        settings: Settings,
         rejected: RejectedConnections,
         receive_budget: ReceiveBudget,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self.connection_limits = connection_limits
+        self.settings = settings
         self.rejected = rejected
         self.share = ReceiveShare(receive_budget)
-        self.timer: asyncio.TimerHandle | None = None  # runs while something comes in that is not whole
+        self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
 
     def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
-        """Why the connection is ended, and what its client is told."""
+        """Reports that the connection is rejected."""
         self.rejected.tell(reason, self.client, status)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -148,22 +122,21 @@ class TimeoutProtocol(asyncio.Protocol):
         super().connection_lost(exc)
 
     def at_ease(self) -> None:
-        """Nothing is waited for."""
+        """Stops the timer."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
-    """Has the kernel abort the connection once the client has accepted no byte of what was sent to it for `seconds`.
+    """Has the kernel abort the connection once the client has accepted no byte for `seconds`.
 
-    Only the kernel can tell. A write of ours succeeds as long as the kernel has room for it, which is megabytes, so the
-    transport never notices that nobody reads a stream of small events, or the end of an answer. The kernel counts from
-    the last byte that the client accepted, and what we write meanwhile gives the client no more time. The transport
-    then reports TimeoutError. Systems without TCP_USER_TIMEOUT, which is Linux's, abort nothing.
+    Only the kernel can tell: it buffers megabytes, so a transport's writes succeed although nobody reads. It counts
+    from the last byte that the client accepted; later writes give the client no more time. The transport then reports
+    TimeoutError. Systems without Linux's TCP_USER_TIMEOUT abort nothing.
 
-    The kernel also aborts a client that reads, but slowly and through a receive window smaller than one segment. A
-    client with SO_RCVBUF 4096 that read 2 KB each 0.5 s was reset after 32 s, where `seconds` was 30.
+    The kernel also aborts a client that reads slowly through a receive window smaller than one segment. A client with
+    SO_RCVBUF 4096 that read 2 KB each 0.5 s was reset after 32 s, where `seconds` was 30.
     """
     connection = transport.get_extra_info("socket")
     if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -172,8 +145,8 @@ def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
 
 
 def bare_answer(status: HTTPStatus, text: bytes = b"") -> bytes:
-    """The last answer on a connection: its status, whether to come again, and a `text`, if there is one."""
-    more = b"retry-after: 1\r\n" if status in COME_AGAIN else b""
+    """The bytes of the last response on a connection, with a `retry-after` if the client may retry."""
+    more = b"retry-after: 1\r\n" if status in RETRYABLE else b""
     if text:
         more += b"content-type: text/plain; charset=utf-8\r\n"
     head = b"HTTP/1.1 %d %s\r\n%sconnection: close\r\ncontent-length: %d\r\n\r\n"

@@ -1,19 +1,20 @@
 """HTTP with limits and timeouts, and one write for each response.
 
-Slow clients and oversized requests are answered 408, 429, 431 or 503 before there is a request for a route.
+Slow clients and oversized requests are answered 408, 429, 431 or 503 before any route sees them.
 
-A request that comes whole, in one read of the network, may be dispatched where it is read: to a `RequestDispatcher`,
-which answers it without ASGI's messages and without a task. All others go to the ASGI application.
+A request that comes whole, in one read of the network, may go to a `RequestDispatcher`, which answers it without ASGI
+messages and without a task. All others go to the ASGI application.
 
-uvicorn writes the head and the body of a response one after the other, and a WebSocket frame likewise; uvloop hands
-each to the system at once. A system call, and a packet that wakes the other side, take a good part of what a response
-takes otherwise. `BufferedTransport` writes together what is written in one turn of the event loop.
+uvicorn writes the head and the body of a response separately, and uvloop makes a system call of each. That is a good
+part of what a response costs. `BufferedTransport` joins what is written in one turn of the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol, cast
@@ -25,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, abort_unread, bare_answer
 
-LINGER_S = 30  # for the other side to take what is left to it when a connection is closed
+LINGER_S = 30  # time for the client to read the rest of a response after the connection was closed
 
 
 def _never() -> bool:
@@ -33,7 +34,7 @@ def _never() -> bool:
 
 
 class BufferedTransport:
-    """A transport that holds back what is written until the event loop's next turn, or until there is a good deal."""
+    """A transport that buffers writes until the event loop's next turn, or up to MOST_BYTES."""
 
     MOST_BYTES = 1 << 16
 
@@ -43,10 +44,9 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self.delays_closing: Callable[[], bool] = _never  # whether the protocol closes the connection later
+        self.delays_closing: Callable[[], bool] = _never  # the protocol's: whether it closes the connection later
 
     def write(self, data: bytes) -> None:
-        """As a transport's."""
         if not self._held:
             self._loop.call_soon(self.flush)
         self._held.append(data)
@@ -55,14 +55,14 @@ class BufferedTransport:
             self.flush()
 
     def write_whole(self, data: bytes) -> None:
-        """As `write`, of what nothing follows: it need not wait for that."""
+        """As `write`, at once if nothing is buffered: for a complete response."""
         if self._held:
             self.write(data)
         else:
             self._write(data)
 
     def flush(self) -> None:
-        """Writes what is held back."""
+        """Writes the buffer."""
         if self._held:
             data = b"".join(self._held)
             self._held.clear()
@@ -74,13 +74,13 @@ class BufferedTransport:
             self._transport.write(data)
 
     def write_eof(self) -> None:
-        """As a transport's: what was written before it still goes out, and nothing that is written later."""
+        """Ends the writing; what is written later is dropped."""
         self.flush()
         self._has_ended = True
         self._transport.write_eof()
 
     def close(self) -> None:
-        """As a transport's: what was written before it still goes out."""
+        """Closes the connection after the buffer is written, unless the protocol closes it later."""
         self.flush()
         if self.delays_closing():
             return
@@ -89,11 +89,10 @@ class BufferedTransport:
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def let_go(self) -> None:
-        """Drops the callback into the protocol, which holds this transport: the garbage collector is not needed."""
+        """Drops the callback into the protocol: the two would be a cycle for the garbage collector."""
         self.delays_closing = _never
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the transport's own."""
         return getattr(self._transport, name)
 
 
@@ -103,12 +102,10 @@ class InFlight(Protocol):
     over: bool
 
     def hang_up(self) -> None:
-        """The client has gone."""
-        ...
+        """The client has disconnected."""
 
     def stop(self) -> None:
-        """The server stops, and waits no longer."""
-        ...
+        """The time for shutdown is over."""
 
 
 class RequestDispatcher(Protocol):
@@ -118,73 +115,45 @@ class RequestDispatcher(Protocol):
 
     def matches(self, scope: Any) -> bool:
         """Whether it takes a request, by its method and path."""
-        ...
 
     def dispatch(self, scope: Any, body: bytes, sink: HttpResponder) -> InFlight:
         """Begins a request that it takes."""
-        ...
 
 
-class ProxyHeaders:
-    """Notes in a request's scope what trusted proxies say of their client, as uvicorn's own middleware does for the
-    ASGI application."""
+class ProxyHeaders(ProxyHeadersMiddleware):
+    """uvicorn's middleware for trusted proxies, used without an application."""
 
     def __init__(self, trusted: str) -> None:
         """`trusted`: addresses, as uvicorn takes them."""
-        self._middleware = ProxyHeadersMiddleware(_no_app, trusted)
+        super().__init__(_no_app, trusted)
 
-    def __call__(self, scope: Any) -> None:
-        waiting = self._middleware(scope, _nothing, _nothing)
-        try:
-            waiting.send(None)
-        except StopIteration:
-            return
-        raise AssertionError("it waits for the application only: this is a bug")
+    def apply(self, scope: Any) -> None:
+        """Writes into a request's scope what trusted proxies say of the client."""
+        unused: Any = None
+        with suppress(StopIteration):  # it has ended: the middleware awaits its application only
+            self(scope, unused, unused).send(None)
 
 
 async def _no_app(*_: Any) -> None:
     """An application that does nothing."""
 
 
-async def _nothing(*_: Any) -> Any:
-    """What the application would be given."""
-
-
-class BufferedProtocol(HttpToolsProtocol):
-    """uvicorn's, on such a transport."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, BufferedTransport(transport, self.loop)))
-
-
-Headers = list[tuple[bytes, bytes]]
-
 CLOSE = (b"connection", b"close")
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
-"""Where the parser's own words would not tell a client what is wrong."""
+"""Replacements for messages of the parser that would not help a client."""
 
 
 def malformed(error: HttpParserError) -> bytes:
-    """What a client is told of a request that the parser refused."""
+    """The text of the answer to a request that the parser refused."""
     reason = str(error)
     if isinstance(error, HttpParserCallbackError):
         reason = "the request target cannot be read"  # nothing else is read in a callback of ours or of uvicorn's
     return f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}".encode()
 
 
-class Trailers(Headers):
-    """Where the fields behind a chunked body go: nobody reads them, and a request's headers are those of its head."""
-
-    def append(self, field: tuple[bytes, bytes]) -> None:
-        """Keeps nothing."""
-
-
-TRAILERS = Trailers()
-
-
-class HttpProtocol(TimeoutProtocol, BufferedProtocol):
+class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
     """HTTP with limits and timeouts."""
 
     def __init__(
@@ -198,8 +167,8 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         super().__init__(*given, **named)
         self.dispatcher = dispatcher
         self.trusted_headers = trusted_headers
-        self.is_reading = False  # something that came is being looked at
-        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until all that came was looked at
+        self.is_reading = False  # received bytes are being parsed
+        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # begins when they are parsed
         self.in_flight: InFlight | None = None  # the request that was dispatched
         self.last_whole: object = None  # the scope of the last request that came in whole
         self.completed = False  # a request, by what has come in last
@@ -218,14 +187,15 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        is_full = len(self.connections) >= self.connection_limits.connections
-        super().connection_made(transport)
-        cast(BufferedTransport, self.transport).delays_closing = self.delays_closing
+        is_full = len(self.connections) >= self.settings.max_connections
+        buffered = BufferedTransport(transport, self.loop)
+        buffered.delays_closing = self.delays_closing
+        super().connection_made(cast(asyncio.Transport, buffered))
         if is_full:
             self.refuse(RejectReason.TOO_MANY, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
-            abort_unread(transport, self.connection_limits.send_s)
-            self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
+            abort_unread(transport, self.settings.send_timeout_s)
+            self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         cast(BufferedTransport, self.transport).let_go()
@@ -251,18 +221,19 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
-        """Parses what came, within the limits."""
+        """Parses received bytes, within the limits."""
         if self.discarding:
             self.came_late()
             return
-        most = self.connection_limits.header_bytes
+        most = self.settings.max_header_bytes
         if self.scope is not self.last_whole and self.in_body():
             self.go_on(data)
         elif len(data) > most - self.head_bytes and self.is_long_head(data):
             self.refuse(RejectReason.LONG_HEAD, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             return
         elif len(data) > SMALL_BYTES and not self.takes(len(data)):
-            self.refuse_unread()
+            self.is_unread = True
+            self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
             return
         else:
             self.feed(data)
@@ -294,8 +265,8 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             self.keepalive_hold = self.cycle
 
     def feed(self, data: bytes) -> None:
-        """Parses what came in. In place of uvicorn's `data_received`, which answers a malformed request at once, and
-        forgets what came behind a request to upgrade."""
+        """Parses received bytes. Replaces uvicorn's `data_received`, which answers a malformed request at once, and
+        forgets the bytes behind a request to upgrade."""
         self._unset_keepalive_if_required()
         rest: bytes | memoryview = data
         behind: bytes | memoryview = b""  # what is parsed after `rest`
@@ -347,28 +318,27 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         return b"\r\n".join(lines) + HEAD_END
 
     def came_late(self) -> None:
-        """Throws away what comes when no request is taken any more. A WebSocket whose handshake waits is refused,
-        because its client must wait too (RFC 6455, 4.1)."""
+        """Drops bytes that come when no request is taken any more. Refuses a WebSocket whose handshake waits, because
+        its client must wait too (RFC 6455, 4.1)."""
         self.is_unread = True
         if self.upgrades:
             self.discarding = self.upgrades = False
-            self.refuse(
-                RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, b"more was sent before the handshake was answered"
-            )
+            text = b"more was sent before the handshake was answered"
+            self.refuse(RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, text)
 
     def is_long_head(self, data: bytes) -> bool:
-        """Whether the head that `data` begins, or goes on with, is longer than it may be."""
-        before = self.head_end  # what ends it may come in two
+        """Whether `data` makes the head longer than it may be."""
+        before = self.head_end  # the end of the head may be split between two reads
         found = (before + data).find(HEAD_END)
-        return found < 0 or found - len(before) > self.connection_limits.header_bytes - self.head_bytes
+        return found < 0 or found - len(before) > self.settings.max_header_bytes - self.head_bytes
 
     def begin_timer(self) -> None:
-        """From now on a head is waited for, and no longer than it may take."""
+        """Starts the timer for a head."""
         self.grace_used = False
-        self.timer = self.loop.call_later(self.connection_limits.header_s, self.too_slow)
+        self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 
     def go_on(self, data: bytes) -> None:
-        """Counts received bytes of a body, of its chunk sizes and of its trailers."""
+        """Parses and counts bytes of a body, of its chunk lengths and of its trailers."""
         cycle, before = self.cycle, len(self.cycle.body)
         if not cycle.response_complete and not self.takes(len(data)):
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
@@ -385,8 +355,8 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         return False
 
     def has_room(self) -> bool:
-        """Whether there is room for a body of the length that its head says; where it says none, that is seen when it
-        comes. What is too long at any time is refused elsewhere."""
+        """Whether the budget has room for the declared length of a body. A chunked body is counted as it comes, and a
+        body longer than the budget is refused elsewhere."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
         if 2 * taken <= most:  # a body is at most half of it
@@ -405,7 +375,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             at_last()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """In place of uvicorn's. White space around a value is no part of it (RFC 9110, 5.5)."""
+        """Replaces uvicorn's. White space around a value is no part of it (RFC 9110, 5.5)."""
         name = name.lower()
         value = value.strip(b" \t")
         if name == b"expect" and value.lower() == b"100-continue":
@@ -420,14 +390,14 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             super()._start_asgi_task(cycle, app)
 
     def begin(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Dispatches a request that came whole; the application gets it otherwise."""
+        """Dispatches a request that came whole; any other goes to the application."""
         self.held = None
         dispatcher = self.dispatcher
         if dispatcher is None or not self.came_whole(cycle) or len(cycle.body) > dispatcher.max_body_bytes:
             super()._start_asgi_task(cycle, app)
             return
         if self.trusted_headers is not None:
-            self.trusted_headers(cycle.scope)
+            self.trusted_headers.apply(cycle.scope)
         in_flight = dispatcher.dispatch(cycle.scope, bytes(cycle.body), HttpResponder(self, cycle))
         if not in_flight.over:
             self.in_flight = in_flight
@@ -437,9 +407,9 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
-        """The length of a chunk has come: from here on, fields are trailers."""
+        """The length of a chunk has come. Fields from here on are trailers, which nobody reads."""
         if self.in_body():
-            self.headers = TRAILERS
+            self.headers = deque(maxlen=0)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self.last_whole = self.scope
@@ -450,23 +420,22 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         super().on_message_complete()
 
     def shutdown(self) -> None:
-        """As uvicorn's, which cancels the tasks of requests when the time for shutdown is over: a request that was
-        dispatched has no task."""
+        """Also stops a dispatched request, which has no task that uvicorn could cancel, when the time is over."""
         self.keepalive_hold = None
         if self.in_flight is not None and self.config.timeout_graceful_shutdown is not None:
             self.loop.call_later(self.config.timeout_graceful_shutdown, self.in_flight.stop)
         super().shutdown()
 
     def in_body(self) -> bool:
-        """Whether the head of the request that comes in is whole, and its body is not."""
+        """Whether the current request has its whole head, and not its whole body."""
         return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
 
     def too_slow(self) -> None:
-        """Ends a connection that sends too slowly. The middleware is first given time to answer a slow body itself."""
+        """Ends a connection that sends too slowly. The middleware has time to answer a slow body first."""
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
-            self.timer = self.loop.call_later(self.connection_limits.body_s, self.too_slow)
+            self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
         elif self.scope is None:  # not a byte has come
             self.transport.close()
         else:
@@ -474,8 +443,8 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
 
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
-        """Ends the connection, once: with an answer, behind the answers to the requests before. There is none where the
-        request that is refused is being answered already, or where the request before is the last by its own wish."""
+        """Ends the connection, once, with a last answer behind those to earlier requests. There is no last answer if
+        the refused request is being answered already, or if the request before it asked to close the connection."""
         if self.discarding or self.transport.is_closing():
             return
         self.at_ease()
@@ -495,18 +464,13 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             last()
 
     def say_last(self, answer: bytes) -> None:
-        """Gives the last answer, if there is one, and closes the connection."""
+        """Writes the last answer, if there is one, and closes the connection."""
         if answer:
             self.transport.write(answer)
         self.transport.close()
 
-    def refuse_unread(self) -> None:
-        """There is no room for what came, and nobody has looked at it."""
-        self.is_unread = True
-        self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
-
     def handle_websocket_upgrade(self) -> None:
-        """Gives the connection to a WebSocket; once the requests before it are answered, as answers go in order."""
+        """Gives the connection to a WebSocket, after the earlier requests are answered."""
         if not self.is_answered():
             self.discarding = self.upgrades = True
             self.at_last = self.handle_websocket_upgrade
@@ -518,8 +482,8 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         self.share.is_now(0)
 
     def delays_closing(self) -> bool:
-        """Whether the connection is closed a little later: while a request still comes in. A connection with something
-        unread in it is reset and not closed, and its client would not receive the answer."""
+        """Whether the connection is closed later, because a request still comes in. The kernel resets a connection with
+        unread bytes, and its client would not receive the answer."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True
@@ -531,7 +495,7 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
         return True
 
     def drop_requests(self) -> None:
-        """Nothing is answered any more: what runs is told so, and what waits is not begun."""
+        """Drops the requests that wait, and disconnects the one that runs."""
         self.pipeline.clear()
         self.at_last = None
         if self.running is not None and not self.running.response_complete:
@@ -539,12 +503,12 @@ class HttpProtocol(TimeoutProtocol, BufferedProtocol):
             self.running.message_event.set()
 
     def is_answered(self) -> bool:
-        """Whether every request that was begun is answered. If so, none waits either."""
+        """Whether every request so far is answered."""
         return self.running is None or self.running.response_complete
 
 
 def _told() -> None:
-    """The protocol knows that the response is over."""
+    """Replaces a callback that was called."""
 
 
 class HttpResponder:
@@ -557,7 +521,7 @@ class HttpResponder:
         self._cycle = cycle
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes it, whole; nothing where the client has gone."""
+        """Writes a whole response, unless the client has disconnected."""
         cycle, protocol = self._cycle, self._protocol
         protocol.in_flight = None
         on_response, cycle.on_response = cycle.on_response, _told  # it holds the protocol, which holds the cycle

@@ -14,28 +14,24 @@ from wane.service.aio.timers import Timer, timers
 from wane.service.errors import Abandoned
 
 CHANNEL = "wane.channel"
-"""Where a WebSocket's scope has the protocol that carries it, for as long as its route runs."""
+"""The key of a WebSocket's scope that holds its protocol while its route runs."""
 
 DISCONNECT_GRACE_S = 0.05
-"""Time that an answer has after its client disconnected, before it is cancelled: most are there sooner."""
+"""Time between a client's disconnection and the cancellation of its answer. Most answers are ready sooner."""
 
 MOST_EARLY = 16
-"""Messages that are read while one is being answered: the rest stay in the network, which slows their sender down."""
+"""Messages that are read ahead. The rest stay in the network, which slows the sender down."""
 
 Message = MutableMapping[str, Any]  # ASGI's
 
 
 class ClientDisconnected(Exception):
-    """The client is gone, and takes no answer any more."""
+    """The client has disconnected."""
 
 
 class ReceiveQueue:
-    """Takes the place of uvicorn's queue.
-
-        with receive_queue:
-            answer = await engine.submit(...)
-
-    ends the body of the `with` when the client goes away, and raises Abandoned in its place.
+    """Replaces uvicorn's asyncio.Queue, for one reader. `with receive_queue:` cancels its body when the client
+    disconnects, and raises Abandoned.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,12 +46,10 @@ class ReceiveQueue:
         return len(self._messages)
 
     def empty(self) -> bool:
-        """As a queue's."""
         return not self._messages
 
     def put_nowait(self, message: Message) -> None:
-        """As a queue's. The reader goes on in the event loop's next turn. No message that matters follows a
-        disconnection."""
+        """Adds a message. The reader goes on in the event loop's next turn."""
         self._messages.append(message)
         if self._reader is not None:
             self._loop.call_soon(self._wake)
@@ -75,7 +69,7 @@ class ReceiveQueue:
             reader.resolve(None)
 
     async def get(self) -> Message:
-        """As a queue's, for one reader."""
+        """Waits for a message, and removes it."""
         while not self._messages:
             reader: Waiter[None] = Waiter()
             self._reader = reader

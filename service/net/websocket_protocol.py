@@ -28,7 +28,7 @@ MASK_BYTES = 4
 
 
 class FrameBoundary:
-    """Follows where frames begin and end in the bytes that a client sends (RFC 6455, 5.2), and nothing else of them."""
+    """Finds where frames begin and end in the bytes that a client sends (RFC 6455, 5.2)."""
 
     __slots__ = ("_head", "_missing_bytes")
 
@@ -42,7 +42,7 @@ class FrameBoundary:
         return bool(self._missing_bytes or self._head)
 
     def feed(self, data: bytes) -> None:
-        """More bytes have come."""
+        """Takes the bytes that follow."""
         data = self._head + data
         at = self._missing_bytes  # where the next frame begins
         while at < len(data):
@@ -55,7 +55,7 @@ class FrameBoundary:
 
 
 def frame_bytes(data: bytes, at: int) -> int | None:
-    """The length of the frame that begins there, its head included; None where too little of its head has come."""
+    """The length of the frame that begins at `at`, with its head; None if its head is incomplete."""
     if len(data) < at + 2:
         return None
     payload_bytes = data[at + 1] & ~MASKED
@@ -69,7 +69,7 @@ def frame_bytes(data: bytes, at: int) -> int | None:
 
 
 class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket with limits and timeouts."""
+    """A WebSocket with limits and timeouts, and the `Channel` of its route."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -111,7 +111,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.refuse_handshake()
 
     def parse(self, data: bytes) -> None:
-        """Hands what came to the library."""
+        """Passes received bytes to the library."""
         if self.handshake_initiated:
             self.boundary.feed(data)
         super().data_received(data)
@@ -119,35 +119,33 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.at_rest = not (self.in_message or self.rest)
 
     def look(self) -> None:
-        """At what came and is no message yet: whether there is room for it, and that it does not take too long."""
+        """Checks that an incomplete message has room in the budget, and that its timer runs."""
         if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:
             self.at_ease()
         elif self.timer is None:
-            self.timer = self.loop.call_later(self.connection_limits.body_s, self.too_slow)
+            self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
 
     def has_room(self) -> bool:
-        """Whether there is room for what came; else the WebSocket is closed."""
+        """Whether the budget has room for the bytes received; if not, closes the WebSocket."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
         self.break_off(RejectReason.FULL, TRY_AGAIN, "too much is being received")
         return False
 
     def coming_bytes(self) -> int:
-        """What came and is no message yet."""
+        """Received bytes of incomplete messages."""
         return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
 
     def too_slow(self) -> None:
-        """The time is up for the rest of a message."""
+        """Closes the WebSocket: a message was not complete in time."""
         self.timer = None
-        self.break_off(
-            RejectReason.SLOW_BODY, POLICY, f"a message was not whole after {self.connection_limits.body_s:g} s"
-        )
+        why = f"a message was not whole after {self.settings.body_timeout_s:g} s"
+        self.break_off(RejectReason.SLOW_BODY, POLICY, why)
 
     def take_apart(self) -> None:
-        """Goes on with what came in, piece by piece, until there is a message to take: a piece is frames enough to keep
-        everybody else waiting."""
+        """Parses received bytes by pieces until a message is complete, so that one client does not block the others."""
         while self.rest and not self.read_paused and not self.discarding:
             piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
             self.parse(piece)
@@ -158,8 +156,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.tell(RejectReason.HANDSHAKE, HTTPStatus(self.response.status_code))
 
     def refuse_handshake(self) -> None:
-        """The request's head came in whole, but the library cannot read what HTTP could: it has an answer ready, or
-        none, and uvicorn would wait for more."""
+        """Refuses a head that the HTTP parser read and the library could not: uvicorn would wait for more bytes."""
         answer = b"".join(self.conn.data_to_send()) or bare_answer(HTTPStatus.BAD_REQUEST)
         self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
         self.discarding = True
@@ -168,7 +165,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_parser_exception(self) -> None:
-        """What came is no frame, or a frame too long."""
+        """Handles an invalid frame, or one that is too long."""
         self.discarding = True
         self.rest = b""
         if self.conn.close_sent is not None and self.conn.close_sent.code == PROTOCOL:
@@ -184,7 +181,6 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             del scope[CHANNEL]
 
     async def receive(self) -> ASGIReceiveEvent:
-        """As uvicorn's, and a channel's."""
         message = await self.receive_queue.get()
         if self.read_paused and self.receive_queue.empty():
             self.read_paused = False
@@ -196,13 +192,12 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return cast(ASGIReceiveEvent, message)
 
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
-        """As uvicorn's."""
         if message["type"] == "websocket.send":
             self.is_answered()
         return super().send(message)
 
     async def send_text(self, text: bytes) -> None:
-        """As a channel's: what `send` does with a text, without the library's frames, because nothing is compressed."""
+        """As `send` of a text, without the library's frames, because nothing is compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.conn.state is not State.OPEN:
@@ -218,31 +213,27 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.transport.write(head + text)
 
     async def send_close(self, code: int, reason: str) -> None:
-        """As a channel's."""
         if not self.close_sent:
             with suppress(OSError):  # the client was quicker
                 await self.send({"type": "websocket.close", "code": code, "reason": reason})
 
     def until_hangup(self) -> ReceiveQueue:
-        """As a channel's."""
         return self.receive_queue
 
     def is_answered(self) -> None:
-        """One message is answered by one."""
+        """Notes that the oldest message is answered."""
         if self.unanswered:
             self.unanswered_bytes -= self.unanswered.popleft()
             if self.share.counted:
                 self.share.is_now(self.coming_bytes() + self.unanswered_bytes)
 
     def send_receive_event_to_app(self) -> None:
-        """As uvicorn's."""
         data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
         self.frames, self.fragment_bytes = [], 0
         self.take_in(data, is_text=self.curr_msg_data_type == "text")
 
     def take_in(self, data: bytes, *, is_text: bool, at_rest: bool = False) -> None:
-        """A message has come. A text that is not UTF-8 is logged as that, and not with a traceback. `at_rest`: the
-        library's parser is not at work, so that the reader may go on at once."""
+        """Queues a message. `at_rest`: the library's parser is not running, so the reader may go on at once."""
         if self.close_sent:
             self.counts_frame()
             return
@@ -288,7 +279,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             super().handle_pong(event)
 
     def counts_frame(self) -> bool:
-        """Whether one more frame that ends no message is taken; else the WebSocket is closed."""
+        """Whether one more frame that ends no message is allowed; if not, closes the WebSocket."""
         if self.discarding:
             return False
         self.frames_left -= 1
@@ -302,7 +293,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return False
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
-        """Leaves what still comes where it is, and closes the WebSocket as soon as its client can have read why."""
+        """Reads no more, and closes the WebSocket once its client had time to read why."""
         if self.discarding or self.transport.is_closing():
             return
         self.discarding = True
@@ -320,7 +311,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
 
 def short_text(data: bytes) -> bytes | None:
-    """The text, where `data` is a frame that has a short one, whole, and nothing else: as most messages come."""
+    """The text, if `data` is exactly one frame with a short text, as most messages are."""
     size = len(data) - 6
     if not 0 <= size <= SHORT_BYTES or data[0] != WHOLE_TEXT or data[1] != MASKED | size:
         return None

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -164,10 +165,12 @@ class Metrics:
             "WebSocket, without a message).",
             "reason",
         )
-        self._message_children: dict[int, Counter] = {}
-        self._counted: list[tuple[tuple[str, str, int], float, str | None]] = []  # HTTP requests, not counted yet
-        self._http_durations: dict[str, Observed] = {}
-        self._http_requests: dict[tuple[str, str, int], Counter] = {}
+        self._counted: list[tuple[str, str, int, float, str | None]] = []  # HTTP requests, not counted yet
+        # The metrics of these labels are looked up once: there are few, and many requests.
+        self._of_request = cache(
+            lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
+        )
+        self._of_message = cache(lambda status: self.websocket_messages.labels(status))
         self.ready = gauge("wane_ready", "1 from when every model is loaded, or failed to be, until the server drains.")
         self.model_loads = counter(
             "wane_model_loads",
@@ -285,31 +288,21 @@ class Metrics:
         """Counts an HTTP request; those of one turn of the event loop together. `trace_id`: of one that is traced."""
         if not self._counted:
             asyncio.get_running_loop().call_soon(self._count_requests)
-        self._counted.append(((route, method, status), seconds, trace_id))
+        self._counted.append((route, method, status, seconds, trace_id))
 
     def _count_requests(self) -> None:
-        """The metrics of these labels are looked up once: there are few, and many requests."""
         counted, self._counted = self._counted, []
         requests = Counts[tuple[str, str, int]]()
-        for labels, seconds, trace_id in counted:
-            durations = self._http_durations.get(labels[0])
-            if durations is None:
-                durations = self._http_durations[labels[0]] = self.http_request_seconds.labels(labels[0])
+        for route, method, status, seconds, trace_id in counted:
+            _, durations = self._of_request(route, method, status)
             durations.observe(seconds, trace_id)
-            requests[labels] += 1
+            requests[route, method, status] += 1
         for labels, count in requests.items():
-            child = self._http_requests.get(labels)
-            if child is None:
-                route, method, status = labels
-                child = self._http_requests[labels] = self.http_requests.labels(route, method, str(status))
-            child.inc(count)
+            self._of_request(*labels)[0].inc(count)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts a message of a WebSocket that was answered."""
-        counted = self._message_children.get(status)
-        if counted is None:
-            counted = self._message_children[status] = self.websocket_messages.labels(str(status))
-        counted.inc()
+        self._of_message(status).inc()
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:

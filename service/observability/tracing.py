@@ -10,14 +10,12 @@ A batch is run once, and stands once in what is exported: in the trace of the fi
 spans of the others are linked to it.
 
 Whether a request is sampled is decided here, from two bytes of `traceparent` or a random number, before OpenTelemetry
-is asked anything: a request that is not sampled pays for no more. Spans of one that is are made when it, or its batch,
-is over, from times that are taken anyway. They are exported on a thread of OpenTelemetry's own, which drops what it
-cannot keep up with. Without the extra, everything here is there but `Tracing.open` finds nothing to open.
+is called: a request that is not sampled costs no more. The spans of a sampled one are made when it, or its batch, is
+over, from times that are taken anyway. OpenTelemetry's own thread exports them, and drops what it cannot keep up with.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +41,6 @@ SAMPLER = "OTEL_TRACES_SAMPLER"
 SHARE = "OTEL_TRACES_SAMPLER_ARG"
 SAMPLERS = ("always_on", "always_off", "traceidratio")
 PARENT_BASED = "parentbased_"
-SERVICE_NAME = "wane"
-NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 FLUSH_S = 5  # at most, for the last spans to go out when the server ends
 
 Attribute = str | bool | int | float
@@ -72,20 +68,19 @@ class Sampling:
     BITS = 64  # of a trace's id, the lower ones, which decide about it
 
     def __init__(self, name: str = "", share: str = "") -> None:
-        own = name.removeprefix(PARENT_BASED)
-        if own not in SAMPLERS:
-            if name:
-                _warn(f"{SAMPLER} is {name}, which is not known here; parentbased_always_on is taken")
-            name, own = f"{PARENT_BASED}always_on", "always_on"
+        name = name or f"{PARENT_BASED}always_on"
+        if name.removeprefix(PARENT_BASED) not in SAMPLERS:
+            SERVICE.warning("%s is %s, which is not known here; parentbased_always_on is taken", SAMPLER, name)
+            name = f"{PARENT_BASED}always_on"
         self.follows_parent = name.startswith(PARENT_BASED)
-        part = {"always_on": 1.0, "always_off": 0.0}.get(own)
-        if part is None:
+        part = 0.0 if name.endswith("always_off") else 1.0
+        if name.endswith("traceidratio"):
             try:
                 part = float(share or 1)
             except ValueError:
                 part = -1.0
             if not 0 <= part <= 1:
-                _warn(f"{SHARE} is {share}, but must be a number from 0 to 1; 1 is taken")
+                SERVICE.warning("%s is %s, but must be a number from 0 to 1; 1 is taken", SHARE, share)
                 part = 1.0
         self.below = round(part * (1 << self.BITS))
 
@@ -116,24 +111,20 @@ class Traced:
 
     def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
         """The request is over. `attributes` that are None are left out; an `error` from status 500 on is the span's."""
-        from opentelemetry.trace import Status, StatusCode
-
         span = self._span
         span.update_name(name)
         span.set_attributes({key: value for key, value in attributes.items() if isinstance(value, Attribute)})
         if error is not None:
             span.set_attribute("error.type", error)
         if status >= 500:
-            span.set_status(Status(StatusCode.ERROR, error))
+            _fail(span, error)
         span.end(self._ns(ended_s))
 
     def skipped(self, queued_s: float, left_s: float, reason: str) -> None:
         """Work for the request left the queue without being run."""
-        from opentelemetry.trace import Status, StatusCode
-
         span = self._child("queue", queued_s)
         span.set_attribute("error.type", reason)
-        span.set_status(Status(StatusCode.ERROR, reason))
+        _fail(span, reason)
         span.end(self._ns(left_s))
 
     def _child(self, name: str, started_s: float, of: Span | None = None, to: Sequence[Span] = ()) -> Span:
@@ -164,8 +155,6 @@ class Batch(NamedTuple):
 
     def trace(self, waiting: Mapping[Traced, float]) -> None:
         """Its spans; `waiting`: the sampled requests in it, and since when each of them was in the queue."""
-        from opentelemetry.trace import Status, StatusCode
-
         first = next(iter(waiting))
         handed_out_s = time.perf_counter()
         batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
@@ -174,19 +163,12 @@ class Batch(NamedTuple):
             queue = traced._child("queue", queued_s, to=() if traced is first else [batch])
             queue.set_attribute("wane.model", self.model)
             queue.end(traced._ns(self.began_s))
-        batch.set_attributes({"wane.model": self.model, "wane.graph": self.role, "wane.batch.items": self.items})
-        run.set_attributes(
-            {
-                "wane.model": self.model,
-                "wane.graph": self.role,
-                "wane.device": self.device,
-                "wane.batch.items": self.items,
-            }
-        )
-        if self.failed:
-            for span in (run, batch):
+        for span in (run, batch):
+            span.set_attributes({"wane.model": self.model, "wane.graph": self.role, "wane.batch.items": self.items})
+            if self.failed:
                 span.set_attribute("wane.batch.failed", self.failed)
-                span.set_status(Status(StatusCode.ERROR, "the model failed to run"))
+                _fail(span, "the model failed to run")
+        run.set_attribute("wane.device", self.device)
         run.end(first._ns(self.ended_s))
         batch.end(first._ns(handed_out_s))
 
@@ -213,23 +195,24 @@ class Tracing:
             return None
         if environment.get("OTEL_TRACES_EXPORTER") == "none":
             return None
-        if not _installed():
-            _warn("a trace endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]'")
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+        except ImportError:
+            SERVICE.warning("a trace endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]'")
             return None
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-
         protocol = next(filter(None, map(environment.get, PROTOCOLS)), PROTOCOL)
         if protocol != PROTOCOL:
-            _warn(f"traces are exported by {PROTOCOL}, not by {protocol}: the endpoint must take that")
+            SERVICE.warning("traces are exported by %s, not by %s: the endpoint must take that", PROTOCOL, protocol)
         attributes: dict[str, Attribute] = {} if version is None else {"service.version": version}
-        if not environment.get("OTEL_SERVICE_NAME") and "service.name=" not in environment.get(
+        named = environment.get("OTEL_SERVICE_NAME") or "service.name=" in environment.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
-        ):
-            attributes["service.name"] = SERVICE_NAME
+        )
+        if not named:
+            attributes["service.name"] = "wane"
         # What is not sampled never comes here.
         provider = TracerProvider(ALWAYS_ON, Resource.create(attributes), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -249,7 +232,7 @@ class Tracing:
         if not self._sampling.takes(parent):
             yield {}
             return
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         span = self._start(f"{method} {path}", SpanKind.CLIENT, parent, (), time.perf_counter())._span
@@ -260,7 +243,7 @@ class Tracing:
             yield headers
         except Exception as error:
             span.record_exception(error)
-            span.set_status(Status(StatusCode.ERROR, str(error)))
+            _fail(span, str(error))
             raise
         finally:
             span.end()
@@ -288,12 +271,7 @@ class Tracing:
         ending.join(FLUSH_S)
 
 
-def _installed() -> bool:
-    try:
-        return all(map(importlib.util.find_spec, NEEDED))
-    except ModuleNotFoundError:  # of what they are in
-        return False
+def _fail(span: Span, why: str | None) -> None:
+    from opentelemetry.trace import StatusCode
 
-
-def _warn(message: str) -> None:
-    SERVICE.warning(message)
+    span.set_status(StatusCode.ERROR, why)

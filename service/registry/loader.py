@@ -1,7 +1,6 @@
-"""From a bundle to an engine: read it, verify all of it, open its graphs, warm up. Nothing of it is on the event loop.
+"""From a bundle to an engine: read it, verify all of it, open its graphs, warm up. None of it runs on the event loop.
 
-A model that is loaded beside others takes its time from them as any other thread would, a few milliseconds at once:
-arithmetic and graphs run without the interpreter's lock.
+A load delays other models by a few milliseconds at a time: arithmetic and graphs run without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ logger = logging.getLogger("wane.engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A bundle whose certificate holds, or that has none; a runner whose every graph computes what the bundle's weights
-    say; and another for shadows, if there are to be any. `bits`: the digest of what its graphs compute here.
-    `direction`: see `DirectionProof.of`."""
+    """A verified bundle, the runner of its graphs, and another for shadows if the settings ask for any. `bits`: the
+    digest of what its graphs compute here. `direction`: see `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof
@@ -42,7 +40,7 @@ class LoadedBundle:
     bits: bytes
 
     def close(self) -> None:
-        """Ends what no engine has taken over."""
+        """Closes the runners, which no engine has taken over."""
         self.runner.close()
         if self.shadow is not None:
             self.shadow.kill()
@@ -50,7 +48,7 @@ class LoadedBundle:
 
 
 def read(path: Path) -> Bundle:
-    """A bundle that is verified but for its graphs, with a certificate that holds for its weights or with none. Blocks.
+    """A bundle that is verified but for its graphs; a certificate that does not hold is left out. Blocks.
 
     Raises BundleError.
     """
@@ -63,7 +61,7 @@ def read(path: Path) -> Bundle:
 
 
 def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
-    """A bundle's graphs, held against the oracle. Blocks. Raises BundleError, DeviceError."""
+    """Opens a bundle's graphs, and verifies them against the oracle. Blocks. Raises BundleError, DeviceError."""
     runner = OnnxRunner(bundle, settings.device, settings.threads)
     try:
         try:
@@ -87,8 +85,8 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
 
 
 async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics: Metrics) -> Engine:
-    """An engine, ready for its first request; `opened` is its own, or is ended. Raises ValueError where the settings do
-    not fit the model, and whatever its graphs raise."""
+    """An engine that is ready for its first request. It owns `opened`, which is closed if this fails. Raises ValueError
+    if the settings do not fit the model, and what its graphs raise."""
     bundle, manifest = opened.bundle, opened.bundle.manifest
     try:
         engine = Engine(
@@ -120,13 +118,13 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
 
 
 def trim() -> None:
-    """Gives free memory back to the system, where the C library keeps it (glibc). Checks of a bundle leave a lot."""
+    """Has glibc return free memory to the system. The checks of a bundle leave a lot."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
-    """The bundle without its certificate, and with the reason for that, which names no place on this machine."""
+    """The bundle without its certificate, and with the reason, which names no path of this machine."""
     logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
     reason = str(error)
     for place in (bundle.path / MANIFEST, bundle.path):

@@ -1,14 +1,13 @@
-"""The models that this process serves, by name: loaded at start, then replaced and unloaded as `swap.py` has it.
+"""The models that this process serves, by name: loaded at start, then replaced and unloaded by `swap.py`.
 
 At start the default model is loaded first, and answers while the others are loaded. A request for one of those waits.
-The index lists every version of a model that this process knows, and its condition.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +39,7 @@ Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model; `version` is empty where its manifest cannot be read, `reason` where it is simply ready.
-    A model has several entries while one version takes another's place."""
+    """One version of a model. `reason` says why it is not ready, or why it is still there."""
 
     name: str
     version: str
@@ -49,77 +47,38 @@ class IndexEntry:
     reason: str
 
 
-def index(
-    served: Iterable[Engine],
-    retired_engines: RetiredEngines,
-    loading: Iterable[FoundBundle],
-    bundles: Iterable[FoundBundle],
-    failures: Mapping[str, LoadFailed],
-) -> Sequence[IndexEntry]:
-    """Every version that is `served`, is on its way in (`loading`) or out, or could be loaded, for it is one of the
-    `bundles`: by name. `failures` has, by model, why the last load of it failed."""
-    entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in served]
-    entries += [
-        IndexEntry(one.name, one.version, "READY", "for the sessions of its tokenizer only")
-        for one in retired_engines.lingering
-    ]
-    entries += [
-        IndexEntry(one.name, one.version, "UNLOADING", "until its last requests are answered")
-        for one in retired_engines.leaving
-    ]
-    coming = {(one.name, one.version) for one in loading if one.reason is None}
-    entries += [IndexEntry(name, version, "LOADING", "") for name, version in coming]
-    told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}
-    for found in bundles:
-        if (found.name, found.version) not in told:
-            failure = failures.get(found.name)
-            reason = found.reason or ("not loaded" if failure is None else failure.reason)
-            entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
-    return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
-
-
 logger = logging.getLogger("wane.engine")
 
 
 class RegistryError(Exception):
-    """The server cannot do without a model that was not loaded; the message is for the operator, the process ends."""
+    """A model that the server needs was not loaded. The message is for the operator, and the process ends."""
 
 
 class ModelRegistry:
     """Loads, lists and closes engines, and finds the engine of a session."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Nothing is loaded yet: `load` does that."""
         self._settings = settings
         self._metrics = metrics
-        self._engines: dict[str, Engine] = {}
-        self._digests: dict[str, str] = {}
         self._found: dict[str, FoundBundle] = {}  # what is loaded at start, by name
         self._loads: dict[str, asyncio.Task[Engine]] = {}  # those of them that go on
         self._open = asyncio.Event()  # the store is open, and the models to come are known
         self._closing: asyncio.Task[None] | None = None
-        self._default = settings.default_model
+        self.default = settings.default_model  # the name of the model that answers where none is named
         self._status = "loading"
         self._leaving = False
         self._store: Store | None = None
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
         self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
-        self._lifecycle = ModelLifecycle(
-            self._engines,
-            self._digests,
-            self.get,
-            self.check_ready,
-            self._repository,
-            self._retired_engines,
-            settings,
-            metrics,
-        )
+        self._lifecycle = ModelLifecycle(self._repository, self._retired_engines, settings, metrics)
+        self._engines = self._lifecycle.engines
+        self.failures: Mapping[str, LoadFailed] = self._lifecycle.failures  # why the last load of a model failed
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether every model is loaded, or failed to be, and the process is not draining."""
+        """Whether every load at start has ended, and the process is not draining."""
         return self._status == "ready" and not self._leaving
 
     @property
@@ -129,7 +88,7 @@ class ModelRegistry:
 
     @property
     def served(self) -> Sequence[Engine]:
-        """The engines of the models that are loaded so far: the default first, the others by name. None if draining."""
+        """The engines that are loaded so far, in the order of `list`; empty while draining."""
         return [] if not self._open.is_set() or self._status == "draining" or self._leaving else self.list()
 
     @property
@@ -138,43 +97,33 @@ class ModelRegistry:
         return [name for name in self._loads if self.is_coming(name)]
 
     @property
-    def failures(self) -> Mapping[str, LoadFailed]:
-        """By model, why the last load of it failed."""
-        return self._lifecycle.failures
-
-    @property
     def device(self) -> str:
         """`cpu` or `cuda`; before loading, the device that was asked for."""
         return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
     def store(self) -> StoreHealth | None:
-        """How the store of the sessions is; None before there is one."""
+        """The health of the session store; None before it is open."""
         return None if self._store is None else self._store.standing
 
-    @property
-    def default(self) -> str:
-        """The name of the model that answers where none is named."""
-        return self._default
-
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
-        """Opens the store of the sessions, then loads every model: the default first, one after another.
+        """Opens the session store, then loads every model, one after another, the default first.
 
         Models answer as soon as they are loaded; `on_default` is called once the default does. A model that cannot be
-        loaded is left out: `failures` says why. Raises RegistryError, BundleError, DeviceError where it is the default,
-        or any if the settings require all; the registry is then to be closed.
+        loaded is left out: `failures` says why. If it is the default, or if the settings require all models, this
+        raises RegistryError, BundleError or DeviceError, and the caller must close the registry.
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
         """
         poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
         found = await asyncio.to_thread(self._find)
-        self._default = self._choose_default(found)
-        self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self._default, item[0])))
-        if self._status != "loading":  # closed meanwhile: the sessions that there are are the next process's
+        self.default = self._choose_default(found)
+        self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
+        if self._status != "loading":  # closed meanwhile: the sessions are left to the next process
             return
         # Every session can then be asked for every window that its model takes.
-        longest = max(one.max_window for one in found.values())
-        store = self._store = self._make_store(max(self._settings.session_history_tokens, longest))
+        longest = max(self._settings.session_history_tokens, *(one.max_window for one in found.values()))
+        store = self._store = make_store(self._settings, longest, self._metrics)
         await store.open()
         if self._status != "loading":
             return
@@ -185,7 +134,7 @@ class ModelRegistry:
             await asyncio.wait([task])
             self._check_loaded(name, task)
             del self._loads[name]
-            if name == self._default and self._status == "loading":
+            if name == self.default and self._status == "loading":
                 on_default()
         if self._status == "loading":
             self._status = "ready"
@@ -194,20 +143,20 @@ class ModelRegistry:
                 self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
-        """Raises what a load at start has raised, if the server is not to go on without the model."""
+        """Raises the error of a load at start if the server cannot go on without the model."""
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
             return
         if not isinstance(error, WaneError):
             raise error
-        if name == self._default or self._settings.require_all:
+        if name == self.default or self._settings.require_all:
             cause = error.__cause__
             raise cause if isinstance(cause, BundleError | DeviceError) else RegistryError(error.message) from None
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model, or the default one. Raises UnknownModel; Unavailable while it is not loaded yet."""
         self.check_ready()
-        name = self._default if name is None else name
+        name = self.default if name is None else name
         engine = self._engines.get(name)
         if engine is not None:
             return engine
@@ -219,21 +168,21 @@ class ModelRegistry:
         raise UnknownModel(f"there is no model {truncate_repr(name)}; there are {there}")
 
     def is_coming(self, name: str | None = None) -> bool:
-        """Whether `get` could give the engine of a model, or the default one, later and not now: see `wait_for`."""
+        """Whether a model, or the default one, is still to be loaded at start: see `wait_for`."""
         if not self._open.is_set():
             return self._status == "loading"
-        name = self._default if name is None else name
+        name = self.default if name is None else name
         load = self._loads.get(name)
         return load is not None and not load.done() and name not in self._engines
 
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
-        """Waits until a model, or the default one, is loaded at start or has failed to be.
+        """Waits until the load of a model, or of the default one, at start has ended.
 
-        Raises DeadlineExceeded, and Unavailable where the server stops meanwhile.
+        Raises DeadlineExceeded; Unavailable if the server stops meanwhile.
         """
         with until(deadline, "the deadline passed while the server was loading the model"):
             await self._open.wait()
-            load = self._loads.get(self._default if name is None else name)
+            load = self._loads.get(self.default if name is None else name)
             if load is not None:
                 await asyncio.wait([load])
         self.check_ready()
@@ -245,11 +194,10 @@ class ModelRegistry:
             await self.wait_for(name, deadline)
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
-        """The engine that a session lives on, which goes by its name within: see `Owner`. Waits for one that is still
-        being loaded.
+        """The engine of a session, by the name that it has inside: see `Owner`. Waits for a model still being loaded.
 
-        Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged where its tokens are none of this
-        version's; Unavailable where its model could not be loaded; DeadlineExceeded.
+        Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged if its tokens are of another
+        tokenizer; Unavailable if its model could not be loaded; DeadlineExceeded.
         """
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
@@ -278,7 +226,7 @@ class ModelRegistry:
         return engine if engine is not None and kind is not None and kind[1] == engine.tokenizer else None
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
-        """That of a session of this model, whose token ids are these; None: of one that there is not."""
+        """The engine for a session of this model and vocabulary; `kind` is None if there is no such session."""
         own, vocabulary = kind or ("", "")
         engine = self._engines.get(own)
         if engine is None and own in self.failures:
@@ -286,9 +234,8 @@ class ModelRegistry:
         if kind is None or engine is None:
             raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
         if model is not None and model != own:
-            raise InvalidRequest(
-                f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}", "model"
-            )
+            why = f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}"
+            raise InvalidRequest(why, "model")
         if vocabulary != engine.tokenizer:
             older = self._retired_engines.of(own, vocabulary)
             if older is None:
@@ -299,63 +246,77 @@ class ModelRegistry:
     def list(self) -> Sequence[Engine]:
         """The engine of every model that is loaded: the default first, the others by name. Raises Unavailable."""
         self.check_ready()
-        return sorted(self._engines.values(), key=lambda engine: (engine.name != self._default, engine.name))
+        return sorted(self._engines.values(), key=lambda engine: (engine.name != self.default, engine.name))
 
     async def report(self) -> Report:
-        """The body of /v1/report, of versions that only have sessions left too. Raises Unavailable unless ready."""
+        """The body of /v1/report, with versions kept for their sessions. Raises Unavailable."""
         engines = [*self.list(), *self._retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
     # Changes
 
     async def load_model(self, name: str, deadline: float | None = None) -> Engine:
-        """The model as its bundle is now: loaded if it was not, replaced if it was another version, or left as it is.
+        """Serves a model as its bundle is now: loads it, replaces another version, or leaves it as it is.
 
-        A caller that leaves, or whose deadline passes, leaves the load to go on. One model is loaded at a time.
-        Raises UnknownModel where there is no such bundle; LoadFailed, with the reason, and then what was served before
-        still is; DeadlineExceeded, Unavailable.
+        The load goes on if the caller leaves or its deadline passes. One model is loaded at a time. Raises UnknownModel
+        if there is no such bundle; LoadFailed, and then the version before is still served; DeadlineExceeded,
+        Unavailable.
         """
+        self.check_ready()
         return await self._lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
-        """The model is served no more; its sessions are there again if it is loaded again before they expire.
+        """Serves the model no more. Its sessions go on if it is loaded again before they expire.
 
         Raises UnknownModel, Unavailable, DeadlineExceeded.
         """
         if self._open.is_set():
             await self.wait_for(name, deadline)
         self.check_ready()
-        await self._lifecycle.unload(name)
+        async with self._lifecycle.lock:
+            self._lifecycle.unload(self.get(name))
 
     async def index(self) -> Sequence[IndexEntry]:
-        """Every version that is served, is on its way in or out, or could be loaded: by name. Raises Unavailable."""
+        """Every version that is served, loading, unloading or in the folder of bundles, by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        loading = [self._found[name] for name in self.loading]
-        loading += [] if self._lifecycle.loading is None else [self._lifecycle.loading]
-        return index(self.list(), self._retired_engines, loading, bundles, self.failures)
+        retired = self._retired_engines
+        sessions_only, last_requests = "for the sessions of its tokenizer only", "until its last requests are answered"
+        entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in self.list()]
+        entries += [IndexEntry(one.name, one.version, "READY", sessions_only) for one in retired.lingering]
+        entries += [IndexEntry(one.name, one.version, "UNLOADING", last_requests) for one in retired.leaving]
+        coming = [*(self._found[name] for name in self.loading), *filter(None, [self._lifecycle.loading])]
+        named = {(found.name, found.version) for found in coming if found.reason is None}
+        entries += [IndexEntry(name, version, "LOADING", "") for name, version in named]
+        told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}
+        for found in bundles:
+            if (found.name, found.version) not in told:
+                failure = self.failures.get(found.name)
+                reason = found.reason or ("not loaded" if failure is None else failure.reason)
+                entries.append(IndexEntry(found.name, found.version, "UNAVAILABLE", reason))
+        return sorted(entries, key=lambda entry: (entry.name, int(entry.version or 0)))
 
     async def settled(self) -> None:
-        """Waits until what was replaced or unloaded is gone."""
+        """Waits until replaced and unloaded engines are closed."""
         await self._retired_engines.settled()
 
     # The end
 
     def leave(self) -> None:
-        """Not ready from now on, though requests are still taken: others will stop sending them."""
+        """Not ready from now on, so that load balancers send requests elsewhere; requests are still taken."""
         self._leaving = True
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Not ready from now on; refuses new requests, and those that wait for a model. Waits for what was admitted,
-        then ends every engine. A second call waits for the first."""
+        """Refuses new requests, and those that wait for a model; waits for those in flight, then closes every engine.
+        A second call waits for the first."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)
             self._open.set()
-            for load in self._loads.values():  # whoever waits for it is told at once; what is being loaded goes on
+            for load in self._loads.values():  # requests that wait for it fail at once
                 load.cancel()
-            self._lifecycle.stop_measuring()
+            self._lifecycle.stop()
             if self._watching is not None:
                 self._watching.cancel()
             self._closing = asyncio.create_task(self._close())
@@ -374,7 +335,7 @@ class ModelRegistry:
         await asyncio.gather(*self._lifecycle.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
-        """Raises Unavailable while no model is served: before the store is open, and once the server is stopping."""
+        """Raises Unavailable before the store is open, and once the server is stopping."""
         if self._status == "draining":
             raise Unavailable("the server is stopping")
         if not self._open.is_set():
@@ -387,9 +348,6 @@ class ModelRegistry:
         if self._settings.default_model_is_chosen:
             raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(found)}")
         return next((name for name, one in found.items() if one.reason is None), next(iter(found)))
-
-    def _make_store(self, session_history_tokens: int) -> Store:
-        return make_store(self._settings, session_history_tokens, self._metrics)
 
     def _find(self) -> dict[str, FoundBundle]:
         """Every model's latest bundle, by name. Raises RegistryError."""

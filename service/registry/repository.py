@@ -1,7 +1,7 @@
-"""The folder of bundles: which models it holds, at which version, and what of it has changed.
+"""The folder of bundles: which models it holds, at which version, and which bundles have changed.
 
-Of several bundles of one model the one of the highest version counts. A bundle is identified by the digest of its
-manifest, which holds the digests of all its other files. `RepositoryPoller` loads what changes in the folder.
+Of several bundles of one model the highest version counts. A bundle is identified by the digest of its manifest, which
+holds the digests of all its other files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RepositoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
-    """A bundle as its manifest has it. One that cannot be read goes by its folder's name, has no version, and a
-    `reason`. `max_window`: tokens."""
+    """A bundle by its manifest. One that cannot be read has its folder's name, no version, and a `reason`.
+    `max_window`: tokens."""
 
     path: Path
     name: str
@@ -44,7 +44,7 @@ class Repository:
         self._root = root
 
     def paths(self) -> Sequence[Path]:
-        """Every bundle's folder. Raises RepositoryError where there is none."""
+        """Every bundle's folder. Raises RepositoryError if there is none."""
         if (self._root / MANIFEST).is_file():
             return [self._root]
         if not self._root.is_dir():
@@ -55,7 +55,7 @@ class Repository:
         return paths
 
     def signatures(self) -> dict[Path, Signature]:
-        """What tells, without reading them, whether bundles are still the same."""
+        """What tells, without reading the files, whether bundles have changed."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:
@@ -71,7 +71,7 @@ class Repository:
         return sorted(found, key=lambda one: (one.name, int(one.version or 0)))
 
     def find(self, name: str) -> FoundBundle:
-        """The bundle of a model. Raises UnknownModel where there is none, and LoadFailed where it cannot be told."""
+        """The bundle of a model. Raises UnknownModel; LoadFailed if it cannot be read, or is not the only one."""
         found = self.list()
         of_model = [one for one in found if one.name == name and one.reason is None]
         if not of_model:
@@ -93,7 +93,7 @@ class Repository:
 
 
 def look(path: Path) -> FoundBundle:
-    """A bundle, as far as its manifest tells."""
+    """Reads the manifest of a bundle."""
     try:
         digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
         manifest = read_manifest(path)
@@ -103,7 +103,7 @@ def look(path: Path) -> FoundBundle:
 
 
 def tell(error: Exception, path: Path) -> str:
-    """What may be said of a bundle's failure: it names no place on this machine but the bundle's own folder."""
+    """The message of a bundle's failure, in which only the bundle's own folder is named."""
     return str(error).replace(str(path), path.name)
 
 
@@ -111,7 +111,7 @@ logger = logging.getLogger("wane.engine")
 
 
 class RepositoryPoller:
-    """`look` once, or `run` to do so now and then.
+    """Loads bundles that change in the folder.
 
     A bundle is loaded once it has changed and then stayed as it is from one look to the next, so that one which is
     still being copied is left alone. One that could not be loaded is tried again when it changes again. A bundle that
@@ -119,13 +119,13 @@ class RepositoryPoller:
     """
 
     def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
-        """What the folder holds now is taken to be known. `load` is given the name of a model. Blocks."""
+        """Takes what the folder holds now as known. `load` takes the name of a model. Blocks."""
         self._repository = repository
         self._load = load
         self._known = self._seen = repository.signatures()
 
     async def run(self, every_s: float) -> None:
-        """Polls the folder every `every_s` seconds, until cancelled."""
+        """Looks every `every_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -134,7 +134,7 @@ class RepositoryPoller:
                 logger.exception("the bundles' folder could not be looked at")
 
     async def look(self) -> None:
-        """Loads what has changed, and has settled since the last look."""
+        """Loads what has changed before the last look, and not since."""
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
         settled: dict[Path, Signature] = {path: one for path, one in self._seen.items() if before.get(path) == one}
         changed = [path for path, one in settled.items() if self._known.get(path) != one]

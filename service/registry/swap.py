@@ -1,14 +1,14 @@
-"""Models while they are served: loaded beside what is there, swapped in, and unloaded.
+"""Loads, swaps and unloads models while others are served.
 
-A model's new version is loaded beside the old one, verified and warmed up. Then it takes the old one's
-place between two turns of the event loop: later requests are given the new one, requests in flight are answered by the
-old one, which is closed after the last of them. If the load fails, nothing has changed.
+A model's new version is loaded beside the old one, verified and warmed up. Then it takes the old one's place between
+two turns of the event loop: later requests get the new one, requests in flight are answered by the old one, which is
+closed after the last of them. If the load fails, nothing has changed.
 
 Sessions go on under the new version, from their last tokens, if its tokenizer is the same. Otherwise they stay on the
 old version, which is kept until it has not been used for as long as sessions live.
 
-A request may hold on to an engine that is replaced meanwhile, and need not say so. Requests in flight are counted by
-epoch (`Epochs`): a replaced engine is closed once every request of its epoch has ended.
+Requests in flight are counted by epoch (`Epochs`): a replaced engine is closed once every request of its epoch has
+ended, whether or not it holds the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Iterable
 
 from wane.models.bundle import BundleError
 from wane.service.aio.deadline import until
@@ -34,32 +33,27 @@ from wane.service.settings import Settings
 class Epoch:
     """Requests that came between two moments."""
 
-    __slots__ = ("_count", "_gone")
+    __slots__ = ("_gone", "count")
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self._gone: asyncio.Event | None = None
 
     def leave(self) -> None:
         """One of its requests is over."""
-        self._count -= 1
-        if not self._count and self._gone is not None:
+        self.count -= 1
+        if not self.count and self._gone is not None:
             self._gone.set()
 
-    def join(self) -> Epoch:
-        """Counts one more request, which must leave the epoch that this returns."""
-        self._count += 1
-        return self
-
     async def gone(self) -> None:
-        """Waits until all of them are over. No more may join it."""
-        if self._count:
+        """Waits until its last request is over. No more may enter."""
+        if self.count:
             self._gone = self._gone or asyncio.Event()
             await self._gone.wait()
 
 
 class Epochs:
-    """All requests; all methods belong to the event loop's thread."""
+    """The epochs of all requests. All methods belong to the event loop's thread."""
 
     def __init__(self) -> None:
         self._latest = Epoch()
@@ -67,7 +61,8 @@ class Epochs:
 
     def enter(self) -> Epoch:
         """Counts a new request, which must leave the epoch that this returns."""
-        return self._latest.join()
+        self._latest.count += 1
+        return self._latest
 
     async def depart(self) -> None:
         """Waits until all requests that are in flight now have ended; later ones are not waited for."""
@@ -81,42 +76,33 @@ class Epochs:
 
 
 class RetiredEngines:
-    """Engines on their way out. All methods belong to the event loop's thread."""
+    """Engines on their way out: those `leaving` answer their last requests, those `lingering` serve the sessions of
+    their tokenizer. All methods belong to the event loop's thread."""
 
     def __init__(self, epochs: Epochs, session_ttl_s: float) -> None:
-        """`epochs`: of all who may hold an engine. `session_ttl_s`: how long a session lives unused."""
+        """`epochs`: of all requests. `session_ttl_s`: how long a session lives unused."""
         self._epochs = epochs
         self._session_ttl_s = session_ttl_s
-        self._leaving: dict[Engine, asyncio.Task[None]] = {}
-        self._lingering: dict[Engine, asyncio.Task[None]] = {}
+        self.leaving: dict[Engine, asyncio.Task[None]] = {}
+        self.lingering: dict[Engine, asyncio.Task[None]] = {}
         self._tidying: set[asyncio.Task[None]] = set()
 
-    @property
-    def leaving(self) -> Iterable[Engine]:
-        """Those that answer their last requests."""
-        return tuple(self._leaving)
-
-    @property
-    def lingering(self) -> Iterable[Engine]:
-        """Those that answer for sessions of their tokenizer."""
-        return tuple(self._lingering)
-
     def of(self, model: str, vocabulary: str) -> Engine | None:
-        """The engine that lingers for the sessions of a tokenizer."""
-        return next((one for one in self._lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
+        """The engine that serves the sessions of a tokenizer."""
+        return next((one for one in self.lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
 
     def retire(self, engine: Engine) -> None:
         """Closes a replaced engine after its last in-flight request."""
-        lingering = self._lingering.pop(engine, None)
+        lingering = self.lingering.pop(engine, None)
         if lingering is not None:
             lingering.cancel()
         engine.retire()
-        task = self._leaving[engine] = asyncio.create_task(self._end(engine))
+        task = self.leaving[engine] = asyncio.create_task(self._end(engine))
         task.add_done_callback(lambda _: self._gone(engine))
 
     def linger(self, engine: Engine) -> None:
         """Keeps an engine for the sessions that it has."""
-        self._lingering[engine] = asyncio.create_task(self._poller(engine))
+        self.lingering[engine] = asyncio.create_task(self._retire_unused(engine))
 
     async def _end(self, engine: Engine) -> None:
         await self._epochs.depart()
@@ -125,38 +111,38 @@ class RetiredEngines:
         engine.discard()
 
     def _gone(self, engine: Engine) -> None:
-        self._leaving.pop(engine, None)
+        self.leaving.pop(engine, None)
         task = asyncio.create_task(tidy())
         self._tidying.add(task)
         task.add_done_callback(self._tidying.discard)
 
-    async def _poller(self, engine: Engine) -> None:
-        """Retires an engine that no session can have any more: the last would have ended by itself."""
+    async def _retire_unused(self, engine: Engine) -> None:
+        """Retires an engine once it was not asked for as long as sessions live: none is left."""
         asked = -1
         while asked != engine.asked:
             asked = engine.asked
             await asyncio.sleep(self._session_ttl_s)
-        del self._lingering[engine]
+        del self.lingering[engine]
         self.retire(engine)
 
     async def settled(self) -> None:
-        """Waits until those that leave are gone, and their memory with them."""
-        while waited := [*self._leaving.values(), *self._tidying]:
+        """Waits until leaving engines are closed and their memory is free."""
+        while waited := [*self.leaving.values(), *self._tidying]:
             await asyncio.wait(waited)
 
     def stop(self) -> list[Engine]:
-        """Stops closing engines by itself; the caller must close those that it returns."""
-        engines = [*self._leaving, *self._lingering]
-        for task in (*self._leaving.values(), *self._lingering.values()):
+        """Closes no more engines; the caller must close those that it returns."""
+        engines = [*self.leaving, *self.lingering]
+        for task in (*self.leaving.values(), *self.lingering.values()):
             task.cancel()
         return engines
 
 
 async def tidy() -> None:
-    """What an engine leaves behind goes back to the system, not only to this process.
+    """Returns the memory of a closed engine to the system, not only to this process.
 
-    Its parts refer to one another, so that it takes the collector to find them: some milliseconds, for what was there
-    when the server became ready is not looked at. And what is freed the C library may keep, in pieces: tens of
+    Its parts refer to one another, so only the garbage collector finds them. It takes some milliseconds, because it
+    skips what was there when the server became ready. The C library would keep what is freed, in pieces: tens of
     megabytes of every engine, unless it is told to give them back.
     """
     await asyncio.sleep(0)  # until the caller has dropped its reference to the engine
@@ -168,34 +154,24 @@ logger = logging.getLogger("wane.engine")
 
 
 class ModelLifecycle:
-    """Loads and unloads models, one at a time.
+    """Loads and unloads models, one at a time: whoever changes them holds `lock`.
 
-    `loading` is the bundle that is being loaded, if any; `failures` has, by model, why the last load of it failed;
-    `tasks` are the loads that go on. `store` is that of the sessions, once it is open: before that nothing is loaded.
+    `engines` are those that are served, by model. `loading` is the bundle that is being loaded, if any; `failures` has,
+    by model, why the last load of it failed; `tasks` are the loads that go on. `store` is that of the sessions, once it
+    is open: before that nothing is loaded.
     """
 
     def __init__(
-        self,
-        engines: dict[str, Engine],
-        digests: dict[str, str],
-        get: Callable[[str], Engine],
-        check_ready: Callable[[], None],
-        repository: Repository,
-        retired_engines: RetiredEngines,
-        settings: Settings,
-        metrics: Metrics,
+        self, repository: Repository, retired_engines: RetiredEngines, settings: Settings, metrics: Metrics
     ) -> None:
-        """`engines`, and the `digests` of their bundles, by name, are changed in place. `get` gives one of them, or
-        raises UnknownModel; `check_ready` raises Unavailable while nothing is served."""
-        self._engines = engines
-        self._digests = digests
-        self._get = get
-        self._check_ready = check_ready
         self._repository = repository
         self._retired_engines = retired_engines
         self._settings = settings
         self._metrics = metrics
-        self._one = asyncio.Lock()
+        self.engines: dict[str, Engine] = {}
+        self._digests: dict[str, str] = {}  # of their bundles
+        self.lock = asyncio.Lock()
+        self._stopping = False
         self.store: Store | None = None
         self.tasks: set[asyncio.Task[Engine]] = set()
         self._measuring: set[asyncio.Task[None]] = set()
@@ -204,29 +180,26 @@ class ModelLifecycle:
 
     async def load(self, name: str, deadline: float | None = None) -> Engine:
         """See `ModelRegistry.load_model`."""
-        self._check_ready()
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
         task.add_done_callback(self._changed)
         with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
             return await asyncio.shield(task)
 
-    async def unload(self, name: str) -> None:
-        """See `ModelRegistry.unload_model`."""
-        self._check_ready()
-        async with self._one:
-            engine = self._get(name)
-            del self._engines[name], self._digests[name]
-            self.failures.pop(name, None)  # of a version that was to take its place
-            self._metrics.model_info.remove(name, engine.version, engine.device)
-            for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
-                self._retired_engines.retire(one)
-            logger.info("unloaded %s", name)
+    def unload(self, engine: Engine) -> None:
+        """Serves the model no more; the caller holds the lock."""
+        name = engine.name
+        del self.engines[name], self._digests[name]
+        self.failures.pop(name, None)  # of a version that was to take its place
+        self._metrics.model_info.remove(name, engine.version, engine.device)
+        for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
+            self._retired_engines.retire(one)
+        logger.info("unloaded %s", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
-        """The engine takes its place, between two turns of the event loop."""
-        before, older = self._engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
-        self._engines[engine.name] = engine
+        """Serves the engine in place of another version, between two turns of the event loop."""
+        before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
+        self.engines[engine.name] = engine
         self._digests[engine.name] = digest
         if older is not None:  # of this tokenizer: its sessions go on here
             self._retired_engines.retire(older)
@@ -239,22 +212,23 @@ class ModelLifecycle:
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
-        # Its turn comes after the loads that are asked for already: those are waited for.
+        # It is measured after the loads that were asked for already, because requests wait for those.
         task = asyncio.create_task(self._measure(engine))
         self._measuring.add(task)
         task.add_done_callback(self._measuring.discard)
 
-    def stop_measuring(self) -> None:
-        """Ends all measurements."""
+    def stop(self) -> None:
+        """Ends all measurements. What is being loaded is not served any more: its load raises Unavailable."""
+        self._stopping = True
         for task in self._measuring:
             task.cancel()
 
     async def _measure(self, engine: Engine) -> None:
-        async with self._one:
+        async with self.lock:
             if not engine.retired:
                 try:
                     await engine.measure()
-                except Exception:  # it goes on without: long sequences are run in order
+                except Exception:  # long sequences are then run in order
                     logger.exception("model %s was not measured", engine.name)
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:
@@ -263,9 +237,9 @@ class ModelLifecycle:
             task.exception()  # the caller may have disconnected
 
     async def _load(self, name: str) -> Engine:
-        async with self._one:
-            self._check_ready()
-            current = self._engines.get(name)
+        async with self.lock:
+            self._check_running()
+            current = self.engines.get(name)
             try:
                 found = await asyncio.to_thread(self._repository.find, name)
                 if current is not None and found.digest == self._digests[name]:
@@ -273,9 +247,8 @@ class ModelLifecycle:
                     self._metrics.model_loads.labels("same").inc()
                     return current
                 if current is not None and found.version == current.version:
-                    raise LoadFailed(
-                        name, f"its bundle has changed, but not its version, which is {found.version} as before"
-                    )
+                    why = f"its bundle has changed, but not its version, which is {found.version} as before"
+                    raise LoadFailed(name, why)
                 engine = await self._open(found)
             except LoadFailed as error:
                 self.failures[name] = error
@@ -283,7 +256,7 @@ class ModelLifecycle:
                 logger.warning("%s", error.message)
                 raise
             try:
-                self._check_ready()
+                self._check_running()
             except Unavailable:
                 await engine.close()
                 raise
@@ -292,15 +265,18 @@ class ModelLifecycle:
             self.replace(engine, found.digest)
             return engine
 
+    def _check_running(self) -> None:
+        if self._stopping:
+            raise Unavailable("the server is stopping")
+
     async def _open(self, found: FoundBundle) -> Engine:
         """The engine of a bundle. Raises LoadFailed."""
         assert self.store is not None, "ready without a store: this is a bug"
         self.loading = found
         try:
             opened = await asyncio.to_thread(self._read, found)
-            self.store.session_history_tokens = max(
-                self.store.session_history_tokens, opened.bundle.manifest.max_window
-            )
+            longest = opened.bundle.manifest.max_window
+            self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
         except (BundleError, DeviceError, ValueError) as error:
             raise LoadFailed(found.name, tell(error, found.path)) from error

@@ -5,10 +5,10 @@ A session:
     revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
-Numbers are big-endian, token ids little-endian. `run` is what the store's scripts tell one start of Redis from another
-by, 0 elsewhere. `length` counts the head, which is what is between it and the tail. `stamp` is drawn for every change:
-no other writer writes the same. `start` is the last step's position, -1 if there is none. The identity is what does not
-change: model, version, mode, the width of an id, vocabulary. Digests stand after their lengths.
+Numbers are big-endian, token ids little-endian. `run` tells one start of Redis from another, and is 0 elsewhere.
+`length` is that of the head, from `format` to the identity. `stamp` is drawn for every change: no other writer writes
+the same. `start` is the last step's position, -1 if there is none. The identity does not change: model, version, mode,
+the width of an id, vocabulary. Digests stand after their lengths.
 
 A state (`Snapshot`), which is kept with a session's last tokens at every checkpoint:
 
@@ -34,13 +34,12 @@ _SNAPSHOT_HEAD = struct.Struct(">QQH")
 
 
 def write_snapshot(snapshot: Snapshot) -> bytes:
-    """A snapshot, in bytes."""
     head = _SNAPSHOT_HEAD.pack(snapshot.position, snapshot.dropped_tokens, len(snapshot.model_fingerprint))
     return head + snapshot.model_fingerprint + snapshot.state
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """The snapshot that was written; None for other bytes: the state is then rebuilt from the tail."""
+    """None if the bytes are no snapshot: the state is then rebuilt from the tail."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
@@ -49,14 +48,14 @@ def read_snapshot(data: bytes) -> Snapshot | None:
 
 
 def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
-    """What tells states of this model from those of all others: a digest of its version, of every file, and of what its
-    graphs compute on this kind of processor (`bits`). A state from another kind is not gone on from: it is rebuilt."""
+    """A digest of the model's version, its files, and what its graphs compute on this kind of processor (`bits`).
+    A state with another fingerprint is not used: it is rebuilt."""
     told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
     return digest(told.encode())
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Whether a state is to be kept by a step from one position to another: one of every `every` tokens."""
+    """Whether a step between two positions keeps a state: one is kept every `every` tokens."""
     return after // every > before // every
 
 
@@ -68,11 +67,11 @@ _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 _STAMP = slice(1, 9)
-IDENTITIES = 4096  # as many as the models loaded have versions and modes, and then some
+IDENTITIES = 4096  # cached: more than the versions and modes of all models loaded
 
 
 class Unreadable(ValueError):
-    """What was found is no session, or one that a later version has written."""
+    """The bytes are no session, or one that a later version has written."""
 
 
 def head(record: SessionRecord) -> bytes:
@@ -84,18 +83,17 @@ def head(record: SessionRecord) -> bytes:
 
 
 def mark(revision: int, about: bytes = b"") -> bytes:
-    """What a session at `revision` is told from all others by; given its head, from another's at that revision too."""
+    """The mark of a session at `revision`; with its head, it differs from another writer's at that revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 
 def write(record: SessionRecord) -> bytes:
-    """The session, in bytes."""
     about = head(record)
     return _FRONT.pack(record.revision, 0, len(about)) + about + record.tail.data
 
 
 def after_run(written: bytes) -> bytes:
-    """All that comes after the run in what `write` wrote."""
+    """The part behind `run` of what `write` wrote."""
     return written[_RUN.size :]
 
 

@@ -1,4 +1,4 @@
-"""Sessions in a file, from one process to the next: written when a server has drained, read when the next one starts.
+"""A file of sessions, written when a server has drained and read when the next one starts.
 
     "wane sessions 1\\n"  unix time  count   sessions  SHA-256 of all
                          float64    uint64            32 bytes
@@ -8,8 +8,8 @@ Each session:
     length  id     idle_s   length  session
     uint16  UTF-8  float64  uint32  as in codec.py
 
-Numbers are big-endian. `length` is that of the id, and of the session. The file replaces the one before in one act, and
-is read only if it is whole.
+Numbers are big-endian. `length` is that of the id, and of the session. The file is replaced atomically, and is read
+only if it is whole.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float
 
 
 def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[SessionRecord]:
-    """The sessions that were saved at `path`, the longest idle first, with the latest `keep` tokens of each tail; their
-    time went on meanwhile. Raises StoreError for a file that is not whole, or that this version does not read."""
+    """The sessions that were saved at `path`, the longest idle first, with the latest `keep` tokens of each tail. Their
+    idle time includes the time since. Raises StoreError if the file is damaged, or of another format."""
     try:
         with path.open("rb") as file:
             _check(path, file)

@@ -1,9 +1,9 @@
-"""A shared store that can be done without: while it is away, sessions go on in this process, and say so.
+"""A fallback for the time that the shared store is away: sessions go on in this process, as not durable.
 
-A session goes on from what was last seen of it, as not durable. When the store is back it is given what has become of
-the session, if it still has what the session went on from. Otherwise somebody else has changed it, or it is gone: the
-store wins, what was not durable is lost, and the next step of the session is told so by a conflict. What this process
-has never seen it cannot go on with, nor end: then the store is missed all the same.
+A session goes on from its last known record. When the store is back, it is given the session, if it still has the
+record that the session went on from. Otherwise somebody else changed or deleted it: the store wins, the tokens that
+were not durable are lost, and the session's next step raises PositionConflict. A session that this process has not seen
+cannot go on, and none can be deleted, until the store is back.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import dataclass, field, replace
 from wane.service.errors import Overloaded, PositionConflict, QuotaExceeded, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.stores import codec
-from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered
+from wane.service.sessions.stores.redis import NOBODY, RedisStore, Unanswered, extended, rewound
 from wane.service.sessions.stores.store import LastStep, SessionRecord, Snapshot, StoreHealth, appended, branch
 from wane.service.types import owner_of
 
 logger = logging.getLogger("wane.store")
 
-AT_ONCE = 256  # sessions that the store is given side by side when it is back
+AT_ONCE = 256  # sessions that are given to the store in parallel when it is back
 
 
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
-    """A session that the store does not have as it is here; if nobody has changed it, it has it at one of `marks`.
-    `since` is the earliest position that it was at meanwhile: up to there it is what the store has. `counts`: it was
-    made here, and counts against its owner's limit."""
+    """A session that the store does not have as it is here; unless somebody changed it, the store has it at one of
+    `marks`. `since`: the earliest position that it was at since then; up to there the store has the same. `counts`: it
+    was created here, and counts against its owner's limit."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -53,13 +53,12 @@ class FallbackStore:
         self._unsynced: dict[str, UnsyncedSession] = {}
         self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
         self._settling: asyncio.Task[None] | None = None
-        self._conflict_discarded_metric = metrics.sessions_conflict_discarded
+        self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
         shared.trips.on_back = self._settle_soon
 
     @property
     def session_history_tokens(self) -> int:
-        """See `Store`."""
         return self._shared.session_history_tokens
 
     @session_history_tokens.setter
@@ -68,15 +67,14 @@ class FallbackStore:
 
     @property
     def standing(self) -> StoreHealth:
-        """See `Store`."""
         trips = self._shared.trips
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._unsynced))
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """See `Store`. While the store is away, only sessions that are not durable count for what an owner may have.
-        When it is back, those that were made meanwhile count there, even if they are too many."""
+        """While the store is away, only sessions that are not durable count against an owner's limit. When it is back,
+        those that were created meanwhile count there, even if they are too many."""
         session = record.session
-        if self._unsynced.get(session) is not None:
+        if session in self._unsynced:
             return False
         if most is not None:
             try:
@@ -103,13 +101,11 @@ class FallbackStore:
         return created
 
     async def get(self, session: str) -> SessionRecord | None:
-        """See `Store`. Of a session that is not durable, what the store takes of it, if it is back."""
         unsynced = self._unsynced.get(session)
         if unsynced is not None:
             async with unsynced.lock:
                 if self._unsynced.get(session) is unsynced:
-                    record = await self._settle(unsynced)
-                    return record or self._shared.get_cached(session)
+                    return await self._settle(unsynced) or self._shared.get_cached(session)
         try:
             return await self._shared.get(session)
         except Unavailable:
@@ -119,32 +115,27 @@ class FallbackStore:
             return record
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        """See `Store`."""
         if to_step and session in self._discarded_unsynced:
             raise self._told(session)
-        unsynced = self._unsynced.get(session)
-        if unsynced is not None:
-            return unsynced.record
+        if session in self._unsynced:
+            return self._unsynced[session].record
         return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Store`."""
-        unsynced = self._unsynced.get(session)
-        if unsynced is not None:
-            return unsynced.record.model, unsynced.record.vocabulary
+        if session in self._unsynced:
+            record = self._unsynced[session].record
+            return record.model, record.vocabulary
         return self._shared.kind(session)
 
     async def touch(self, session: str) -> None:
-        """See `Store`."""
-        unsynced = self._unsynced.get(session)
-        if unsynced is not None:
-            unsynced.used_s = self._clock()
+        if session in self._unsynced:
+            self._unsynced[session].used_s = self._clock()
         await self._shared.touch(session)
 
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. Raises PositionConflict where it turns out that tokens that were not durable are lost."""
+        """Raises PositionConflict if tokens that were not durable turn out to be lost."""
         session, revision = record.session, record.revision
         unsynced = self._unsynced.get(session)
         if unsynced is None:
@@ -154,12 +145,13 @@ class FallbackStore:
                 if session in self._unsynced:  # another one was here first
                     return None
                 marks, before = lost.marks, lost.before
-            return self._mark_unsynced(self._extended(before, branch(), tokens, step), marks).record
+            after = extended(before, branch(), tokens, step, self.session_history_tokens)
+            return self._mark_unsynced(after, marks).record
         async with unsynced.lock:
             before = unsynced.record
             if self._unsynced.get(session) is not unsynced or before.revision != revision:
                 return None
-            unsynced.record = self._extended(before, appended(revision), tokens, step)
+            unsynced.record = extended(before, appended(revision), tokens, step, self.session_history_tokens)
             unsynced.used_s = self._clock()
             settled = await self._settle(unsynced)
         if settled is None:
@@ -167,7 +159,6 @@ class FallbackStore:
         return settled
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """See `Store`."""
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             try:
@@ -186,25 +177,23 @@ class FallbackStore:
             before = unsynced.record
             if self._unsynced.get(session) is not unsynced or before.revision != revision:
                 return None
-            tail = before.tail.without_last(before.position - position)
-            unsynced.record = before._replace(position=position, tail=tail, revision=branch(), last=None)
+            unsynced.record = rewound(before, position)
             unsynced.since = min(unsynced.since, position)
             return await self._settle(unsynced)
 
     async def delete(self, session: str) -> bool:
-        """See `Store`. Raises Unavailable while the store is away."""
+        """Raises Unavailable while the store is away."""
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             deleted = await self._shared.delete(session)
         else:
-            async with unsynced.lock:  # what is being given to the store is not to be there afterwards
+            async with unsynced.lock:  # it may be being given to the store
                 deleted = await self._shared.delete(session) or self._unsynced.get(session) is unsynced
                 self._unsynced.pop(session, None)
         self._discarded_unsynced.pop(session, None)
         return deleted
 
     async def count(self, model: str) -> int:
-        """See `Store`."""
         since_s = self._clock() - self._ttl_s
         for session, unsynced in list(self._unsynced.items()):
             if unsynced.used_s < since_s:
@@ -215,11 +204,10 @@ class FallbackStore:
         return await self._shared.count(model)
 
     async def open(self) -> None:
-        """See `Store`."""
         await self._shared.open()
 
     async def close(self) -> None:
-        """See `Store`. What is not durable is given to the store, if it is there."""
+        """Gives the store what is not durable, if it is reachable."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:
@@ -228,13 +216,8 @@ class FallbackStore:
             logger.error("%d sessions end with tokens that were not durable", len(self._unsynced))
         await self._shared.close()
 
-    def _extended(self, before: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep) -> SessionRecord:
-        position = before.position + len(tokens)
-        tail = before.tail.append(tokens, position, self.session_history_tokens)
-        return before._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
-
     def _told(self, session: str) -> PositionConflict:
-        """What the next step of a session is told that the store has discarded: once."""
+        """The error for the next step of a session whose tokens were lost. It is raised once."""
         position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
             f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
@@ -242,16 +225,17 @@ class FallbackStore:
         )
 
     def _mark_unsynced(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
-        """From now on the session is not durable."""
-        unsynced = UnsyncedSession(
-            record._replace(durable=False, snapshot=None), [*marks], self._clock(), record.position
-        )
+        """Keeps the session here, as not durable."""
+        record = record._replace(durable=False, snapshot=None)
+        unsynced = UnsyncedSession(record, [*marks], self._clock(), record.position)
         self._unsynced[record.session] = unsynced
         return unsynced
 
     async def _settle(self, unsynced: UnsyncedSession) -> SessionRecord | None:
-        """Gives the store a session, whose lock is held: the session as the store has it now, or as it is still here;
-        None where the store has another, which has won."""
+        """Gives the store a session, whose lock is held.
+
+        Returns it as the store has it now, or as it is still here; None if the store has another, which wins.
+        """
         record = unsynced.record
         session = record.session
         if not self._shared.trips.reachable:
@@ -261,15 +245,15 @@ class FallbackStore:
                 await self._shared.trips.do(*self._shared.counting(session))
             kept = await self._shared.replace(record, unsynced.marks, unsynced.since)
         except Unavailable:
-            unsynced.marks.append(codec.mark(record.revision))  # for nobody knows
+            unsynced.marks.append(codec.mark(record.revision))  # the store may have taken it
             return record
-        except Overloaded:  # the store is full: it goes on here, as while the store was away
+        except Overloaded:  # the store is full: the session goes on here
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
             self._shared.trips.tell(*self._shared.counting(session))  # again, as for a session that is made
         if kept is None:
-            self._conflict_discarded_metric.inc()
+            self._discarded.inc()
             now = self._shared.get_cached(session)
             self._discarded_unsynced[session] = 0 if now is None else now.position, self._clock()
             logger.warning("a session has lost its last tokens, which were not durable")
@@ -279,7 +263,7 @@ class FallbackStore:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Gives the store all that is not durable. What it has no room for stays here until its next use."""
+        """Gives the store all that is not durable. What it has no room for is tried again when it is used."""
 
         async def settle(unsynced: UnsyncedSession) -> None:
             async with unsynced.lock:

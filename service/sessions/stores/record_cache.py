@@ -10,10 +10,10 @@ from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
 SNAPSHOTS = 256  # of records that were read and not used yet
-# A session that had moved on is looked at twice by its step, and the second time it has not: where half of all steps
-# find theirs moved on, so do a quarter to a third of the looks.
+# A step that finds its session moved on looks again, and then finds it as it is. If half of all steps do, a quarter to
+# a third of the looks find a session moved on.
 MOVED_OFTEN = 0.25
-EMA_ALPHA = 1 / 16  # weight of the latest look in the share of those at which a session had moved on
+EMA_ALPHA = 1 / 16  # weight of the latest look
 
 
 class RecordCache:
@@ -33,11 +33,11 @@ class RecordCache:
 
     @property
     def mostly_moved(self) -> bool:
-        """Whether sessions are mostly found elsewhere than they are remembered: others step them too."""
+        """Whether remembered sessions are often out of date, because other processes step them too."""
         return self._moved > MOVED_OFTEN
 
     def saw(self, *, moved: bool) -> None:
-        """A session that was remembered was looked at; whether it had moved on."""
+        """Notes whether a remembered session was found out of date."""
         self._moved += EMA_ALPHA * (moved - self._moved)
 
     def put(self, record: SessionRecord) -> None:
@@ -56,14 +56,14 @@ class RecordCache:
             self.forget(next(iter(self._entries)))
 
     def get(self, session: str) -> SessionRecord | None:
-        """The session, unless it must have ended meanwhile."""
+        """The session, unless it has expired."""
         packed, now_s = self._entries.get(session), self._clock()
         if packed is None or now_s > touched_s(packed) + self._ttl_s:
             return None
         return self._packing.unpack(session, packed, now_s, durable=True, snapshot=self._snapshots.get(session))
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """The session's model and vocabulary, unless it must have ended meanwhile."""
+        """The session's model and vocabulary, unless it has expired."""
         packed = self._entries.get(session)
         if packed is None or self._clock() > touched_s(packed) + self._ttl_s:
             return None

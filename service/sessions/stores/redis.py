@@ -1,19 +1,18 @@
-"""Sessions in Redis, where replicas share them: the truth, of which what a process remembers is a cache.
+"""Sessions in Redis, where replicas share them. Redis holds the truth; a process remembers sessions as a cache of it.
 
-A session is one key, `wane:<namespace>:{<session>}`, laid out as in `codec.py`; where states are kept, its latest one
-is another, with `:state` behind it. The braces put both on one node of a cluster. Both end when the session has been
-idle for its time to live.
+A session is one key, `wane:<namespace>:{<session>}`, laid out as in `codec.py`. Its latest state, if states are kept,
+is another, with `:state` behind it. The braces put both on one node of a cluster. Both expire when the session was idle
+for its time to live.
 
-Where an owner's sessions are limited, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts them.
-It may be on another node than a session, and is changed before and after it, never with it. No session is there and
-does not count, whatever else runs: its maker counts it before, and again afterwards; and one is taken out of
-the set only if it was found to be over, and has the score that it had before it was looked for. What makes a session
-changes its score after that, and a score that has come is never there twice.
+A sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts the sessions of an owner that are limited. It may be on
+another node than a session, so the two are never changed together. Every session counts: its creator counts it before
+it is made, and again afterwards. A session is taken out of the set only if it was found to be over and still has the
+score from before it was looked for; whoever creates it again changes the score, and no score is used twice.
 
-Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. A
-caller without an answer may run it again: a script that finds the revision that it would set changes nothing.
-Hence revisions are never used twice: the upper half of one is random, drawn anew for a session that is created or
-rewound, and by the first change after Redis was started anew, which may have lost what it had acknowledged.
+Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. A caller
+that got no answer may run it again: a script that finds the revision that it would set changes nothing. Hence revisions
+are never used twice. The upper half of one is random; it is drawn anew when a session is created or rewound, and by the
+first change after a restart of Redis, which may have lost acknowledged changes.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from wane.service.types import SLASH, owner_of
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 CLAIM = Script("claim")
 COUNTED = 1
-"""What the script of a claim says where the session is counted; else it gives those whose time has come."""
+"""The claim script's reply if it counted the session; else it lists sessions that may be over, with their scores."""
 DOUBT_BITS = 40
-"""Of a random score, which is no time but one long past, in milliseconds since 1970."""
+"""Bits of a random score, which as milliseconds since 1970 is long past."""
 DONE = (1, 2)
-"""What the script of an append says where it appended: at the next revision, or at the other."""
+"""The append script's replies if it appended: at the next revision, or at the other one."""
 NOBODY = b""
-"""The mark of a session that there is not."""
+"""The mark of a session that does not exist."""
 
 
 class Unanswered(Unavailable):
-    """Redis said nothing of a change: if nobody else changes the session in `before`, it is at one of `marks`."""
+    """Redis did not answer a change. Unless somebody else changes the session, `before`, it is at one of `marks`."""
 
     def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -55,8 +54,23 @@ class Unanswered(Unavailable):
         self.marks = marks
 
 
+def extended(
+    record: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep, session_history_tokens: int
+) -> SessionRecord:
+    """The session after a step that appended `tokens`."""
+    position = record.position + len(tokens)
+    tail = record.tail.append(tokens, position, session_history_tokens)
+    return record._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
+
+
+def rewound(record: SessionRecord, position: int) -> SessionRecord:
+    """The session cut back to `position`, at a new revision."""
+    tail = record.tail.without_last(record.position - position)
+    return record._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
+
+
 class RedisStore:
-    """A `Store` that replicas share, which remembers what it saw."""
+    """A `Store` that replicas share, with a cache of the sessions that were used here."""
 
     def __init__(
         self,
@@ -70,8 +84,8 @@ class RedisStore:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is part of every key: other namespaces have other sessions. `budget_bytes` is for what is
-        remembered. `timeout_s`: how long Redis may take. Raises ValueError for what is no address."""
+        """`namespace` is part of every key. `budget_bytes`: of the cache. `timeout_s`: of a round trip. Raises
+        ValueError for an invalid address."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self._prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
@@ -79,28 +93,26 @@ class RedisStore:
         self._remembered = RecordCache(budget_bytes, ttl_s, clock)
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """See `Store`."""
         if most is not None:
             await self.claim(record.session, most)
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
     async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
-        """Keeps a new session, of a revision that nobody else has, which was claimed if it `counts`; False if one of
-        that id exists."""
+        """Keeps a new session at a new revision; False if its id exists. `counts`: it was claimed before."""
         made = False
         try:
             made = await self.replace(fresh, [NOBODY], since=0) is not None  # no state of an earlier one is its own
         finally:
-            if counts:  # where none was made, its place is free, or that of the one that is there already
+            if counts:  # if none was made, the claim is given back unless the session exists
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
 
     async def claim(self, session: str, most: int) -> None:
         """Counts a new session among its owner's, of which there may be `most`. Raises QuotaExceeded.
 
-        Sessions end by themselves in Redis, which tells nobody: so they are counted in a sorted set, by when each ends
-        if it is not used. Those whose time has come, or whose time is in doubt, are looked for when the set is full,
-        and only then: they are taken out of it, or given the time that they have now.
+        Redis tells nobody when a session expires, so the set has the time at which each ends if it is not used. Only
+        when the set is full are the sessions looked for whose time has come or is in doubt. Those that are over are
+        taken out of the set; the others get their present time.
         """
         owner = owner_of(session)
         looked: list[tuple[Argument, ...]] = []
@@ -117,13 +129,12 @@ class RedisStore:
             looked = list(zip(found, scores, left_ms, strict=True))
 
     def counting(self, session: str) -> tuple[str, ...]:
-        """The command that counts a session among its owner's, however many those are: its time is in doubt or, if it
-        counts already, is some half a millisecond later."""
+        """The command that counts a session among its owner's, over the limit too. Its time is in doubt; the time of a
+        session that counts already moves by half a millisecond."""
         part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
     async def get(self, session: str) -> SessionRecord | None:
-        """See `Store`."""
         data, left_ms, state = await self.trips.run(READ, self._keys(session))
         remembered = self._remembered.get(session)
         record = self._read(session, data, max(0.0, (self._ttl_ms - left_ms) / 1000))
@@ -137,42 +148,29 @@ class RedisStore:
         return record
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        """See `Store`."""
         if to_step and (self._remembered.mostly_moved or not self.trips.reachable):
             return None
         return self._remembered.get(session)
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Store`."""
         return self._remembered.kind(session)
 
     async def touch(self, session: str) -> None:
-        """See `Store`. Nobody waits for it: what it is worth is gone if it fails."""
         for key in self._keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
 
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. Of a comparison that was lost the session as it is now is remembered.
+        """Remembers the session as it is now if the comparison was lost.
 
-        A comparison that is lost by what was sent twice may have been won the first time, if somebody else went on from
-        there: nobody knows, and it must not be taken for one that has changed nothing.
+        A script that was sent twice may have won the first time although it lost the second, if somebody else appended
+        in between. Nobody can tell, so it raises Unanswered.
         """
         session, revision = record.session, record.revision
-        position = record.position + len(tokens)
-        tail = record.tail.append(tokens, position, self.session_history_tokens)
-        after = record._replace(
-            position=position,
-            tail=tail,
-            revision=appended(revision),
-            last=step,
-            idle_s=0.0,
-            durable=True,
-            snapshot=None,
-        )
+        after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
         other = branch()
-        width = tail.width
+        width = after.tail.width
         head = codec.head(after)
         try:
             done = await self.trips.run(
@@ -183,7 +181,7 @@ class RedisStore:
                 codec.mark(other),
                 head,
                 b"".join([token.to_bytes(width, "little") for token in tokens]),
-                0 if position <= self.session_history_tokens else self.session_history_tokens * width,
+                0 if after.position <= self.session_history_tokens else self.session_history_tokens * width,
                 self._ttl_ms,
                 b"" if snapshot is None else write_snapshot(snapshot),
                 tells=lambda done: done in DONE,
@@ -195,18 +193,15 @@ class RedisStore:
             self._lost(session, done)
             return None
         self._remembered.saw(moved=False)
-        if done == 2:
-            after = after._replace(revision=other)
+        after = after._replace(durable=True, revision=other if done == 2 else after.revision)
         self._remembered.put(after)
         return after
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """See `Store`."""
         before = await self.get(session)
         if before is None or before.revision != revision:
             return None
-        tail = before.tail.without_last(before.position - position)
-        after = before._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
+        after = rewound(before, position)
         try:
             return await self.replace(after, [codec.mark(revision)])
         except Unavailable as error:
@@ -215,9 +210,9 @@ class RedisStore:
     async def replace(
         self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
     ) -> SessionRecord | None:
-        """Puts `record`, whose revision nobody else has, in the place of a session that is at one of `marks`; None, and
-        nothing done, if it is at none. `NOBODY` is the mark of no session. `since`: the position up to which the two
-        are the same, if that is not the record's own; a state of a later one is forgotten."""
+        """Replaces a session that is at one of `marks` by `record`, at a new revision; None, without effect, if it is
+        at none. `since`: the position up to which both are the same, by default the record's; a later state is
+        forgotten."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -236,38 +231,32 @@ class RedisStore:
         return kept
 
     async def delete(self, session: str) -> bool:
-        """See `Store`."""
         self._remembered.forget(session)
-        key, state = self._keys(session)
-        deleted = await self.trips.do("DEL", key, state)
-        owner = owner_of(session)
-        if owner:
-            self.trips.tell(*self._doubting(session, "XX"))  # another may be being made
+        deleted = await self.trips.do("DEL", *self._keys(session))
+        if owner_of(session):
+            self.trips.tell(*self._doubting(session, "XX"))  # somebody may be creating it again
         return bool(deleted)
 
     async def count(self, model: str) -> int:
-        """See `Store`: those that were used here."""
+
         return self._remembered.count(model)
 
     @property
     def standing(self) -> StoreHealth:
-        """See `Store`."""
         return StoreHealth(KIND, reachable=self.trips.reachable, ready=self.trips.reachable)
 
     async def open(self) -> None:
-        """See `Store`."""
         await self.trips.open()
 
     async def close(self) -> None:
-        """See `Store`."""
         await self.trips.close()
 
     def _owned(self, owner: str) -> str:
-        """The key of the sessions that an owner has: no session is called so."""
+        """The key of the set that counts an owner's sessions; no session's key is the same."""
         return f"{self._prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
-        """The command that has a session looked for when its owner's set is full; with "XX" only if it counts."""
+        """The command that puts a session's time in doubt; with "XX" only if it counts."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def _keys(self, session: str) -> tuple[str, str]:
@@ -283,7 +272,7 @@ class RedisStore:
             raise Unavailable(f"{error}: is there a replica of a later version?") from error
 
     def _lost(self, session: str, found: Any) -> None:
-        """A comparison was lost: what was found is remembered."""
+        """Remembers the session that a lost comparison found."""
         self._remembered.saw(moved=True)
         record = self._read(session, found)
         if record is None:

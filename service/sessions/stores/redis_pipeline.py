@@ -1,10 +1,10 @@
-"""Commands to Redis, as many as there are at a time in one round trip; and whether Redis is there.
+"""Commands to Redis, joined into round trips, and whether Redis is reachable.
 
-What is asked while the event loop is at it goes out together when that turn of the loop is over: the commits of one
-batch of the runner are one trip. While as many trips are under way as may be, what comes waits for the next. A trip is
-a pipeline and no transaction: each command is atomic by itself, and of a cluster each goes to its own node.
+The commands of one turn of the event loop go out together: the commits of one batch of the runner are one trip. While
+MOST_TRIPS are under way, commands wait for the next. A trip is a pipeline and no transaction: each command is atomic by
+itself, and goes to its own node of a cluster.
 
-When Redis cannot be reached everybody is told at once, and not after a timeout each, until it answers again.
+While Redis is unreachable, every command fails at once, and not after a timeout each.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
 Tells = Callable[[Any], bool]
-"""Of a script that was sent twice, whether the second reply tells what became of the first."""
+"""Whether the second reply of a script that was sent twice tells what the first run did."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
-"""What says that Redis, or the part of it that has the key, cannot be used now."""
+"""Errors that mean that Redis, or the node that has the key, cannot be used now."""
 
 
 class Script:
-    """A Lua script in this file's folder. Redis is asked for it by its digest; one that does not have it is sent it."""
+    """A Lua script in this file's folder. It is called by its digest, and sent whole if Redis does not know it."""
 
     def __init__(self, name: str) -> None:
         self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
@@ -64,15 +64,15 @@ class _Call:
     script: Script | None
     reply: asyncio.Future[Any]
     tells: Tells | None = None
-    again: bool = False  # it was sent twice, and may have been carried out twice
+    again: bool = False  # it was sent twice, and may have run twice
 
 
 class RedisPipeline:
-    """Takes commands to one Redis, or to one cluster, and brings back what they say."""
+    """Sends commands to one Redis, or to one cluster."""
 
     def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:
-        """`url` as redis-py takes it; with `+cluster` in its scheme, that of a node of a cluster. Raises ValueError for
-        what is no such address. `timeout_s`: how long an answer may take."""
+        """`url` as redis-py takes it; with `+cluster` in its scheme, of a node of a cluster. `timeout_s`: of a round
+        trip. Raises ValueError for an invalid address."""
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {
             "socket_timeout": timeout_s,
@@ -96,13 +96,13 @@ class RedisPipeline:
         self.on_back: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
-        """Looks whether Redis is there. Where it is not, goes on looking."""
+        """Looks whether Redis is reachable; if not, goes on looking."""
         if not await self._greet():
             logger.warning("the session store is not there yet")
             self._probing = asyncio.create_task(self._probe())
 
     async def close(self) -> None:
-        """Ends what is under way; nothing may be asked any more."""
+        """Waits for the trips under way. No command may follow."""
         if self._probing is not None:
             self._probing.cancel()
         while self._under_way:
@@ -111,19 +111,19 @@ class RedisPipeline:
             await self._client.aclose()
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
-        """The reply of a script. A script that was not answered may have run, and may be run again.
+        """The reply of a script. One that got no answer is sent again, though it may have run.
 
-        Raises Unavailable where Redis cannot be reached, or `tells` of a reply that it leaves that open; Overloaded
-        where it is full.
+        Raises Unavailable if Redis is unreachable, or if `tells` is false of the reply of a script that was sent twice;
+        Overloaded if Redis is full.
         """
         return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script, tells)
 
     async def do(self, *command: Argument) -> Any:
-        """What a command says. Raises Unavailable, Overloaded."""
+        """The reply of a command. Raises Unavailable, Overloaded."""
         return await self._ask(command, None)
 
     def tell(self, *command: Argument) -> None:
-        """Sends a command that nobody waits for, if Redis is there."""
+        """Sends a command without waiting for its reply, if Redis is reachable."""
         if self.reachable:
             reply = self._ask(command, None)
             reply.add_done_callback(lambda told: told.cancelled() or told.exception())
@@ -142,7 +142,7 @@ class RedisPipeline:
         return call.reply
 
     def _leave(self) -> None:
-        """Starts a trip with everything that waits for one."""
+        """Starts a trip with all commands that wait."""
         self._is_called = False
         calls, self._queue = self._queue, []
         trip = asyncio.create_task(self._travel(calls))
@@ -160,7 +160,7 @@ class RedisPipeline:
         try:
             try:
                 replies = await self._send([call.command for call in calls])
-            except ConnectionError:  # one that had been idle may be gone though Redis is there: once more, with another
+            except ConnectionError:  # an idle connection may be gone though Redis is there: try another one
                 for call in calls:
                     call.again = True
                 replies = await self._send([call.command for call in calls])
@@ -185,7 +185,7 @@ class RedisPipeline:
         return replies
 
     async def _with_scripts(self, calls: Sequence[_Call], replies: list[Any]) -> list[Any]:
-        """The replies, with those of scripts that Redis did not know, sent whole. It does not keep them for ever."""
+        """The replies, after scripts that Redis did not know were sent whole."""
         unknown = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
             commands = []
@@ -219,7 +219,7 @@ class RedisPipeline:
         call.reply.set_exception(failure)
 
     def _lose(self, error: Exception) -> None:
-        """Redis cannot be reached: what waits is told, and what comes is, until it can be."""
+        """Notes that Redis is unreachable, and fails the commands that wait."""
         if not self.reachable:
             return
         logger.warning("the session store is away: %s", error)
@@ -231,7 +231,7 @@ class RedisPipeline:
         self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        """Waits until Redis is there."""
+        """Waits until Redis is reachable."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             if await self._greet():
@@ -240,7 +240,7 @@ class RedisPipeline:
         self.on_back()
 
     async def _greet(self) -> bool:
-        """Whether Redis is there; if so, commands are taken from now on."""
+        """Whether Redis answers; if so, commands are taken from now on."""
         try:
             await self._client.execute_command("PING")
         except (RedisError, OSError):
@@ -251,5 +251,4 @@ class RedisPipeline:
 
 
 def away() -> Unavailable:
-    """What is said when Redis is."""
     return Unavailable("the session store cannot be reached")

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from tests.service.engine_harness import Clock
-from wane.service.auth.key_file import KeyFile, KeySource
+from wane.service.auth.key_file import KeySource
 from wane.service.auth.keyring import Keyring, Principal
 from wane.service.auth.keys import Key, KeysError, Permission, digest, make_key, of_file, of_text, weak
 from wane.service.errors import RateLimited, Unauthorized
@@ -220,26 +221,30 @@ def replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def opened(path: Path, others: str | None = None) -> tuple[KeySource, Keyring]:
+    source = KeySource(Settings(api_keys_file=path, api_keys=None if others is None else SecretStr(others)))
+    assert source.keyring is not None
+    return source, source.keyring
+
+
 def names(keyring: Keyring) -> set[str]:
     return {key for key in "abc" if keyring.find(key.encode()) is not None}
 
 
 def test_a_file_that_has_changed_is_read_once_it_has_settled(path: Path) -> None:
-    file = KeyFile(path, of_text("ops:c"))
-    keyring = Keyring(file.read())
+    source, keyring = opened(path, "ops:c")
     replace(path, line("alice", "b"))
-    file.look(keyring)
+    source.look()
     assert names(keyring) == {"a", "c"}
-    file.look(keyring)
+    source.look()
     assert names(keyring) == {"b", "c"}
 
 
 def test_a_file_that_is_still_being_written_is_left_alone(path: Path) -> None:
-    file = KeyFile(path)
-    keyring = Keyring(file.read())
+    source, keyring = opened(path)
     for number in range(3):
         path.write_text(line("alice", "b") + "#" * number)
-        file.look(keyring)
+        source.look()
         assert names(keyring) == {"a"}
 
 
@@ -249,16 +254,15 @@ def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
 ) -> None:
     whole = line("alice", "a") + line("bob", "b", "rate=100 sessions=1 scope=metrics")
     path.write_text(whole)
-    file = KeyFile(path)
-    keyring = Keyring(file.read())
+    source, keyring = opened(path)
     before = principal(keyring, "b").key
     for end in range(len(line("alice", "a")) + 1, len(whole)):
         path.write_text(whole[:end])
         if at_once:
-            file.reload(keyring)
+            source.reload()
         else:
-            file.look(keyring)
-            file.look(keyring)
+            source.look()
+            source.look()
         assert principal(keyring, "b").key == before
     assert "and may have been cut off" in caplog.text
 
@@ -267,49 +271,46 @@ def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
 def test_a_broken_file_leaves_the_keys_as_they_are_and_says_so_once(
     path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
-    file = KeyFile(path)
-    keyring = Keyring(file.read())
+    source, keyring = opened(path)
     replace(path, broken)
     for _ in range(5):
-        file.look(keyring)
+        source.look()
     assert names(keyring) == {"a"}
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "the keys stay as they are" in record.getMessage()
     replace(path, line("alice", "b"))
-    file.look(keyring)
-    file.look(keyring)
+    source.look()
+    source.look()
     assert names(keyring) == {"b"}
 
 
 def test_a_file_that_is_gone_leaves_the_keys_as_they_are_until_it_is_back(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = KeyFile(path)
-    keyring = Keyring(file.read())
+    source, keyring = opened(path)
     text = path.read_text()
     path.unlink()
     for _ in range(4):
-        file.look(keyring)
+        source.look()
     assert names(keyring) == {"a"}
     assert len(caplog.records) == 1
     path.write_text(text)
     os.utime(path, ns=(1, 1))
-    file.look(keyring)
-    file.look(keyring)
+    source.look()
+    source.look()
     assert names(keyring) == {"a"}
 
 
 def test_a_file_is_read_at_once_when_it_is_asked_for(path: Path) -> None:
-    file = KeyFile(path)
-    keyring = Keyring(file.read())
+    source, keyring = opened(path)
     replace(path, line("alice", "b"))
-    file.reload(keyring)
+    source.reload()
     assert names(keyring) == {"b"}
 
 
 def test_a_file_that_cannot_be_read_at_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(KeysError, match="No such file"):
-        KeyFile(tmp_path / "none").read()
+        opened(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(KeysError, match="is no text"):
-        KeyFile(tmp_path / "binary").read()
+        opened(tmp_path / "binary")

@@ -33,7 +33,7 @@ def segment() -> ChunkBatch:
 def test_cells_are_counted_along_the_sequence_and_run_column_by_column(segment: ChunkBatch) -> None:
     assert segment.cells == 6
     assert [list(segment.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3, 5]]
-    assert [segment.length(cell) for cell in range(6)] == [4, 4, 4, 4, 4, 1]
+    assert [segment.work(cell, 0, 0, binding=False).length for cell in range(6)] == [4, 4, 4, 4, 4, 1]
     work = segment.work(3, 7, 8, binding=False)
     assert isinstance(work.tokens, np.ndarray) and work.tokens.tolist() == [12, 13, 14, 15]
     assert (work.role, work.targets, work.read, work.write) == ("advance", None, 7, 8)

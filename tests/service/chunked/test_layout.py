@@ -14,7 +14,6 @@ from wane.service.chunked.layout import (
     MARGIN,
     RUN_SECONDS,
     SEGMENT_TOKENS,
-    DecayProfile,
     ThroughputProfile,
     lay_out,
 )
@@ -76,23 +75,24 @@ def result(measuring: Generator[None, None, T]) -> T:
 
 
 def test_the_warm_up_is_the_fewest_tokens_after_which_little_was_left_for_good() -> None:
-    seen = DecayProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
+    seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
     assert seen.warm_up(1e-3) == 128  # a quarter of it was passed at 64 once more
     assert seen.warm_up(0.0) == 256
-    assert DecayProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
-    assert DecayProfile([]).warm_up(1.0) is None
+    assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
+    assert ThroughputProfile([]).warm_up(1.0) is None
     assert MARGIN == 0.25
 
 
 def test_what_is_left_is_measured_between_runs_over_the_same_tokens(harness: EngineHarness) -> None:
     pool, size = harness.engine._pool, harness.vocabulary.size
     measured = result(layout.measure_forgetting(harness.runner, pool, size))
-    left = dict(measured._residuals)
+    left = dict(measured)
     assert list(left) == list(layout.LENGTHS)
     assert left[32] == pytest.approx(left[16] * 0.9**16, rel=0.01)
     harness.runner.decay = np.float32(1.0)
-    assert result(layout.measure_forgetting(harness.runner, pool, size)).warm_up(1e-3) is None
+    residuals = result(layout.measure_forgetting(harness.runner, pool, size))
+    assert ThroughputProfile(residuals).warm_up(1e-3) is None
 
 
 @pytest.mark.parametrize("role", ["advance", "scan"])

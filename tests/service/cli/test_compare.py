@@ -168,7 +168,7 @@ def test_a_refusal_is_told_in_the_server_s_words(response: httpx.Response, told:
         Client("http://wane", httpx.MockTransport(lambda request: response)) as client,
         pytest.raises(ClientError, match="DELETE /v1/sessions/s") as raised,
     ):
-        client.delete_session("s")
+        client.delete("/v1/sessions/s")
     assert str(raised.value).endswith(told)
 
 

@@ -316,7 +316,7 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
 
     monkeypatch.setattr(store, "close", close)
     monkeypatch.setattr(registry._lifecycle, "_read", slow)
-    registry._digests[registry.default] = "another"
+    registry._lifecycle._digests[registry.default] = "another"
     monkeypatch.setattr(registry.get(), "version", "0")
     load = asyncio.create_task(registry.load_model(registry.default))
     await asyncio.to_thread(opening.wait)
