@@ -308,13 +308,15 @@ class StepColumns:
         waiting, self._rows = self._rows[:most], self._rows[most:]
         if not waiting:
             return None
-        batch = StepBatch(waiting)
+        batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
         if True in [one.done for one in batch.receivers] or min([one or now_s + 1 for one in batch.deadlines]) <= now_s:
             batch = self._without_late(batch, now_s)
+            if not len(batch):
+                return None
         good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
         good &= self._resident.alive(batch.slots)
-        if self._resident.flushes != self._flushes:  # states of waiting steps may have been evicted
+        if self._resident.flushes != flushes:  # states of waiting steps may have been evicted
             good &= self._resident_still(batch)
         if good.all():
             return batch
