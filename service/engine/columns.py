@@ -243,7 +243,7 @@ class StepColumns:
         max_queue: int,
         queue_columns: Callable[[], None],
     ) -> None:
-        """`procedure` takes any step that was admitted. `most_predictions`: that the graph of a step puts out and a
+        """`procedure` takes any step that was admitted, and leaves its session's lock. `most_predictions`: that the graph of a step puts out and a
         request may ask for; 0: no step is taken in. `max_queue`: steps that may wait. `queue_columns` tells the
         batcher that steps wait.
         """
@@ -434,19 +434,19 @@ class StepColumns:
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
-        """Gives these to the general procedure; they take their sessions' locks again at once, in their order.
+        """Gives these to the general procedure, along with their sessions' locks: who waits for one of these comes
+        after the step.
 
         `entered`: they were in a batch, so they are carried through even if nobody waits for them.
         """
-        for session in batch.sessions:
-            self._locks.leave(session)
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
             if receiver.done and not entered:
                 self._abandoned.inc()
-                self._admission.leave()
+                self._leave(batch.sessions[row])
                 continue
             ticket = Ticket(None if receiver.done else deadline)
+            ticket.admitted, ticket.traced = True, None  # the turn of the loop may be that of a traced request
             ticket.entered, ticket.abandoned = entered, receiver.done
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done:
