@@ -243,9 +243,9 @@ class StepColumns:
         max_queue: int,
         queue_columns: Callable[[], None],
     ) -> None:
-        """`procedure` takes any step that was admitted, and leaves its session's lock. `most_predictions`: that the graph of a step puts out and a
-        request may ask for; 0: no step is taken in. `max_queue`: steps that may wait. `queue_columns` tells the
-        batcher that steps wait.
+        """`procedure` takes any step that was admitted, and leaves its session's lock. `most_predictions`: that the
+        graph of a step puts out and a request may ask for; 0: no step is taken in. `max_queue`: steps that may wait.
+        `queue_columns` tells the batcher that steps wait.
         """
         self._vocabulary = vocabulary
         self._size = vocabulary.size
@@ -301,6 +301,8 @@ class StepColumns:
             self._queue_columns()
         self._rows.append((session, slot, token, position, top_k, deadline, receiver, number, time.perf_counter()))
         self._admission.enter()
+        if deadline is not None and (self._timer is None or deadline < self._timer_at):
+            self._ring_at(deadline)
         return True
 
     def begin(self, most: int) -> StepBatch | None:
@@ -329,13 +331,9 @@ class StepColumns:
         """Without those steps that nobody waits for, or whose deadline has passed, who are told."""
         good = np.ones(len(batch), np.bool_)
         for row, (receiver, deadline) in enumerate(zip(batch.receivers, batch.deadlines, strict=True)):
-            if receiver.done:
+            if receiver.done or _has_passed(deadline, now_s):
                 good[row] = False
-                self._abandoned.inc()
-                self._leave(batch.sessions[row])
-            elif deadline is not None and deadline <= now_s:
-                good[row] = False
-                self._late(batch.sessions[row], receiver, batch.numbers[row])
+                self._drop(batch.sessions[row], receiver, batch.numbers[row])
         return batch.part(good)
 
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
@@ -349,7 +347,6 @@ class StepColumns:
         self._running = running
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
-        self.watch()
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Commits and answers the steps of a batch that was run from `started_s` on, by `time.perf_counter`."""
@@ -378,18 +375,6 @@ class StepColumns:
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             receiver.step_ran(results, row, number)
 
-    def watch(self) -> None:
-        """The runner is busy: tells those whose deadline passes meanwhile."""
-        waiting = [(deadline, receiver) for _, _, _, _, _, deadline, receiver, _, _ in self._rows]
-        if self._running is not None:
-            waiting += zip(self._running.deadlines, self._running.receivers, strict=True)
-        deadlines = [deadline for deadline, receiver in waiting if deadline is not None and not receiver.done]
-        if deadlines and (self._timer is None or min(deadlines) < self._timer_at):
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = min(deadlines)
-            self._timer = timers().at(self._timer_at, self._ring)
-
     def close(self, error: Exception) -> None:
         """Fails what waits, and writes all tokens to the store."""
         waiting, self._rows = self._rows, []
@@ -400,28 +385,44 @@ class StepColumns:
             self._timer.cancel()
         self._resident.close()
 
+    def _ring_at(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = timers().at(deadline, self._ring)
+
     def _ring(self) -> None:
-        """A deadline has passed."""
+        """A deadline has passed, of steps that wait or run, or of some that are over."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        waiting, self._rows = self._rows, []
-        for row in waiting:
-            session, _, _, _, _, deadline, receiver, number, _ = row
-            if deadline is not None and deadline <= now_s and not receiver.done:
-                self._late(session, receiver, number)
-            else:
-                self._rows.append(row)
-        running = self._running
+        late = [row for row in self._rows if _has_passed(row[5], now_s)]
+        self._rows = [row for row in self._rows if not _has_passed(row[5], now_s)]
+        running, late_running = self._running, list[tuple[StepReceiver, int]]()
+        deadlines = [row[5] for row in self._rows]
         if running is not None:
-            for deadline, receiver, number in zip(running.deadlines, running.receivers, running.numbers, strict=True):
-                if deadline is not None and deadline <= now_s and not receiver.done:
-                    receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
-        self.watch()
+            passed = [_has_passed(deadline, now_s) for deadline in running.deadlines]
+            late_running = list(compress(zip(running.receivers, running.numbers, strict=True), passed))
+            running.deadlines = tuple(
+                None if is_late else deadline for is_late, deadline in zip(passed, running.deadlines, strict=True)
+            )
+            deadlines += running.deadlines
+        if known := [deadline for deadline in deadlines if deadline is not None]:
+            self._ring_at(min(known))
+        # Last, because who is told may submit another step at once.
+        for session, _, _, _, _, _, receiver, number, _ in late:
+            self._drop(session, receiver, number)
+        for receiver, number in late_running:
+            if not receiver.done:
+                receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
 
-    def _late(self, session: str, receiver: StepReceiver, number: int) -> None:
-        self._too_late.inc()
+    def _drop(self, session: str, receiver: StepReceiver, number: int) -> None:
+        """Takes back a step that nobody waits for, or whose deadline has passed, and tells so."""
         self._leave(session)
-        receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
+        if receiver.done:
+            self._abandoned.inc()
+        else:
+            self._too_late.inc()
+            receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
 
     def _leave(self, session: str) -> None:
         self._locks.leave(session)
@@ -510,3 +511,7 @@ class StepColumns:
             sum(results.proved),
             len(batch) - sum([receiver.done for receiver in batch.receivers]),
         )
+
+
+def _has_passed(deadline: float | None, now_s: float) -> bool:
+    return deadline is not None and deadline <= now_s
