@@ -68,10 +68,6 @@ class Columns(Protocol):
         """The batch is to be run on the runner's thread."""
         ...
 
-    def watch(self) -> None:
-        """Those who wait have to wait for longer than until the event loop's next turn."""
-        ...
-
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Answers a batch that was run from `started_s` on, in seconds as of `time.perf_counter`."""
         ...
@@ -190,8 +186,6 @@ class Batcher:
         if not self._columns_queued:
             self._columns_queued = True
             self._put(self._columns_item)
-            if self._taken and self.columns is not None:
-                self.columns.watch()
 
     def _put(self, item: WorkItem) -> None:
         self._queue.put(item)

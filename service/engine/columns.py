@@ -243,9 +243,9 @@ class StepColumns:
         max_queue: int,
         queue_columns: Callable[[], None],
     ) -> None:
-        """`procedure` takes any step that was admitted. `most_predictions`: that the graph of a step puts out and a
-        request may ask for; 0: no step is taken in. `max_queue`: steps that may wait. `queue_columns` tells the
-        batcher that steps wait.
+        """`procedure` takes any step that was admitted, and leaves its session's lock. `most_predictions`: that the
+        graph of a step puts out and a request may ask for; 0: no step is taken in. `max_queue`: steps that may wait.
+        `queue_columns` tells the batcher that steps wait.
         """
         self._vocabulary = vocabulary
         self._size = vocabulary.size
@@ -267,7 +267,6 @@ class StepColumns:
         self._running: StepBatch | None = None  # on the runner's thread
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._is_watching = False  # whether the steps that wait have to wait for the runner
         self._bound_of_all = bounds.bound(certificate, 1, 1)  # of a state that knows all of its sequence
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
@@ -303,23 +302,24 @@ class StepColumns:
             self._queue_columns()
         self._rows.append((session, slot, token, position, top_k, deadline, receiver, number, time.perf_counter()))
         self._admission.enter()
-        if self._is_watching and deadline is not None and (self._timer is None or deadline < self._timer_at):
-            self.watch()
+        if deadline is not None and (self._timer is None or deadline < self._timer_at):
+            self._ring_at(deadline)
         return True
 
     def begin(self, most: int) -> StepBatch | None:
         """The next batch, of at most so many rows; None if no step that waits can be run."""
         waiting, self._rows = self._rows[:most], self._rows[most:]
-        self._is_watching = False
         if not waiting:
             return None
-        batch = StepBatch(waiting)
+        batch, flushes = StepBatch(waiting), self._flushes
         now_s = asyncio.get_running_loop().time()
         if True in [one.done for one in batch.receivers] or min([one or now_s + 1 for one in batch.deadlines]) <= now_s:
             batch = self._without_late(batch, now_s)
+            if not len(batch):
+                return None
         good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
         good &= self._resident.alive(batch.slots)
-        if self._resident.flushes != self._flushes:  # states of waiting steps may have been evicted
+        if self._resident.flushes != flushes:  # states of waiting steps may have been evicted
             good &= self._resident_still(batch)
         if good.all():
             return batch
@@ -332,13 +332,9 @@ class StepColumns:
         """Without those steps that nobody waits for, or whose deadline has passed, who are told."""
         good = np.ones(len(batch), np.bool_)
         for row, (receiver, deadline) in enumerate(zip(batch.receivers, batch.deadlines, strict=True)):
-            if receiver.done:
+            if receiver.done or _has_passed(deadline, now_s):
                 good[row] = False
-                self._abandoned.inc()
-                self._leave(batch.sessions[row])
-            elif deadline is not None and deadline <= now_s:
-                good[row] = False
-                self._late(batch.sessions[row], receiver, batch.numbers[row])
+                self._drop(batch.sessions[row], receiver, batch.numbers[row])
         return batch.part(good)
 
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
@@ -352,7 +348,6 @@ class StepColumns:
         self._running = running
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
-        self.watch()
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Commits and answers the steps of a batch that was run from `started_s` on, by `time.perf_counter`."""
@@ -382,19 +377,6 @@ class StepColumns:
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             receiver.step_ran(results, row, number)
 
-    def watch(self) -> None:
-        """The runner is busy: tells those whose deadline passes meanwhile."""
-        self._is_watching = True
-        waiting = [(deadline, receiver) for _, _, _, _, _, deadline, receiver, _, _ in self._rows]
-        if self._running is not None:
-            waiting += zip(self._running.deadlines, self._running.receivers, strict=True)
-        deadlines = [deadline for deadline, receiver in waiting if deadline is not None and not receiver.done]
-        if deadlines and (self._timer is None or min(deadlines) < self._timer_at):
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = min(deadlines)
-            self._timer = timers().at(self._timer_at, self._ring)
-
     async def close(self, error: Exception) -> None:
         """Fails what waits, and writes all tokens to the store; no more steps may come."""
         waiting, self._rows = self._rows, []
@@ -405,28 +387,44 @@ class StepColumns:
             self._timer.cancel()
         await self._resident.close()
 
+    def _ring_at(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = timers().at(deadline, self._ring)
+
     def _ring(self) -> None:
-        """A deadline has passed."""
+        """A deadline has passed, of steps that wait or run, or of some that are over."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        waiting, self._rows = self._rows, []
-        for row in waiting:
-            session, _, _, _, _, deadline, receiver, number, _ = row
-            if deadline is not None and deadline <= now_s and not receiver.done:
-                self._late(session, receiver, number)
-            else:
-                self._rows.append(row)
-        running = self._running
+        late = [row for row in self._rows if _has_passed(row[5], now_s)]
+        self._rows = [row for row in self._rows if not _has_passed(row[5], now_s)]
+        running, late_running = self._running, list[tuple[StepReceiver, int]]()
+        deadlines = [row[5] for row in self._rows]
         if running is not None:
-            for deadline, receiver, number in zip(running.deadlines, running.receivers, running.numbers, strict=True):
-                if deadline is not None and deadline <= now_s and not receiver.done:
-                    receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
-        self.watch()
+            passed = [_has_passed(deadline, now_s) for deadline in running.deadlines]
+            late_running = list(compress(zip(running.receivers, running.numbers, strict=True), passed))
+            running.deadlines = tuple(
+                None if is_late else deadline for is_late, deadline in zip(passed, running.deadlines, strict=True)
+            )
+            deadlines += running.deadlines
+        if known := [deadline for deadline in deadlines if deadline is not None]:
+            self._ring_at(min(known))
+        # Last, because who is told may submit another step at once.
+        for session, _, _, _, _, _, receiver, number, _ in late:
+            self._drop(session, receiver, number)
+        for receiver, number in late_running:
+            if not receiver.done:
+                receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
 
-    def _late(self, session: str, receiver: StepReceiver, number: int) -> None:
-        self._too_late.inc()
+    def _drop(self, session: str, receiver: StepReceiver, number: int) -> None:
+        """Takes back a step that nobody waits for, or whose deadline has passed, and tells so."""
         self._leave(session)
-        receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
+        if receiver.done:
+            self._abandoned.inc()
+        else:
+            self._too_late.inc()
+            receiver.step_failed(DeadlineExceeded(TOO_LATE), number)
 
     def _leave(self, session: str) -> None:
         self._locks.leave(session)
@@ -439,19 +437,19 @@ class StepColumns:
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
-        """Gives these to the general procedure; they take their sessions' locks again at once, in their order.
+        """Gives these to the general procedure, along with their sessions' locks: who waits for one of these comes
+        after the step.
 
         `entered`: they were in a batch, so they are carried through even if nobody waits for them.
         """
-        for session in batch.sessions:
-            self._locks.leave(session)
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
             if receiver.done and not entered:
                 self._abandoned.inc()
-                self._admission.leave()
+                self._leave(batch.sessions[row])
                 continue
             ticket = Ticket(None if receiver.done else deadline)
+            ticket.admitted, ticket.traced = True, None  # the turn of the loop may be that of a traced request
             ticket.entered, ticket.abandoned = entered, receiver.done
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done:
@@ -515,3 +513,7 @@ class StepColumns:
             sum(results.proved),
             len(batch) - sum([receiver.done for receiver in batch.receivers]),
         )
+
+
+def _has_passed(deadline: float | None, now_s: float) -> bool:
+    return deadline is not None and deadline <= now_s

@@ -208,7 +208,7 @@ class Engine:
             self._stats,
             metrics,
             name,
-            self._step_admitted,
+            partial(self._step_admitted, is_locked=True),
             most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
             max_queue=settings.max_queue,
             queue_columns=self._batcher.queue_columns,
@@ -353,11 +353,11 @@ class Engine:
         self._admission.enter()
         return await self._step_admitted(request, ticket)
 
-    async def _step_admitted(self, request: StepRequest, ticket: Ticket) -> Answer:
-        """As `submit`, of a step that was checked and counted as admitted."""
+    async def _step_admitted(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
+        """As `submit`, of a step that was checked and counted as admitted. `is_locked`: see `SessionSteps.step`."""
         try:
             if len(request.tokens) <= PIECE_TOKENS:
-                answer = await self._steps.step(request, ticket)
+                answer = await self._steps.step(request, ticket, is_locked=is_locked)
             else:
                 with self._backlog.share(self._steps.seconds(request), request.deadline) as share:
                     answer = await self._steps.step(request, ticket)

@@ -81,11 +81,13 @@ class SessionSteps:
                 record, mode, free, request.window, request.top_k, ticket, request.tolerance, prove=request.prove
             )
 
-    async def step(self, request: StepRequest, ticket: Ticket) -> Answer:
+    async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Appends tokens and answers, or answers again. A comparison lost to another writer is tried again on what that
-        writer left. Raises UnknownSession, PositionConflict."""
+        writer left. `is_locked`: the session's lock was taken for the step, which leaves it in any case.
+
+        Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
-        if not sessions.locks.take(request.session):
+        if not is_locked and not sessions.locks.take(request.session):
             await sessions.locks.wait(request.session)
         try:
             for _ in range(1 + RETRIES):

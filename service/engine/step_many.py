@@ -51,7 +51,8 @@ class StepCall(Waiter[None]):
             self._came(error, number)
 
     def _came(self, result: Answer | Exception, number: int) -> None:
-        if number in self.results:  # one whose deadline had passed while it ran
+        """A step's first result: one whose deadline passed while it ran may have another."""
+        if number in self.results:
             return
         self.results[number] = result
         self.waits_for -= 1
