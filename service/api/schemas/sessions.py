@@ -94,22 +94,33 @@ class StepsFormat(StrEnum):
     COLUMNS = "columns"
 
 
+WireStepsFormat = Annotated[
+    StepsFormat,
+    Field(
+        strict=False,
+        description="documents: an answer for each step, as of a single one; columns: one list for each field, about a "
+        "quarter as long in all. Columns have no probability and no token: a probability is exp(logprob), and the "
+        "model's vocabulary has the token of a token_id",
+    ),
+    WithJsonSchema({"type": "string", "enum": [form.value for form in StepsFormat]}),
+]
+
+
 class StepsBody(Body):
     """Steps of many sessions in one call. Those of one session are taken in order; behind one that fails, its session's
     others are not."""
 
-    examples = ({"steps": [{"session": "demo", "input": HISTORY}, {"session": "demo", "tokens": [5], "top_k": 1}]},)
+    examples = (
+        {"steps": [{"session": "demo", "input": HISTORY}, {"session": "demo", "tokens": [5], "top_k": 1}]},
+        {"steps": [{"session": "demo", "tokens": [5], "top_k": 1}], "format": "columns"},
+    )
 
     steps: Annotated[
         list[Annotated[SessionStepBody, WithJsonSchema(SessionStepBody.model_json_schema())]],
         Field(min_length=1, fail_fast=True),
         AtMost("max_batch_inputs"),
     ]
-    format: StepsFormat = Field(
-        default=StepsFormat.DOCUMENTS,
-        description="documents: an answer for each step, as of a single one; columns: one list for each field, a third "
-        "as long in all",
-    )
+    format: WireStepsFormat = StepsFormat.DOCUMENTS
 
 
 class StreamBody(StepBody):

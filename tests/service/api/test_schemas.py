@@ -131,8 +131,10 @@ def failures(response: httpx.Response) -> list[dict[str, Any]]:
     document = response.json() if "json" in response.headers.get("content-type", "") else {}
     if not response.is_success:
         return [document]
-    results = document.get("results", ()) if isinstance(document, dict) else ()
-    return [one["error"] for one in results if "error" in one]
+    if not isinstance(document, dict):
+        return []
+    errors = document.get("error") or [one.get("error") for one in document.get("results", ())]
+    return [error for error in errors if error is not None]
 
 
 def rejected(response: httpx.Response) -> list[dict[str, Any]]:
