@@ -5,8 +5,8 @@ sequences, each of which takes as long: windows, and states to rebuild, of which
 replica dies. So that neither line holds up the other:
 
 - A batch of sequences is cut where it is expected to take longer than a slice. The slice is half as long again if no
-  step has come since the last batch of sequences. Larger batches win little, because their intermediate values outgrow
-  the caches, and because nothing is read or answered while most requests are in one batch.
+  step has come since the last batch of sequences. Larger batches win little: their intermediate values outgrow the
+  caches, and while one batch has most requests there is nothing to read or to answer.
 - While both lines wait, each has half of the runner's time; a line that was empty starts without debt.
 
 A step then waits for one slice at most, and for the steps before it.
