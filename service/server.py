@@ -35,24 +35,22 @@ SAID_BY = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_N
 
 
 def spare_the_processors(environment: Mapping[str, str]) -> None:
-    """Keeps BLAS to one thread, for the rest of the process, where none of the usual variables says how many.
+    """Limits BLAS to one thread, unless one of the usual variables sets another number.
 
-    The matrices of a bundle's checks are small, and BLAS's threads wait for each other by spinning: on processors that
-    requests need while a model is loaded beside another one, or a replica is started beside others.
+    The matrices of a bundle's checks are small, and BLAS's threads spin while they wait for each other. They would take
+    processors from requests while a model is loaded, or while another replica starts.
     """
     if not any(environment.get(name) for name in SAID_BY):
         threadpool_limits(1, user_api="blas")
 
 
-KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that it is them who hang up
-# The collector looks at what is new this many allocations after the last time, and at what is older every tenth time:
-# next to nothing that a request leaves behind needs it.
-GC_THRESHOLDS = (20_000, 10, 10)
-CLOSE_S = 5  # for connections to take their last bytes once everything is answered
+KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that the proxy closes the connection
+GC_THRESHOLDS = (20_000, 10, 10)  # seldom: next to nothing that a request leaves behind needs the collector
+CLOSE_S = 5  # time for connections to take their last bytes once everything is answered
 
 
 class Announcer:
-    """Says where the server listens, and, to a person at a terminal, that the default model answers."""
+    """Logs where the server listens, and tells a person at a terminal when the default model answers."""
 
     def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
         self._registry = registry
@@ -60,7 +58,7 @@ class Announcer:
         self._urls: list[str] = []
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """The server listens there. From now on it reads the file of keys again, if there is one, on SIGHUP."""
+        """Logs the addresses. From now on SIGHUP reads the file of keys again, if there is one."""
         if self._keys.has_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.reload)
         for host, port in addresses:
@@ -72,17 +70,16 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """To be called when the server listens, and when the default model answers: the later call says it."""
+        """Called when the server listens, and when the default model answers: the later call prints."""
         if self._urls and self._registry.served and sys.stdout.isatty():
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
-    """Ends what the registry serves.
+    """Drains the registry.
 
-    The server is unready at once. For `notice_s` it goes on as before, so that the load balancer notices and sends
-    requests elsewhere. Then new work is refused with 503, and what was admitted is finished, as long as the settings
-    allow.
+    The server is unready at once, and goes on for `notice_s`, so that the load balancer sends requests elsewhere. Then
+    new work is refused with 503, and requests in flight are finished, within the time of the settings.
     """
     SERVICE.info("draining")
     if registry.ready:
@@ -92,15 +89,15 @@ async def drain(registry: ModelRegistry, notice_s: float) -> None:
 
 
 def refuse_more_workers(environment: Mapping[str, str]) -> None:
-    """One process is one replica: sessions live in it. Raises SettingsError where uvicorn is told otherwise."""
+    """Raises SettingsError if uvicorn is told to start several workers: sessions live in one process."""
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
         raise SettingsError(f"WEB_CONCURRENCY is {workers}, but one process is one replica: start more processes")
 
 
 def spare_the_collector() -> None:
-    """What a loaded model has made stays to the end: the garbage collector need not walk through it, which takes
-    it a tenth of a second each time, with every request waiting."""
+    """Has the garbage collector skip the objects of loaded models, which stay to the end. Walking through them would
+    stop every request for a tenth of a second each time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -109,10 +106,9 @@ def spare_the_collector() -> None:
 def protocols(
     settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
 ) -> dict[str, Any]:
-    """The part of uvicorn's configuration that names the protocol classes and the proxies that are trusted.
+    """uvicorn's options for protocol classes and trusted proxies; by default it trusts every client on this machine.
 
-    uvicorn itself would trust every client on this machine. `dispatcher`: the application's. `plain_uvicorn`: whether
-    the classes are uvicorn's own, which are slower and have no limits for slow clients.
+    `plain_uvicorn`: use uvicorn's own classes, which are slower and have no limits for slow clients.
     """
     proxies = {
         "proxy_headers": settings.trusted_proxies is not None,
@@ -140,7 +136,7 @@ def protocols(
 
 
 def run(settings: Settings) -> None:
-    """Serves until told to stop. Raises what kept a model from being loaded: RegistryError, BundleError, ..."""
+    """Serves until a signal stops it. Raises the error of a model that had to be loaded: RegistryError, BundleError."""
     logs.configure(settings.log_level)
     spare_the_processors(os.environ)
     failures: list[Exception] = []

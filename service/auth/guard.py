@@ -1,10 +1,10 @@
 """Authenticates requests, and checks what their keys permit.
 
-A key comes as `Authorization: Bearer KEY`. What cannot set a header, which is a browser, sends it otherwise: a
-WebSocket as a subprotocol, `bearer.KEY` beside `wane`; a page that its user reads as the password of
-`Authorization: Basic`, which is taken for reading only, because a browser sends it along with what other sites make it
-ask. A subprotocol is a token (RFC 9110, 5.6.2), which `/` and `=` are not part of. A key that has them is sent as
-base64url without padding behind a prefix of its own, as Kubernetes has it; every other key may be.
+A key comes as `Authorization: Bearer KEY`. A browser cannot set that header. For a WebSocket it sends the key as a
+subprotocol, `bearer.KEY` beside `wane`. For a page it sends the key as the password of `Authorization: Basic`, which is
+accepted for reading only, because browsers also send it with requests that other sites cause. A subprotocol is a token
+(RFC 9110, 5.6.2), without `/` and `=`. A key that has them is sent as base64url without padding behind a prefix of its
+own, as Kubernetes does; any other key may be.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HOW = "send a key as `Authorization: Bearer KEY`"
 
 
 class Authenticator:
-    """Lets in who has a key that is good for what is asked."""
+    """Admits requests whose key permits them."""
 
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
     def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal | None:
-        """Who asks; None where nobody is asked for a key. Raises Unauthorized."""
+        """The holder of the request's key; None on an open path. Raises Unauthorized."""
         if routed(scope) in OPEN:
             return None
         key = presented(scope, headers)
@@ -47,7 +47,7 @@ class Authenticator:
         return principal
 
     def admit(self, scope: Scope, principal: Principal) -> None:
-        """Lets in who was identified, and counts a request. Raises Forbidden, RateLimited."""
+        """Checks the permission, and charges a request. Raises Forbidden, RateLimited."""
         needed = permission(routed(scope))
         if not principal.key.may(needed):
             raise Forbidden(f"key {principal.key.name} has not the scope {needed}")
@@ -55,13 +55,13 @@ class Authenticator:
 
 
 def routed(scope: Scope) -> str:
-    """The path that routes are found by: what is behind the one that the application is mounted at."""
+    """The path without the prefix that the application is mounted at."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def permission(path: str) -> Permission:
-    """What a key must be good for."""
+    """The permission that a path needs."""
     if path == METRICS:
         return Permission.METRICS
     return Permission.ADMIN if path.startswith(REPOSITORY) else Permission.USE
@@ -99,10 +99,10 @@ def of_subprotocols(offered: Sequence[str]) -> bytes | None:
 
 
 def may_read(scope: Scope) -> bool:
-    """Whether a request changes nothing, so that it may come by way of a browser."""
+    """Whether a request changes nothing, so that a browser's password is accepted."""
     return scope["type"] == "http" and scope["method"] in READING
 
 
 def chosen(scope: Scope) -> str | None:
-    """The subprotocol that a WebSocket is accepted with: of those offered, the one that is no key."""
+    """The subprotocol that a WebSocket is accepted with, if it was offered."""
     return SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None

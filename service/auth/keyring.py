@@ -21,7 +21,7 @@ class TokenBucket:
     __slots__ = ("_burst", "_clock", "_held", "_rate", "_since_s")
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
-        """`clock` in seconds. It is full at first."""
+        """`clock` in seconds. The bucket is full at first."""
         self._clock = clock
         self._rate = rate
         self._burst = self._held = burst
@@ -42,24 +42,23 @@ class TokenBucket:
         return 0.0
 
     def adopt(self, before: TokenBucket) -> None:
-        """Goes on from what another one holds, of the same owner under other limits."""
+        """Goes on from what the owner's bucket under other limits holds."""
         self._held = min(self._burst, before._held)
         self._since_s = before._since_s
 
 
 SELECTOR_BYTES = 16
-"""By the first half of its digest a key is looked up, which may take longer or shorter; then the whole is compared, in
-a time that does not tell where two digests differ. Neither half tells anything of the key."""
+"""A key is looked up by the first half of its digest; then the whole digest is compared in constant time."""
 
 
 class Principal:
-    """The holder of a key. It outlives changes of the key's rate, and further permissions. It is `gone` once the key is
-    revoked, has fewer permissions or belongs to another name: an open WebSocket then has to authenticate again."""
+    """The holder of a key. It stays the same when the key's limits change or permissions are added. It is `gone` once
+    the key is revoked, loses permissions or changes its name: an open WebSocket then has to authenticate again."""
 
     __slots__ = ("_bucket", "_clock", "gone", "key", "owner")
 
     def __init__(self, key: Key, clock: Callable[[], float], before: Principal | None = None) -> None:
-        """`before`: who had the key until now, whose spending goes on."""
+        """`before`: the holder until now, whose spending goes on."""
         self._clock = clock
         self._bucket: TokenBucket | None = None if before is None else before._bucket
         self.gone = False
@@ -100,11 +99,10 @@ class Keyring:
         self.replace(keys)
 
     def __len__(self) -> int:
-        """How many keys there are."""
         return len(self._principals)
 
     def find(self, key: bytes) -> Principal | None:
-        """Who has this key; None for one that is not good."""
+        """The holder of a key; None for an unknown key."""
         told = digest(key)
         principal = self._principals.get(told[:SELECTOR_BYTES])
         if principal is None or not compare_digest(principal.key.digest, told):
@@ -112,7 +110,7 @@ class Keyring:
         return principal
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """These are the keys from now on, between one request and the next."""
+        """Replaces all keys, between one request and the next."""
         before = self._principals
         self._principals = {}
         for key in keys:

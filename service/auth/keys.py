@@ -1,19 +1,17 @@
-"""API keys: who may ask, what for, and how much; as a file has them, and as the environment has them.
+"""API keys, in a file and in the environment: whose they are, what they permit, and how much.
 
-A line of the file is one key: whose it is, the SHA-256 of the key, and what it may do. `wane key NAME`
-makes a key and its line. Every line ends in a newline.
+A line of the file is one key. `wane key NAME` makes a key and its line. Every line ends in a newline.
 
     # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate and burst (requests), sessions
     alice:sha256:9f86d081884c7d65...
     bob:sha256:60303ae22b998861...    rate=100 burst=200 sessions=1000
     prometheus:sha256:fd61a03af4f7...   scope=metrics
 
-In the environment it is `name:key`, or `name:key:scope`, with commas between keys; the key itself, so that it is for
-one machine rather than for many. A name may have several keys at a time: they own the same sessions, so that a new key
-may take an old one's place.
+In the environment it is `name:key`, or `name:key:scope`, with commas between keys. A name may have several keys at a
+time: they own the same sessions, so that a new key may replace an old one.
 
-A key is drawn from 256 random bits, which nobody finds by trying, however quick the hash is: so it is hashed by SHA-256
-and not, as a password would have to be, by something slow.
+A key is 256 random bits, which nobody guesses however quick the hash is. So SHA-256 is enough, where a password would
+need a slow hash.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # what may stand behind `Bearer` (RFC 6750)
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
-PREFIX = "wane_"  # by which those who look for lost secrets know one
+PREFIX = "wane_"  # so that scanners for leaked secrets find it
 RANDOM_BYTES = 32
 WEAK_CHARACTERS = 20  # a key of fewer was hardly drawn at random
 ALGORITHM = "sha256"
@@ -40,7 +38,7 @@ class KeysError(Exception):
 
 
 class Permission(StrEnum):
-    """What a key may do: `use` everything that is for clients; read the `metrics`; `admin` may load and unload models,
+    """What a key permits: `use`, all that is for clients; `metrics`, to read them; `admin`, to load and unload models,
     and all the rest."""
 
     USE = "use"
@@ -50,8 +48,8 @@ class Permission(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`name` is whose it is, `digest` its SHA-256. `rate`: requests a second, `burst` of them at once; `sessions`: how
-    many `name` may have; None: as many as there is room for."""
+    """A key of `name`; `digest` is its SHA-256. `rate`: requests a second, `burst` of them at once. `sessions`: how
+    many `name` may have. None: no limit."""
 
     name: str
     digest: bytes
@@ -61,11 +59,11 @@ class Key:
     sessions: int | None = None
 
     def may(self, permission: Permission) -> bool:
-        """Whether the key is good for that."""
+        """Whether the key has a permission."""
         return permission in self.permissions or Permission.ADMIN in self.permissions
 
     def may_all(self, other: Key) -> bool:
-        """Whether the key is good for all that another one is good for."""
+        """Whether the key has all permissions of another."""
         return Permission.ADMIN in self.permissions or other.permissions <= self.permissions
 
     def line(self) -> str:
@@ -81,7 +79,7 @@ class Key:
 
 
 def digest(key: bytes) -> bytes:
-    """What is kept of a key."""
+    """The SHA-256 of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -97,8 +95,7 @@ def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
 def of_file(text: str) -> list[Key]:
     """The keys that a file holds. Raises KeysError naming the line.
 
-    The last line must end in a newline like the others: cut off in its middle, by a disk that is full or somebody who
-    has not finished, it could be a key that may do more than was meant.
+    The last line must end in a newline too: a line that was cut off could be a key with fewer limits.
     """
     if text and not text.endswith("\n"):
         raise KeysError(f"line {len(text.splitlines())}: it does not end in a newline, and may have been cut off")
@@ -118,8 +115,7 @@ def of_file(text: str) -> list[Key]:
 
 
 def of_text(text: str) -> list[Key]:
-    """The keys of the environment: `name:key` or `name:key:scope`, with commas between. Raises KeysError naming which,
-    by its place."""
+    """The keys of the environment. Raises KeysError naming the place of the key."""
     keys: list[Key] = []
     for number, entry in enumerate(filter(None, map(str.strip, text.split(","))), 1):
         name, _, rest = entry.partition(":")
@@ -135,7 +131,7 @@ def of_text(text: str) -> list[Key]:
 
 
 def weak(text: str) -> list[str]:
-    """Of the keys of the environment, whose are too short to be safe."""
+    """The names in the environment whose keys are too short to be safe."""
     entries = (entry.strip().split(":") for entry in text.split(","))
     return [entry[0] for entry in entries if len(entry) > 1 and len(entry[1]) < WEAK_CHARACTERS]
 

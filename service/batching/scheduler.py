@@ -1,17 +1,15 @@
 """What waits for one runner, and what of it is the next batch.
 
-There are two lines. In one are steps, and heads alone, of which a whole batch takes about a millisecond. In the other
-are sequences, each of which takes as long: windows, and states that are rebuilt, of which a thousand come at once when
-another replica dies. So that they hold up nobody:
+There are two lines. One has steps, and heads alone: a whole batch of them takes about a millisecond. The other has
+sequences, each of which takes as long: windows, and states to rebuild, of which a thousand come at once when another
+replica dies. So that neither line holds up the other:
 
-- a batch of sequences is cut where it is expected to take longer than a slice, which is half as long again where no
-  step has come since the last one. Larger ones win little: their intermediate values outgrow the caches. And where most
-  of what clients wait for is in one batch, there is nothing to be read or answered while it runs, and nothing to be run
-  while it is answered.
-- while both lines wait, each has as much of the runner's time as the other; a line that was empty starts without debt.
+- A batch of sequences is cut where it is expected to take longer than a slice. The slice is half as long again if no
+  step has come since the last batch of sequences. Larger batches win little: their intermediate values outgrow the
+  caches, and while one batch has most requests there is nothing to read or to answer.
+- While both lines wait, each has half of the runner's time; a line that was empty starts without debt.
 
-A step then waits for one slice at most, and for the steps before it; and sequences have half of the time however many
-steps come.
+A step then waits for one slice at most, and for the steps before it.
 """
 
 from __future__ import annotations
@@ -26,27 +24,26 @@ from wane.service.batching.batch import Work
 from wane.service.batching.cost_model import CostModel
 
 SLICE_S = 0.005
-"""Seconds that a batch of sequences is to take at most, if it is of more than one."""
+"""The most seconds that a batch of several sequences should take."""
 
 ALONE_S = 1.5 * SLICE_S
-"""The same, where no step has come since the last batch of sequences."""
+"""The same, if no step has come since the last batch of sequences."""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
-"""Roles whose batches are cut, but for chunks'. Of scans, those who score cut the pieces."""
+"""Roles whose batches are cut, except those of chunks. Scoring cuts scans itself."""
 
 ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
-"""Roles whose items all take the same time: those of the first line."""
+"""Roles of the first line, whose items all take the same time."""
 
 COLUMNS = Work("step")
 """What stands in the first line for all steps that wait in columns: a batch of its own."""
 
 
 class Queued(Protocol):
-    """Whatever waits."""
+    """An item that waits."""
 
     @property
-    def work(self) -> Work:
-        """What it is."""
+    def work(self) -> Work: ...
 
 
 I = TypeVar("I", bound=Queued)  # noqa: E741  (an item)
@@ -59,33 +56,33 @@ class Scheduler(Protocol[I]):
         """How many items wait."""
 
     def before(self, role: Role) -> int:
-        """How many of them are in the line that one of this role would join."""
+        """How many items are in the line of this role."""
 
     def put(self, item: I) -> None:
-        """One item more."""
+        """Adds an item."""
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
-        """The next batch, of one role; empty where nothing waits. Items that `runs` rejects are dropped."""
+        """The next batch, of one role; empty if nothing waits. Items that `runs` rejects are dropped."""
 
     @property
     def full(self) -> bool:
-        """Whether the next batch would not be a larger or a better one later."""
+        """Whether waiting could not make the next batch larger."""
 
     def put_back(self, items: Sequence[I]) -> None:
-        """A batch of sequences that was taken, and did not run: it is first in its line again."""
+        """Puts a batch of sequences that did not run back at the front of its line."""
 
     def ran(self, role: Role, seconds: float) -> None:
-        """A batch that was taken took so long."""
+        """Notes how long the batch taken last took."""
 
     def clear(self) -> list[I]:
         """Takes everything out."""
 
 
 class FairScheduler(Scheduler[I]):
-    """See the module's text. Within a line the oldest item is first, and others of its role are with it."""
+    """The policy of the module's docstring. A batch has the oldest item of a line, and later ones of its role."""
 
     def __init__(self, max_batch_size: int, cost_model: CostModel | None = None) -> None:
-        """`cost_model` tells what sequences are expected to take; without it no batch is cut."""
+        """`cost_model`: of sequences; without it no batch is cut."""
         self._max_batch = max_batch_size
         self._cost_model = cost_model
         self._steps: deque[I] = deque()
@@ -93,7 +90,7 @@ class FairScheduler(Scheduler[I]):
         self._latest_most = max_batch_size  # of the latest batch of sequences
         self._stepped = False  # a step has come since the latest batch of sequences
         self._contended = False
-        self._ahead_s = 0.0  # what steps had more of the runner's time than sequences, since both wait
+        self._ahead_s = 0.0  # seconds that steps have run more than sequences since both wait
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._sequences)
@@ -178,7 +175,7 @@ class FairScheduler(Scheduler[I]):
         return taken
 
     def _most(self, longest: Work) -> int:
-        """How many items a batch may hold whose longest is this one; at least one."""
+        """The most items of a batch whose longest is this one."""
         if self._cost_model is None or longest.chunk or longest.role not in SLICED:
             return self._max_batch
         each_s = self._cost_model.run(longest.role, longest.length)

@@ -139,6 +139,7 @@ async def _no_app(*_: Any) -> None:
 
 
 CLOSE = (b"connection", b"close")
+TRAILERS: Any = deque(maxlen=0)  # takes the trailers of every connection, and keeps none
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
@@ -409,7 +410,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """The length of a chunk has come. Fields from here on are trailers, which nobody reads."""
         if self.in_body():
-            self.headers = deque(maxlen=0)  # type: ignore[assignment]
+            self.headers = TRAILERS
 
     def on_message_complete(self) -> None:
         self.last_whole = self.scope

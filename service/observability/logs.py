@@ -14,7 +14,7 @@ import orjson
 ACCESS = logging.getLogger("wane.access")
 SERVICE = logging.getLogger("wane")
 
-WAIT_S = 0.05  # of a line for others to be written with
+WAIT_S = 0.05  # the longest that a line waits for others
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,15 +32,13 @@ class JsonFormatter(logging.Formatter):
             line["trace"] = self.formatException(record.exc_info)
         try:
             return orjson.dumps(line, default=str).decode()
-        except TypeError:  # half of a surrogate pair, which is no UTF-8
+        except TypeError:  # orjson refuses a lone surrogate
             return json.dumps(line, default=str)
 
 
 class TogetherHandler(logging.Handler):
-    """Writes the lines of a moment with one system call, on a thread of its own: the caller does not wait.
-
-    A line is written `WAIT_S` late at most; one that warns, and those before it, at once.
-    """
+    """Writes the lines of WAIT_S seconds with one system call, on a thread of its own. A warning is written at once,
+    with the lines before it."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class TogetherHandler(logging.Handler):
         """Called with the handler's lock held."""
         try:
             self._lines.append(self.format(record))
-        except Exception:  # of a record that cannot be written: the library's own way to say so
+        except Exception:  # as the library's handlers do
             self.handleError(record)
             return
         if record.levelno >= logging.WARNING:
@@ -63,7 +61,6 @@ class TogetherHandler(logging.Handler):
             self._some.set()
 
     def flush(self) -> None:
-        """Writes what there is."""
         self.acquire()
         try:
             lines, self._lines = self._lines, []
@@ -74,7 +71,6 @@ class TogetherHandler(logging.Handler):
             self.release()
 
     def close(self) -> None:
-        """Writes what there is, and ends the thread."""
         self.flush()
         self._ended.set()
         self._some.set()
@@ -93,24 +89,24 @@ def configure(level: str) -> None:
     handler = TogetherHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel("WARNING")  # what it has to say of starts and stops, the server says itself
-    # No line tells a thread, a process or a task: a record need not look for them.
+    logging.getLogger("uvicorn").setLevel("WARNING")  # the server logs starts and stops itself
+    # No line names a thread or a process.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def flush() -> None:
-    """Writes every line that was said."""
+    """Writes every line logged so far."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def logs_access() -> bool:
-    """Whether anybody wants to know of what is over."""
+    """Whether finished requests are logged."""
     return ACCESS.isEnabledFor(logging.INFO)
 
 
 def log_access(message: str, fields: dict[str, object]) -> None:
-    """The line of what is over: `ACCESS.info`, without a search for where in the code it was called."""
+    """Logs a finished request: `ACCESS.info`, without the search for the calling line."""
     if logs_access():
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

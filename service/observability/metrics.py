@@ -1,11 +1,10 @@
 """Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
 
-The code that builds the application makes one `Metrics` and passes it on: there is no global registry, so tests may
-have as many servers as they like.
+There is no global registry: the code that builds the application makes one `Metrics` and passes it on.
 
 `Histogram` is our own, for what is observed at every token: prometheus_client's takes a lock and walks through its
-buckets for each value. Ours is observed on the event loop's thread only, finds the bucket by bisection, and becomes a
-metric when somebody scrapes. A value that has a trace is its bucket's exemplar until the next one that has.
+buckets for each value. Ours is used on the event loop's thread only, finds the bucket by bisection, and becomes a
+metric when it is scraped. The latest traced value of a bucket is its exemplar.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class Observed:
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the largest value of each bucket but the last, which has none."""
+        """`bounds`: the largest value of each bucket but the last."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
         self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value, and remembers by its bucket of which trace it was."""
+        """Counts one value, with the trace that it belongs to."""
         bucket = bisect_left(self._bounds, value)
         self.counts[bucket] += 1
         self.total += value
@@ -48,7 +47,7 @@ class Observed:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_all(self, buckets: Sequence[int], total: float) -> None:
-        """Counts many values, of which it is known which buckets they belong to and what they come to."""
+        """Counts one value for each of `buckets`, which add up to `total`."""
         counts = self.counts
         for bucket in buckets:
             counts[bucket] += 1
@@ -56,7 +55,7 @@ class Observed:
 
 
 class Histogram(Collector):
-    """A metric of one name, as prometheus_client's `Histogram`."""
+    """Replaces prometheus_client's `Histogram`."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Histogram(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
-        """What is observed of these labels."""
+        """The values of these labels. Raises ValueError for another number of labels."""
         if len(values) != len(self._labels):
             raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)} of them")
         found = self._observed.get(values)
@@ -89,11 +88,9 @@ class Histogram(Collector):
         self.labels().observe(value, trace_id)
 
     def describe(self) -> Iterator[Metric]:
-        """Its name, for the registry."""
         yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
 
     def collect(self) -> Iterator[Metric]:
-        """Every value so far."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         names: list[str] = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
         for values, observed in list(self._observed.items()):
@@ -104,10 +101,9 @@ class Histogram(Collector):
         yield family
 
 
-# From 20 microseconds (a wait in an idle queue) to a minute (twice the longest deadline by default). Between 0.1 ms,
-# which is one small step's run, and 10 ms, where sessions' steps and windows are, each bound is a third to two thirds
-# above the one before, which is as far as a quantile read from them can be off; beyond it is 2 to 3 times that. Round
-# numbers, so that "how many took longer than 5 ms" has an exact answer.
+# From 20 microseconds (a wait in an idle queue) to a minute (twice the longest deadline by default). From 0.1 ms to
+# 10 ms, where steps and windows are, each bound is a third to two thirds above the one before, which is the largest
+# error of a quantile; beyond, it is 2 to 3 times that. Bounds are round: "how many took longer than 5 ms" is exact.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -128,7 +124,7 @@ ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 
 class Metrics:
-    """The metrics, as attributes; `render` writes them all down."""
+    """The metrics, as attributes."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -306,7 +302,6 @@ class Metrics:
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All metrics as text, and its content type: OpenMetrics, which has the exemplars, if the client accepts
-        it, else Prometheus's own."""
+        """All metrics as text, and its content type: OpenMetrics, with exemplars, if the client accepts it."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

@@ -41,14 +41,13 @@ SAMPLER = "OTEL_TRACES_SAMPLER"
 SHARE = "OTEL_TRACES_SAMPLER_ARG"
 SAMPLERS = ("always_on", "always_off", "traceidratio")
 PARENT_BASED = "parentbased_"
-FLUSH_S = 5  # at most, for the last spans to go out when the server ends
+FLUSH_S = 5  # time to export the last spans when the server ends
 
 Attribute = str | bool | int | float
 
 
 class Parent(NamedTuple):
-    """What a `traceparent` says: of which trace the request is part, which span it comes from, and whether that one is
-    sampled."""
+    """A `traceparent`: the trace, the client's span, and whether that is sampled."""
 
     trace_id: int
     span_id: int
@@ -56,16 +55,16 @@ class Parent(NamedTuple):
 
     @classmethod
     def of(cls, traceparent: bytes | None) -> Parent | None:
-        """None if it is missing, or not valid by the W3C's recommendation."""
+        """None if the header is missing, or invalid by the W3C's recommendation."""
         found = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
         return None if found is None else cls(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
 
 
 class Sampling:
-    """Which requests are traced, as `OTEL_TRACES_SAMPLER` and its argument have it; by default all whose parent is
-    sampled, and all without a parent."""
+    """Which requests are traced, by `OTEL_TRACES_SAMPLER` and its argument; by default those with a sampled parent or
+    without a parent."""
 
-    BITS = 64  # of a trace's id, the lower ones, which decide about it
+    BITS = 64  # the lower bits of a trace's id, which decide
 
     def __init__(self, name: str = "", share: str = "") -> None:
         name = name or f"{PARENT_BASED}always_on"
@@ -94,23 +93,23 @@ class Sampling:
 
 
 class Traced:
-    """A request that is sampled. What has its times is given seconds of `time.perf_counter`."""
+    """A request that is sampled. All times are seconds of `time.perf_counter`."""
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
     def __init__(self, tracer: Tracer, span: Span, offset_ns: int) -> None:
-        """`offset_ns`: from `time.perf_counter` to the epoch, one for all spans of a request, so that they fit."""
+        """`offset_ns`: from `time.perf_counter` to the epoch, the same for all spans of a request."""
         self._tracer = tracer
         self._span = span
         self._offset_ns = offset_ns
 
     @property
     def trace_id(self) -> str:
-        """Of the trace that the request is part of, as `traceparent` writes it."""
+        """The id as `traceparent` writes it."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
-        """The request is over. `attributes` that are None are left out; an `error` from status 500 on is the span's."""
+        """Ends the request's span. `attributes` that are None are left out; from status 500 on the span has failed."""
         span = self._span
         span.update_name(name)
         span.set_attributes({key: value for key, value in attributes.items() if isinstance(value, Attribute)})
@@ -121,14 +120,14 @@ class Traced:
         span.end(self._ns(ended_s))
 
     def skipped(self, queued_s: float, left_s: float, reason: str) -> None:
-        """Work for the request left the queue without being run."""
+        """Makes the span of work that left the queue without being run."""
         span = self._child("queue", queued_s)
         span.set_attribute("error.type", reason)
         _fail(span, reason)
         span.end(self._ns(left_s))
 
     def _child(self, name: str, started_s: float, of: Span | None = None, to: Sequence[Span] = ()) -> Span:
-        """A span of the request, or `of` another of its spans, linked `to` some."""
+        """A child of the request's span, or `of` another of its spans, linked `to` some."""
         from opentelemetry.trace import Link, set_span_in_context
 
         return self._tracer.start_span(
@@ -143,7 +142,7 @@ class Traced:
 
 
 class Batch(NamedTuple):
-    """A batch that is over, and when the runner began and ended. `failed`: how many of its items have no result."""
+    """A batch that was run. `failed`: how many of its items have no result."""
 
     model: str
     role: str
@@ -154,7 +153,7 @@ class Batch(NamedTuple):
     ended_s: float
 
     def trace(self, waiting: Mapping[Traced, float]) -> None:
-        """Its spans; `waiting`: the sampled requests in it, and since when each of them was in the queue."""
+        """Makes its spans. `waiting`: the sampled requests in it, and when each was queued."""
         first = next(iter(waiting))
         handed_out_s = time.perf_counter()
         batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
@@ -187,8 +186,8 @@ class Tracing:
 
     @classmethod
     def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
-        """As the OTEL_... variables have it; None where they name no endpoint, or want no traces. Where they do and
-        the extra is not installed, it says so in the log, and there are no traces."""
+        """As the OTEL_... variables set it; None if they name no endpoint, or switch traces off. Also None, with a
+        warning in the log, if the extra is not installed."""
         if not any(environment.get(name) for name in ENDPOINTS):
             return None
         if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -213,13 +212,12 @@ class Tracing:
         )
         if not named:
             attributes["service.name"] = "wane"
-        # What is not sampled never comes here.
         provider = TracerProvider(ALWAYS_ON, Resource.create(attributes), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         return cls(provider, Sampling(environment.get(SAMPLER, ""), environment.get(SHARE, "")))
 
     def begin(self, parent: Parent | None, tracestate: Sequence[bytes], started_s: float) -> Traced | None:
-        """A request that has begun, if it is to be traced."""
+        """A request that has begun; None if it is not sampled."""
         if not self._sampling.takes(parent):
             return None
         from opentelemetry.trace import SpanKind
@@ -228,7 +226,7 @@ class Tracing:
 
     @contextmanager
     def calling(self, method: str, path: str, parent: Parent | None) -> Iterator[dict[str, str]]:
-        """A call of another server, for the time of the block: the headers by which that goes on with the trace."""
+        """Makes the span of a call to a server, and yields the headers that continue the trace there."""
         if not self._sampling.takes(parent):
             yield {}
             return
@@ -265,7 +263,7 @@ class Tracing:
         return Traced(self._tracer, span, offset_ns)
 
     def close(self) -> None:
-        """Exports what is left, for `FLUSH_S` at most."""
+        """Exports the remaining spans, within FLUSH_S."""
         ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(FLUSH_S)

@@ -89,7 +89,7 @@ class ModelRegistry:
     @property
     def served(self) -> Sequence[Engine]:
         """The engines that are loaded so far, in the order of `list`; empty while draining."""
-        return [] if not self._open.is_set() or self._status == "draining" or self._leaving else self.list()
+        return [] if self.status == "draining" or not self._open.is_set() else self.list()
 
     @property
     def loading(self) -> Sequence[str]:
