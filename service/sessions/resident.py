@@ -76,8 +76,9 @@ class ResidentSessions:
             assert self._store is not None, "nothing is stepped here without such a store: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
-                self._counts[slot] = 0
+                if self._buffered[slot]:  # else the store, short of memory, has flushed it for one of those before
+                    self._counts[slot] = 0
+                    self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
         """See `WriteBuffer`."""
