@@ -376,14 +376,13 @@ class StepColumns:
             receiver.step_ran(results, row, number)
 
     def close(self, error: Exception) -> None:
-        """Fails what waits, and writes all tokens to the store."""
+        """Fails what waits."""
         waiting, self._rows = self._rows, []
         for session, _, _, _, _, _, receiver, number, _ in waiting:
             self._leave(session)
             receiver.step_failed(error, number)
         if self._timer is not None:
             self._timer.cancel()
-        self._resident.close()
 
     def _ring_at(self, deadline: float) -> None:
         if self._timer is not None:
