@@ -313,7 +313,8 @@ class Engine:
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
         tokens, expected = request.tokens, request.expected_position
-        if len(tokens) == 1 and request.idempotency_key is None and request.mode in IN_COLUMNS:
+        plain = request.idempotency_key is None and request.mode in IN_COLUMNS and not request.prove
+        if len(tokens) == 1 and plain:
             pending = PendingStep()
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
