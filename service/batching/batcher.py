@@ -149,8 +149,12 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Items that wait for the runner."""
-        in_columns = 0 if self.columns is None else len(self.columns) - self._columns_queued
-        return len(self._queue) + in_columns + (0 if self._ahead is None else len(self._ahead[0]))
+        return len(self._queue) + self._in_columns + (0 if self._ahead is None else len(self._ahead[0]))
+
+    @property
+    def _in_columns(self) -> int:
+        """Steps that wait in columns, but for the item that stands in the queue for them."""
+        return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property
     def idle(self) -> bool:
@@ -232,7 +236,9 @@ class Batcher:
     def _waiting(self, role: Role) -> int:
         """Items in the line that one of this role would join, or handed over from it and not yet begun."""
         waiting = self._queue.before(role)
-        return waiting if self._ahead is None or role in ONE_TOKEN else waiting + len(self._ahead[0])
+        if role in ONE_TOKEN:
+            return waiting + self._in_columns
+        return waiting if self._ahead is None else waiting + len(self._ahead[0])
 
     def _start(self) -> None:
         """Starts the next batch, or goes idle. One that would not grow is handed over while another one runs: the

@@ -377,15 +377,14 @@ class StepColumns:
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             receiver.step_ran(results, row, number)
 
-    async def close(self, error: Exception) -> None:
-        """Fails what waits, and writes all tokens to the store; no more steps may come."""
+    def close(self, error: Exception) -> None:
+        """Fails what waits."""
         waiting, self._rows = self._rows, []
         for session, _, _, _, _, _, receiver, number, _ in waiting:
             self._leave(session)
             receiver.step_failed(error, number)
         if self._timer is not None:
             self._timer.cancel()
-        await self._resident.close()
 
     def _ring_at(self, deadline: float) -> None:
         if self._timer is not None:

@@ -86,8 +86,8 @@ ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the wa
 BEGUN_AT_ONCE = 32
 """Predictions of one call that are begun in one turn of the event loop."""
 
-IN_COLUMNS = (None, Mode.AUTO, Mode.RECURRENT)
-"""Modes of a step that may be taken in columns."""
+IN_COLUMNS = (None, Mode.AUTO)
+"""Modes of a step that may be taken in columns: those that leave it to the session how its state is rebuilt."""
 
 TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the versions of one model they are unlike
 
@@ -195,7 +195,7 @@ class Engine:
             self._cost_model,
             has_radius_output=has_radius_output,
         )
-        resident = ResidentSessions(pool, store, settings.session_ttl_s, clock)
+        self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock)
         outputs = runner.outputs("step")
         self._columns = StepColumns(
             manifest.certificate,
@@ -322,7 +322,8 @@ class Engine:
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
         tokens, expected = request.tokens, request.expected_position
-        if len(tokens) == 1 and request.idempotency_key is None and request.mode in IN_COLUMNS:
+        plain = request.idempotency_key is None and request.mode in IN_COLUMNS and not request.prove
+        if len(tokens) == 1 and plain:
             pending = PendingStep()
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
@@ -595,8 +596,9 @@ class Engine:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
-        await self._columns.close(Unavailable("the server is stopping"))
+        self._columns.close(Unavailable("the server is stopping"))
         await self._batcher.close()
+        await self._resident.close()  # last: the steps of a batch that ran are committed to it
 
     def discard(self) -> None:
         """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""

@@ -272,6 +272,7 @@ class SessionSteps:
     ) -> tuple[NDArray[np.int64], int]:
         """What to run for the state after `input_ids`, which ends at `position` and lacks the first `dropped_tokens`
         tokens; and how many the state will then lack."""
+        found = self._share_found()
         k = routing.rebuilt_from(
             self._manifest.certificate,
             position,
@@ -279,7 +280,7 @@ class SessionSteps:
             own=self._limits.window,
             largest=self._limits.max_window,
             tolerance=tolerance,
-            used=min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES),
+            used=min(found / max(1 - found, 1 / MOST_USES), MOST_USES),
             cost=lambda k: self._cost_model.full(len(input_ids)) if k is None else self._cost_model.window(k),
         )
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
@@ -308,7 +309,15 @@ class SessionSteps:
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
         """A state was needed, and found or not. That of no tokens always is."""
         if record.position:
-            self._found += REBUILD_EMA_ALPHA * (found - self._found)
+            before = self._share_found()
+            self._found = before + REBUILD_EMA_ALPHA * (found - before)
+
+    def _share_found(self) -> float:
+        """Of the states that were needed, by steps in columns too, the share of those that were found resident."""
+        hits, self._resident.hits = self._resident.hits, 0
+        if hits:
+            self._found = 1 - (1 - self._found) * (1 - REBUILD_EMA_ALPHA) ** hits
+        return self._found
 
     def _plan(
         self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, dropped_tokens: int

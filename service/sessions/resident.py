@@ -45,6 +45,8 @@ class ResidentSessions:
         self._counts = np.zeros(state_cache.capacity, np.int64)  # of tokens in `_recent`
         self.flushes = 0
         """How many sessions have left."""
+        self.hits = 0
+        """How many steps were committed, since somebody last asked and set it to 0."""
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
@@ -70,6 +72,7 @@ class ResidentSessions:
         self, slots: NDArray[np.intp], sessions: Sequence[str], tokens: NDArray[np.int64], outputs: Mapping[str, Array]
     ) -> None:
         """Appends one token to each of B different sessions, and replaces their states by the next ones."""
+        self.hits += len(slots)
         now_s = self._clock()
         self._state_cache.advance(slots, sessions, outputs, now_s)
         counts = self._counts[slots]
@@ -80,8 +83,9 @@ class ResidentSessions:
             assert self._store is not None, "nothing is stepped here without such a store: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
-                self._counts[slot] = 0
+                if self._buffered[slot]:  # else the store, short of memory, has flushed it for one of those before
+                    self._counts[slot] = 0
+                    self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
         """See `WriteBuffer`."""

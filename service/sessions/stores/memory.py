@@ -282,7 +282,9 @@ class MemoryStore:
             return None
         position = record.position + len(tokens)
         tail = record.tail.append(tokens, position, self.session_history_tokens)
-        return self._change(record, packed, now_s, position, tail, appended(record.revision), step)
+        changed = self._change(record, packed, now_s, position, tail, appended(record.revision), step)
+        self._squeeze()
+        return changed
 
     def buffer(self, session: str, buffer: WriteBuffer) -> None:
         """Leaves a session's next tokens to `buffer`, which is flushed before anything else is done with it."""
@@ -290,6 +292,16 @@ class MemoryStore:
 
     def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
         """Writes what the session's buffer held; the session, idle for so many seconds, stays buffered."""
+        self._write(session, tokens, idle_s)
+        self._squeeze()
+
+    def flush(self, session: str) -> None:
+        """Writes what the session's buffer holds, if it has one, and ends its buffering."""
+        buffer = self._buffered.pop(session, None)
+        if buffer is not None:
+            self.write(session, *buffer.flush(session))
+
+    def _write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
         used_s = self._clock() - idle_s
         packed = self._shard(session).peek(session)
         assert packed is not None, "a buffered session is not there: this is a bug"
@@ -301,12 +313,6 @@ class MemoryStore:
         tail = before.tail.append(tokens, position, self.session_history_tokens)
         step = LastStep(position - 1, of_tokens(tokens[-1:]), None)
         self._change(before, packed, used_s, position, tail, before.revision + len(tokens), step)
-
-    def flush(self, session: str) -> None:
-        """Writes what the session's buffer holds, if it has one, and ends its buffering."""
-        buffer = self._buffered.pop(session, None)
-        if buffer is not None:
-            self.write(session, *buffer.flush(session))
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
         """See `Store`."""
@@ -344,8 +350,7 @@ class MemoryStore:
             return
         for record in records:
             self._add(record)
-        while self.used_bytes > self._budget_bytes:
-            self._squeeze()
+        self._squeeze()
         self._put_aside(self._file)
         logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
 
@@ -395,8 +400,6 @@ class MemoryStore:
         record = SessionRecord(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
         self._shards[hash(session) % SHARDS].put(session, self._packing.repack(packed, record, now_s))
-        while self.used_bytes > self._budget_bytes:
-            self._squeeze()
         return record
 
     def _add(self, record: SessionRecord) -> None:
@@ -430,11 +433,13 @@ class MemoryStore:
                 left -= 1
 
     def _squeeze(self) -> None:
-        """Ends the session that was longest idle."""
-        oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
-        session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
-        if session in self._buffered:
-            self.flush(session)
-            return
-        self._forget(session)
-        self._on_memory_eviction(self._packing.model(packed))
+        """Ends the sessions that were longest idle, until the others are within the budget."""
+        while self.used_bytes > self._budget_bytes:
+            oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
+            session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
+            buffer = self._buffered.pop(session, None)
+            if buffer is not None:  # it may have been used since
+                self._write(session, *buffer.flush(session))
+                continue
+            self._forget(session)
+            self._on_memory_eviction(self._packing.model(packed))
