@@ -40,7 +40,8 @@ class ResidentSessions:
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
         self._clock = clock
-        self._buffered = bytearray(state_cache.capacity)  # by slot: whether its session is one of these
+        # By slot, whether its session is one of these. A view: to read one item of an array takes longer.
+        self._buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # of tokens in `_recent`
         self.flushes = 0
@@ -98,7 +99,7 @@ class ResidentSessions:
 
     async def close(self) -> None:
         """Writes all tokens to the store, some sessions at a time."""
-        for count, slot in enumerate(np.flatnonzero(np.frombuffer(self._buffered, np.uint8)).tolist()):
+        for count, slot in enumerate(np.flatnonzero(self._buffered).tolist()):
             session = self._state_cache.sessions[slot]
             if self._buffered[slot] and session is not None and self._store is not None:
                 self._store.flush(session)

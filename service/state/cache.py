@@ -62,7 +62,8 @@ class StateCache(StatePool):
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
         self._written = np.zeros(self.capacity, np.uint32)  # `written` of the slot when it became resident
-        self._seen_written = np.full(self.capacity, -1, np.int64)  # `written` and `checksum`, as last looked at
+        # `written` and `checksum`, as last looked at; 0 is never, because a slot with a state was written to.
+        self._seen_written = np.zeros(self.capacity, np.uint32)
         self._seen_checksum = np.zeros(self.capacity, np.uint32)
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
         """Told of a session and its slot before its state is forgotten."""
