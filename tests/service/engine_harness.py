@@ -318,15 +318,16 @@ class EngineHarness:
         cost_model: CostModel | None = None,
         throughput: ThroughputProfile | None = None,
         puts_out_top: bool = True,
+        clock: Clock | None = None,
         **changes: Any,
     ) -> None:
         """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
         `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
         function has. `radius`: what the runner's windows say theirs is. `cost_model`: what runs are said to cost;
         `throughput`: how long sequences are said to be cut best. `puts_out_top`: without it, as with the graphs
-        of an earlier export, no step is taken in columns."""
+        of an earlier export, no step is taken in columns. `clock`: that of the given store."""
         self.vocabulary = vocabulary or byte_vocabulary()
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}

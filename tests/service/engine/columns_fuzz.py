@@ -1,0 +1,428 @@
+"""Takes one random history of steps through two engines that differ only in whether steps are taken in columns.
+
+    python -m tests.service.engine.columns_fuzz --steps 1000000
+    python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
+
+Compares every answer, error and session record, bit for bit; latencies aside. An episode is one history on two new
+engines. Every second one has room for all states. In the others states are evicted: those of the one engine at other
+moments than those of the other, so that where an answer's state comes from is not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tests.service.engine_harness import Clock, EngineHarness, InOrder, LinearCosts, name_vocabulary
+from wane.models.bundle import Bundle
+from wane.service.engine.columns import StepAnswer
+from wane.service.engine.engine import Engine
+from wane.service.engine.pending import Pending
+from wane.service.engine.top1_proof import MarginProof
+from wane.service.errors import UnknownSession, WaneError
+from wane.service.observability.metrics import Metrics
+from wane.service.runners.onnx import OnnxRunner
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import SessionRecord, Store
+from wane.service.settings import Settings
+from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
+
+TOKENS = 24  # that steps have; the last one but one fails its run, and the last one ends in NaN
+POISON, HOT, UNKNOWN = TOKENS, TOKENS + 1, 1_000_000
+SESSIONS = 40
+MAX_BATCH = 8
+EPISODE_STEPS = 2_000
+TTL_S = 512.0
+BRANCH_BITS = 32  # of a revision: those behind them are random
+SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
+FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
+OF_STATES = ("state", "error_bound", "state_error_bound", "top1_proved", "predictions")
+"""Fields that tell where a state comes from, and what is known of it. Predictions too: a run that rebuilds a state puts
+out no sum of all logits, which is then summed up with more digits."""
+ROUNDING = 1e-5  # of a log-probability
+
+
+MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
+
+
+class PlainStore:
+    """A store in memory whose sessions are not buffered: as any other store than `MemoryStore`."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What the two engines did not do alike."""
+
+    episode: int
+    turn: int
+    action: str
+    columns: object
+    general: object
+
+
+def fake_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
+    """An engine on the fake runner, with its own."""
+    names = [f"t{index}" for index in range(TOKENS)]
+    given = settings.model_dump(exclude_unset=True)
+    harness = EngineHarness(vocabulary=name_vocabulary(names=names), store=store, certified=True, clock=clock, **given)
+    harness.runner.poison, harness.runner.hot = POISON, HOT
+    return harness.engine, harness.metrics, harness.runner
+
+
+def bundle_engine(path: Path) -> MakeEngine:
+    """Makes engines on a bundle's graphs, run by ONNX Runtime."""
+    bundle = Bundle.read(path)
+    runner = OnnxRunner(bundle, "cpu", threads=1)
+    margin = MarginProof(bundle.weights())
+
+    def make(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
+        metrics = Metrics()
+        made = bundle.manifest, bundle.vocabulary, margin, runner, store, settings, metrics, clock
+        engine = Engine(*made, LinearCosts(), InOrder())
+        engine.warm_up()
+        return engine, metrics, None
+
+    return make
+
+
+class Side:
+    """One of the two engines, with its store and its clock."""
+
+    def __init__(self, make: MakeEngine, settings: Settings, *, in_columns: bool) -> None:
+        self.clock = Clock()
+        store = MemoryStore(settings.session_history_tokens, TTL_S, settings.session_budget_bytes, self.clock)
+        self.store = store if in_columns else cast(Store, PlainStore(store))
+        self.engine, self.metrics, self.runner = make(self.store, self.clock, settings)
+
+    def count(self, name: str) -> int:
+        """The value of a counter."""
+        labels = {"model": self.engine.name}
+        return int(self.metrics.registry.get_sample_value(name, labels) or 0)
+
+    async def settled(self) -> None:
+        """Waits until no request is in progress."""
+        await self.engine._admission.idle()
+
+    async def record(self, session: str) -> object:
+        """A session as the store has it; of its revision, how often it was changed since it began or was rewound."""
+        found = await self.store.get(session)
+        return found and found._replace(revision=found.revision % (1 << BRANCH_BITS))
+
+    async def close(self) -> None:
+        await self.engine.drain()
+        await self.engine.close()
+        self.engine._pool.check_integrity(idle=True)
+
+
+@dataclass(slots=True)
+class Turn:
+    """Requests of one turn of the event loop, and who leaves: before a batch has begun, or while one runs."""
+
+    requests: list[StepRequest | PredictRequest]
+    leave: set[int]
+    late: set[int]
+    reads: list[str]
+    ends: list[str]  # sessions that are deleted behind the steps
+    held: bool = False
+
+
+class Episode:
+    """One history on two new engines."""
+
+    def __init__(self, make: MakeEngine, seed: int, number: int) -> None:
+        self.random = Random(f"{seed}.{number}")
+        self.number = number
+        self.is_exact = number % 2 == 0
+        self.is_threaded = number % 4 >= 2
+        self.counted: Counter[str] = Counter()
+        self.differences: list[Difference] = []
+        self.turns = 0
+        self.positions: dict[str, int] = {}
+        self.last: dict[str, StepRequest] = {}
+        self._make = make
+
+    async def run(self, steps: int, progress: Callable[[int], object]) -> None:
+        """Plays the history until it has so many steps, or the engines differ."""
+        self.sides = [self._side(in_columns=True), self._side(in_columns=False)]
+        try:
+            while self.counted["steps"] < steps and not self.differences:
+                before = self.counted["steps"]
+                await self._next()
+                self.turns += 1
+                progress(self.counted["steps"] - before)
+            await self._compare_records()
+        finally:
+            for side in self.sides:
+                if side.runner is not None:
+                    side.runner.gate.set()
+                await side.close()
+        columns = self.sides[0]
+        self.counted["evictions"] += columns.count("wane_states_evicted_total")
+        self.counted["replays"] += columns.count("wane_steps_replayed_total")
+
+    def _side(self, *, in_columns: bool) -> Side:
+        settings = Settings(
+            session_history_tokens=32 if self.is_exact else 2 * EPISODE_STEPS,
+            max_batch_size=MAX_BATCH,
+            session_ttl_s=TTL_S,
+            inline_batch_max_us=0 if self.is_threaded else 1e6,
+        )
+        if not self.is_exact:
+            probe = Side(self._make, settings, in_columns=False)
+            bytes_each = probe.engine._pool.slot_bytes
+            settings = settings.model_copy(update={"state_budget_bytes": SLOTS_OF_FEW * bytes_each})
+        return Side(self._make, settings, in_columns=in_columns)
+
+    # What happens.
+
+    async def _next(self) -> None:
+        chance = self.random.random()
+        session = self._session()
+        if chance < 0.01 or len(self.positions) < SESSIONS * self.random.random():
+            await self._create(f"s{self.random.randrange(SESSIONS)}")
+        elif chance < 0.02:
+            self.positions.pop(session, None)
+            await self._both(f"delete {session}", lambda side: side.engine.delete_session(session))
+        elif chance < 0.03:
+            position = max(0, self.positions.get(session, 0) - self.random.randrange(6))
+            await self._both(f"rewind {session} to {position}", lambda side: side.engine.rewind(session, position))
+        elif chance < 0.05:
+            await self._both(f"read {session}", lambda side: side.engine.get_session(session))
+        elif chance < 0.07:
+            seconds = self.random.choice([1.0, 16.0, 64.0, 64.0, 256.0])
+            for side in self.sides:
+                side.clock.now_s += seconds
+        elif chance < 0.075:
+            await asyncio.gather(*[side.engine.report() for side in self.sides])
+        elif chance < 0.08:
+            await self._compare_records()
+        else:
+            await self._play(self._turn())
+
+    def _session(self) -> str:
+        """As good as always one that there is."""
+        if self.positions and self.random.random() < 0.99:
+            return self.random.choice([*self.positions])
+        return f"s{self.random.randrange(SESSIONS)}"
+
+    async def _create(self, session: str) -> None:
+        mode = self.random.choice([None, None, None, Mode.RECURRENT, Mode.WINDOW])
+        history = History((5, 6), self.random.choice([2, 9])) if self.random.random() < 0.2 and self.is_exact else None
+        await self._both(f"create {session}", lambda side: side.engine.create_session(session, mode, history=history))
+        self.positions.setdefault(session, 0)
+
+    def _turn(self) -> Turn:
+        random = self.random
+        held = self.is_threaded and self.sides[0].runner is not None and random.random() < 0.5
+        turn = Turn([], set(), set(), [], [], held)
+        names = [self._session() for _ in range(random.randint(1, MAX_BATCH))]
+        for index, session in enumerate(names):
+            if held and any(request.session == session for request in turn.requests):
+                continue
+            turn.requests.append(self._step(session, 2 + index if held else random.randrange(2, TOKENS)))
+            if random.random() < 0.05 and not held:
+                turn.leave.add(len(turn.requests) - 1)
+            elif random.random() < 0.02 and not held:
+                turn.late.add(len(turn.requests) - 1)
+        if random.random() < 0.05:
+            turn.requests.append(PredictRequest(session=random.choice(names)))
+        if random.random() < 0.05:
+            turn.reads.append(random.choice(names))
+        if random.random() < 0.02:
+            turn.ends.append(random.choice(names))
+        return turn
+
+    def _step(self, session: str, token: int) -> StepRequest:
+        random, chance = self.random, self.random.random()
+        position = self.positions.get(session, 0)
+        step = StepRequest(session, (token,), top_k=random.choice([1, 5, 5, 9]))
+        if chance < 0.60:
+            return step
+        if chance < 0.90:
+            return replace(step, expected_position=position)
+        if chance < 0.92:
+            return replace(step, expected_position=max(0, position + random.choice([-1, 1])))
+        if chance < 0.94:
+            return self.last.get(session, step)
+        if chance < 0.95:
+            return replace(step, tokens=tuple(random.randrange(2, TOKENS) for _ in range(random.randint(2, 4))))
+        if chance < 0.97:
+            return replace(step, idempotency_key=random.choice(["one", "two"]))
+        if chance < 0.98:
+            return replace(step, mode=random.choice([Mode.RECURRENT, Mode.WINDOW, Mode.AUTO]))
+        if self.sides[0].runner is None:
+            return step
+        return replace(step, tokens=(random.choice([POISON, HOT, UNKNOWN]),))
+
+    # Both engines.
+
+    async def _both(self, action: str, call: Callable[[Side], Awaitable[object]]) -> None:
+        results = []
+        for side in self.sides:
+            try:
+                results.append(await call(side))
+            except WaneError as error:
+                results.append(error)
+        self._compare(action, *results)
+
+    async def _play(self, turn: Turn) -> None:
+        running = [await self._submit(side, turn) for side in self.sides]
+        if turn.held:  # of those that run at both, some leave
+            both = [index for index in range(len(turn.requests)) if all(index in one[2] for one in running)]
+            gone = {index for index in both if self.random.random() < 0.3}
+            for side, (pending, _, _) in zip(self.sides, running, strict=True):
+                for index in gone:
+                    pending[index].cancel()
+                side.runner.gate.set()
+            turn.leave |= gone
+        outcomes = []
+        for side, (pending, tasks, _) in zip(self.sides, running, strict=True):
+            found = [None if index in turn.leave else await outcome(one) for index, one in enumerate(pending)]
+            found += [await outcome(task) for task in tasks]
+            await side.settled()
+            if side.runner is not None:
+                side.runner.calls.clear()
+                side.runner.busy.clear()
+            outcomes.append(found)
+        self._count(turn, outcomes[0])
+        for index, (one, other) in enumerate(zip(*outcomes, strict=True)):
+            request: object = turn.requests[index] if index < len(turn.requests) else "delete"
+            if index in turn.late:
+                one, other = isinstance(one, Exception), isinstance(other, Exception)
+            self._compare(repr(request), one, other)
+            if isinstance(request, StepRequest) and isinstance(one, UnknownSession):
+                self.positions.pop(request.session, None)
+            if isinstance(request, StepRequest) and isinstance(one, Answer) and one.position is not None:
+                self.positions[request.session] = one.position
+                self.last[request.session] = replace(request, expected_position=one.position - len(request.tokens))
+
+    async def _submit(
+        self, side: Side, turn: Turn
+    ) -> tuple[list[Pending[Answer]], list[asyncio.Future[None]], set[int]]:
+        """Submits a turn's requests in one turn of the event loop. What waits; of a held turn, which of it runs."""
+        if turn.held:
+            side.runner.gate.clear()
+        passed = asyncio.get_running_loop().time() - 1
+        pending = []
+        for index, request in enumerate(turn.requests):
+            pending.append(side.engine.submit(replace(request, deadline=passed if index in turn.late else None)))
+        for index in turn.leave:
+            pending[index].cancel()
+        for session in turn.reads:
+            asyncio.ensure_future(side.engine.get_session(session)).add_done_callback(asyncio.Future.exception)
+        tasks = [asyncio.ensure_future(side.engine.delete_session(session)) for session in turn.ends]
+        runs: set[int] = set()
+        while turn.held and not all(one.done for one in pending):
+            await asyncio.sleep(0)
+            if side.runner.calls:
+                role, rows = side.runner.calls[-1]
+                runs = {index for index, one in enumerate(turn.requests) if [*one.tokens] in rows and role == "step"}
+                break
+        return pending, tasks, runs
+
+    def _count(self, turn: Turn, outcomes: Sequence[object]) -> None:
+        counted = self.counted
+        counted["steps"] += len(turn.requests)
+        counted["in columns"] += sum(type(one) is StepAnswer for one in outcomes)
+        counted["errors"] += sum(isinstance(one, Exception) for one in outcomes)
+        counted["conflicts"] += sum(getattr(one, "code", "") == "position_conflict" for one in outcomes)
+        counted["cancelled before a batch"] += 0 if turn.held else len(turn.leave)
+        counted["cancelled in a batch"] += len(turn.leave) if turn.held else 0
+        counted["late"] += len(turn.late)
+
+    async def _compare_records(self) -> None:
+        for index in range(SESSIONS):
+            await self._both(f"record s{index}", lambda side, session=f"s{index}": side.record(session))
+
+    def _compare(self, action: str, columns: object, general: object) -> None:
+        one, other = self._shown(columns), self._shown(general)
+        is_alike = one == other
+        if not self.is_exact and isinstance(columns, Answer) and isinstance(general, Answer):
+            is_alike &= alike(columns.predictions, general.predictions)
+        if not is_alike:
+            self.differences.append(Difference(self.number, self.turns, action, one, other))
+
+    def _shown(self, result: object) -> object:
+        """What of a result is compared."""
+        hidden = () if self.is_exact else OF_STATES
+        if isinstance(result, Answer):
+            return {name: getattr(result, name) for name in FIELDS if name not in hidden}
+        if isinstance(result, SessionView):
+            return {field.name: getattr(result, field.name) for field in fields(result) if field.name not in hidden}
+        if isinstance(result, Exception):
+            return type(result).__name__, str(result), getattr(result, "position", None)
+        assert result is None or isinstance(result, SessionRecord | bool)
+        return result
+
+
+def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
+    """Whether they are the same tokens, and their log-probabilities the same but for rounding."""
+    return [one.token_id for one in some] == [one.token_id for one in others] and all(
+        abs(one.logprob - other.logprob) < ROUNDING for one, other in zip(some, others, strict=True)
+    )
+
+
+async def outcome(waited: Awaitable[Any]) -> object:
+    """A result, or what was raised instead."""
+    try:
+        return await waited
+    except Exception as error:
+        return error
+
+
+async def run(
+    steps: int, seed: int, make: MakeEngine = fake_engine, progress: Callable[[int], object] = lambda _: None
+) -> tuple[Counter[str], list[Difference]]:
+    """Plays episodes until there were so many steps: what was counted, and the differences of the first that differ."""
+    counted: Counter[str] = Counter()
+    number = 0
+    while counted["steps"] < steps:
+        episode = Episode(make, seed, number)
+        await episode.run(min(EPISODE_STEPS, steps - counted["steps"]), progress)
+        counted += episode.counted
+        counted["episodes"] += 1
+        if episode.differences:
+            return counted, episode.differences
+        number += 1
+    return counted, []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plays the histories, and prints what came of them; 1 if there is a difference."""
+    parser = argparse.ArgumentParser(prog="python -m tests.service.engine.columns_fuzz", description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bundle", type=Path, help="a bundle to run in place of the fake model")
+    given = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    make = fake_engine if given.bundle is None else bundle_engine(given.bundle)
+    columns = "{task.description}", MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*[TextColumn(one) if isinstance(one, str) else one for one in columns]) as bar:
+        task = bar.add_task("steps", total=given.steps)
+        counted, differences = asyncio.run(run(given.steps, given.seed, make, lambda count: bar.advance(task, count)))
+    lines = [f"{count:9,} {name}" for name, count in counted.items()] + [f"{len(differences):9,} differences"]
+    for one in differences:
+        lines += ["", f"seed {given.seed}, episode {one.episode}, turn {one.turn}: {one.action}"]
+        lines += [f"  columns: {one.columns}", f"  general: {one.general}"]
+    print("\n".join(lines))  # noqa: T201
+    return bool(differences)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
