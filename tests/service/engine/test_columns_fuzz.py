@@ -7,6 +7,7 @@ import pytest
 
 from tests.service.engine.columns_fuzz import EPISODE_STEPS, run
 from wane.service.sessions.resident import ResidentSessions
+from wane.service.sessions.stores.store import SessionRecord
 
 SEED = 1
 STEPS = 4 * EPISODE_STEPS  # an episode of each kind: with and without evictions, on the event loop and on a thread
