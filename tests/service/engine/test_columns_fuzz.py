@@ -3,11 +3,7 @@ longer."""
 
 from __future__ import annotations
 
-import pytest
-
 from tests.service.engine.columns_fuzz import EPISODE_STEPS, run
-from wane.service.sessions.resident import ResidentSessions
-from wane.service.sessions.stores.store import SessionRecord
 
 SEED = 1
 STEPS = 4 * EPISODE_STEPS  # an episode of each kind: with and without evictions, on the event loop and on a thread
@@ -19,14 +15,3 @@ async def test_a_history_of_steps_is_the_same_in_columns_and_by_the_general_proc
     assert counted["in columns"] > STEPS / 4
     kinds = ("conflicts", "replays", "evictions", "late", "cancelled before a batch", "cancelled in a batch")
     assert [kind for kind in kinds if not counted[kind]] == []
-
-
-async def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ResidentSessions.add
-
-    def loses_a_revision(self: ResidentSessions, record: SessionRecord) -> None:
-        add(self, record._replace(revision=record.revision - 1))
-
-    monkeypatch.setattr(ResidentSessions, "add", loses_a_revision)
-    _, differences = await run(STEPS, SEED)
-    assert differences
