@@ -3,6 +3,8 @@ longer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.service.engine.columns_fuzz import EPISODE_STEPS, run
@@ -21,11 +23,12 @@ async def test_a_history_of_steps_is_the_same_in_columns_and_by_the_general_proc
 
 
 async def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ResidentSessions.add
+    flush = ResidentSessions.flush
 
-    def loses_a_revision(self: ResidentSessions, record: SessionRecord) -> None:
-        add(self, record._replace(revision=record.revision - 1))
+    def loses_a_token(self: ResidentSessions, session: str) -> tuple[Sequence[int], float]:
+        tokens, idle_s = flush(self, session)
+        return tokens[1:], idle_s
 
-    monkeypatch.setattr(ResidentSessions, "add", loses_a_revision)
+    monkeypatch.setattr(ResidentSessions, "flush", loses_a_token)
     _, differences = await run(STEPS, SEED)
     assert differences
