@@ -3,10 +3,11 @@
     python -m tests.service.engine.columns_fuzz --steps 1000000
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
 
-Compares every answer, error and session record, bit for bit; latencies aside, and with a bundle the rounding. An
-episode is one history on two new engines. Every second one has room for all states. In the others states are evicted:
-those of the one engine at other moments than those of the other, so that where an answer's state comes from is not
-compared.
+Compares every answer, error and session record, bit for bit; latencies aside, and with a bundle the rounding.
+
+An episode is one history on two new engines. Every second one has room for all states. In the others states are
+evicted: those of the one engine at other moments than those of the other, so that where an answer's state comes from is
+not compared.
 """
 
 from __future__ import annotations

@@ -3,7 +3,12 @@ longer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+
 from tests.service.engine.columns_fuzz import EPISODE_STEPS, run
+from wane.service.sessions.resident import ResidentSessions
 
 SEED = 1
 STEPS = 4 * EPISODE_STEPS  # an episode of each kind: with and without evictions, on the event loop and on a thread
@@ -15,3 +20,15 @@ async def test_a_history_of_steps_is_the_same_in_columns_and_by_the_general_proc
     assert counted["in columns"] > STEPS / 4
     kinds = ("conflicts", "replays", "evictions", "late", "cancelled before a batch", "cancelled in a batch")
     assert [kind for kind in kinds if not counted[kind]] == []
+
+
+async def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = ResidentSessions.flush
+
+    def loses_a_token(self: ResidentSessions, session: str) -> tuple[Sequence[int], float]:
+        tokens, idle_s = flush(self, session)
+        return tokens[1:], idle_s
+
+    monkeypatch.setattr(ResidentSessions, "flush", loses_a_token)
+    _, differences = await run(STEPS, SEED)
+    assert differences

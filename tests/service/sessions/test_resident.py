@@ -1,0 +1,247 @@
+"""Sessions that are stepped in columns: what the store has of them, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.service.engine_harness import Clock, EngineHarness, MakeHarness
+from wane.models.manifest import StateTensor
+from wane.service.runners.runner import NEXT, Array
+from wane.service.sessions.record import TokenHistory
+from wane.service.sessions.resident import RECENT, ResidentSessions
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import LastStep, SessionRecord, of_tokens
+from wane.service.state.cache import CachedState, StateCache
+from wane.service.state.pool import HIDDEN
+from wane.service.types import Mode, StepRequest
+
+TTL_S, HISTORY, BUDGET_BYTES = 64.0, 40, 2**20
+CAPACITY = 16
+WIDTH = 1  # of a state: one number, and one more as the output layer's input
+
+
+def outputs(rows: int) -> Mapping[str, Array]:
+    """Of a run of so many rows."""
+    return {HIDDEN: np.ones((rows, WIDTH), np.float32), f"{NEXT}h": np.ones((rows, WIDTH), np.float32)}
+
+
+class Bench:
+    """Sessions in a store and in columns, without an engine."""
+
+    def __init__(self, file: Path | None = None, budget_bytes: int = BUDGET_BYTES) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore(HISTORY, TTL_S, budget_bytes, self.clock, file=file)
+        self.cache = StateCache([StateTensor(name="h", shape=(WIDTH,))], WIDTH, CAPACITY * 8)
+        self.resident = ResidentSessions(self.cache, self.store, TTL_S, self.clock)
+        self.written: list[tuple[str, int]] = []
+        write = self.store.write
+
+        def note(session: str, tokens: list[int], idle_s: float) -> None:
+            self.written.append((session, len(tokens)))
+            write(session, tokens, idle_s)
+
+        self.store.write = note  # type: ignore[method-assign,assignment]
+
+    async def start(self, session: str) -> None:
+        """A session after its first token, 5, whose steps are columns from now on."""
+        await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300)))
+        created = self.store.get_cached(session)
+        assert created is not None
+        record = await self.store.append(created, (5,), LastStep(0, of_tokens((5,)), None))
+        assert record is not None
+        with self.cache.lease() as slot:
+            self.cache.put(session, CachedState(slot, record.revision, 0, 1), self.clock())
+        self.resident.add(record)
+
+    def step(self, *sessions: str, token: int = 6) -> None:
+        """One token to each of different sessions, in one batch."""
+        slots = [self.cache.slot_of(session) for session in sessions]
+        tokens = np.full(len(sessions), token)
+        self.resident.commit(np.array(slots, np.intp), sessions, tokens, outputs(len(sessions)))
+
+    async def record(self, session: str) -> SessionRecord:
+        """The session as the store has it."""
+        found = await self.store.get(session)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_the_store_is_written_to_once_in_32_steps(bench: Bench) -> None:
+    await bench.start("a")
+    for _ in range(2 * RECENT + 1):
+        bench.step("a")
+    assert bench.written == [("a", RECENT)] * 2
+    assert (await bench.record("a")).position == 2 * RECENT + 2
+    assert bench.written[2:] == [("a", 1)]
+    assert bench.resident.slot("a") is None, "it is buffered again by its next step of the general procedure"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 299), st.sampled_from([0.0, 0.5, 8.0])), min_size=1, max_size=3 * RECENT),
+    st.integers(0, 8),
+)
+async def test_a_buffered_session_reads_as_if_each_token_had_been_appended(
+    steps: list[tuple[int, float]], idle_s: int
+) -> None:
+    bench, other = Bench(), Bench()
+    await bench.start("a")
+    await other.start("a")
+    for token, seconds in steps:
+        for one in (bench, other):
+            one.clock.now_s += seconds
+        bench.step("a", token=token)
+        before = await other.record("a")
+        step = LastStep(before.position, of_tokens((token,)), None)
+        assert await other.store.append(before, (token,), step) is not None
+    began, expected = (await other.record("a")).revision - len(steps), await other.record("a")
+    for one in (bench, other):
+        one.clock.now_s += idle_s
+    found = await bench.record("a")
+    cached = bench.cache.peek("a")
+    assert cached is not None
+    assert (cached.revision, cached.position) == (found.revision, found.position)
+    assert found.revision % 2**32 == expected.revision % 2**32 == 1 + len(steps)
+    assert began == expected.revision - len(steps)
+    assert found._replace(revision=0) == expected._replace(revision=0, idle_s=float(idle_s))
+    bench.cache.check_integrity()
+
+
+async def test_a_session_whose_state_is_evicted_is_written_first(bench: Bench) -> None:
+    await bench.start("a")
+    bench.step("a")
+    bench.clock.now_s += 10
+    bench.cache.drop("a")
+    assert bench.written == [("a", 1)]
+    record = await bench.record("a")
+    assert (record.position, record.idle_s) == (2, 10)
+
+
+async def test_looking_at_a_buffered_session_does_not_keep_it_alive(bench: Bench) -> None:
+    await bench.start("a")
+    bench.step("a")
+    bench.clock.now_s += TTL_S - 1
+    assert (await bench.record("a")).idle_s == TTL_S - 1
+    bench.clock.now_s += 2
+    assert await bench.store.get("a") is None
+
+
+async def test_a_session_that_is_stepped_does_not_expire_before_the_store_is_written_to(bench: Bench) -> None:
+    await bench.start("a")
+    await bench.start("b")
+    for _ in range(3):
+        bench.clock.now_s += TTL_S - 1
+        bench.step("a")
+    assert bench.resident.alive(np.array([bench.cache.slot_of("a"), bench.cache.slot_of("b")])).tolist() == [
+        True,
+        False,
+    ]
+    assert await bench.store.count("m") == 1
+    assert (await bench.record("a")).position == 4
+
+
+async def test_sessions_that_fill_up_in_one_batch_are_written_once_each_where_memory_is_short(bench: Bench) -> None:
+    names = [f"s{index}" for index in range(8)]
+    for name in names:
+        await bench.start(name)
+    bench.store._budget_bytes = bench.store.used_bytes + 100
+    for _ in range(RECENT + 3):
+        alive = [name for name in names if bench.resident.slot(name) is not None]
+        bench.clock.now_s += 1
+        bench.step(*alive)
+    left = [record for name in names if (record := await bench.store.get(name)) is not None]
+    assert 0 < len(left) < len(names)
+    assert bench.store.used_bytes <= bench.store._budget_bytes
+    assert max(record.position for record in left) == RECENT + 4
+    for record in left:
+        cached = bench.cache.peek(record.session)
+        assert cached is not None
+        assert (cached.position, cached.revision) == (record.position, record.revision)
+
+
+async def test_any_number_of_buffered_sessions_gives_way_where_memory_is_short() -> None:
+    clock = Clock()
+    store = MemoryStore(HISTORY, TTL_S, BUDGET_BYTES, clock)
+    slots = 2000
+    cache = StateCache([StateTensor(name="h", shape=(WIDTH,))], WIDTH, slots * 8)
+    resident = ResidentSessions(cache, store, TTL_S, clock)
+    names = [f"s{index}" for index in range(slots - 2)]
+    for name in names:
+        await store.create(SessionRecord(name, "m", "1", Mode.AUTO, 1, TokenHistory.start(0, 300)))
+        record = store.get_cached(name)
+        assert record is not None
+        with cache.lease() as slot:
+            cache.put(name, CachedState(slot, record.revision, 0, 1), clock())
+        resident.add(record)
+        clock.now_s += 0.001
+    for name in names:
+        clock.now_s += 0.001
+        resident.commit(np.array([cache.slot_of(name)]), [name], np.array([6]), outputs(1))
+    store._budget_bytes = store.used_bytes
+    assert await store.get(names[-1]) is not None  # is written, so that others have to go
+    assert await store.get(names[0]) is None
+    assert store.used_bytes <= store._budget_bytes
+
+
+async def test_close_writes_all_tokens(bench: Bench) -> None:
+    for name in "abc":
+        await bench.start(name)
+    bench.step("a", "b")
+    bench.step("b")
+    await bench.resident.close()
+    assert sorted(bench.written) == [("a", 1), ("b", 2), ("c", 0)]
+    assert [bench.resident.slot(name) for name in "abc"] == [None] * 3
+    await bench.resident.close()
+    assert len(bench.written) == 3
+
+
+async def test_a_dump_file_has_the_buffered_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "sessions"
+    bench = Bench(file)
+    await bench.store.open()
+    await bench.start("a")
+    bench.step("a", token=7)
+    await bench.store.close()
+    again = Bench(file)
+    await again.store.open()
+    record = await again.record("a")
+    assert (record.position, record.tail.ids().tolist()) == (2, [0, 5, 7])
+    assert record.last == LastStep(1, of_tokens((7,)), None)
+
+
+async def test_another_engine_goes_on_exactly_where_a_buffered_session_is(make_harness: MakeHarness) -> None:
+    old = make_harness()
+    await old.engine.create_session("a")
+    tokens = [5, 6, 7, 8, 9]
+    for token in tokens:
+        await old.engine.submit(StepRequest("a", (token,)))
+    new = make_harness(store=old.store, clock=old.clock)
+    answer = await new.engine.submit(StepRequest("a", (10,), expected_position=5))
+    assert answer.position == 6
+    assert answer.predictions[0].token_id == new.runner.logits([0, *tokens, 10]).argmax()
+    again = await old.engine.submit(StepRequest("a", (11,)))  # of a request that still holds the old engine
+    assert again.position == 7
+    assert again.predictions[0].token_id == new.runner.logits([0, *tokens, 10, 11]).argmax()
+    await old.engine.drain()
+    await old.engine.close()
+    assert (await new.engine.submit(StepRequest("a", (12,)))).position == 8
+
+
+async def test_the_steps_of_a_closed_engine_are_in_the_store(harness: EngineHarness) -> None:
+    await harness.engine.create_session("a")
+    for token in (5, 6, 7):
+        await harness.engine.submit(StepRequest("a", (token,)))
+    await harness.engine.close()
+    record = await harness.store.get("a")
+    assert record is not None
+    assert record.tail.ids().tolist() == [0, 5, 6, 7]
