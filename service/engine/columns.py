@@ -375,7 +375,11 @@ class StepColumns:
         self._count(results, batch)
         self._leave_all(batch.sessions)
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
-            receiver.step_ran(results, row, number)
+            try:
+                receiver.step_ran(results, row, number)
+            except Exception as error:  # of one receiver, while the others wait
+                loop = asyncio.get_running_loop()
+                loop.call_exception_handler({"message": "a step was not answered", "exception": error})
 
     def close(self, error: Exception) -> None:
         """Fails what waits."""

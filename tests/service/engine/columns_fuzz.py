@@ -240,8 +240,11 @@ class Episode:
         for index, session in enumerate(names):
             if held and any(request.session == session for request in turn.requests):
                 continue
-            turn.requests.append(self._step(session, 2 + index if held else random.randrange(2, TOKENS)))
-            if random.random() < 0.05 and not held:
+            step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
+            turn.requests.append(step)
+            # The general procedure knows a repeated step at once, and touches the session even if the client leaves.
+            may_leave = step.expected_position is None and step.idempotency_key is None
+            if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
             elif random.random() < 0.02 and not held:
                 turn.late.add(len(turn.requests) - 1)

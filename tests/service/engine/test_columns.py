@@ -1,0 +1,386 @@
+"""Steps of one token in columns: deadlines, clients that leave, failures, and what becomes of the others of a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import pytest
+
+from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.server_harness import start_sessions
+from wane.service.engine.columns import StepAnswer, StepResults
+from wane.service.engine.pending import Pending
+from wane.service.engine.step_many import StepCall
+from wane.service.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    PositionConflict,
+    Unavailable,
+    UnknownSession,
+    WaneError,
+)
+from wane.service.types import Answer, Mode, StepRequest
+
+HOUR_S = 3600.0
+TRAVELS_S = 1.1 * HOUR_S  # a timer of an hour fires up to a 64th of it late
+POISON, HOT = 40, 41
+
+
+@pytest.fixture
+async def started(harness: EngineHarness) -> EngineHarness:
+    """With the sessions a, b and c, each after one token, whose next steps are columns."""
+    await start_sessions(harness)
+    harness.runner.poison, harness.runner.hot = POISON, HOT
+    harness.runner.calls.clear()
+    harness.runner.busy.clear()
+    return harness
+
+
+async def turns() -> None:
+    """Lets every callback run that is ready."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float | None = None) -> Pending[Answer]:
+    """Submits a step, with a deadline in so many hours."""
+    deadline = None if hours is None else asyncio.get_running_loop().time() + hours * HOUR_S
+    return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
+
+
+async def occupied(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
+    """Keeps the runner busy with a step of two tokens, which is none for columns."""
+    harness.runner.gate.clear()
+    pending = harness.engine.submit(StepRequest(session, (7, 8)))
+    await harness.runner.until_busy()
+    return pending
+
+
+async def position(harness: EngineHarness, session: str) -> int:
+    return (await harness.engine.get_session(session)).position
+
+
+async def test_steps_of_one_turn_are_one_batch_of_columns(started: EngineHarness) -> None:
+    pending = [step(started, name, token) for name, token in zip("abc", (6, 7, 8), strict=True)]
+    answers = [await one for one in pending]
+    assert [type(answer) for answer in answers] == [StepAnswer] * 3
+    assert started.runner.calls == [("step", [[6], [7], [8]])]
+    assert [answer.position for answer in answers] == [2, 2, 2]
+    assert [answer.latency.batch_items for answer in answers] == [3] * 3
+
+
+# Deadlines.
+
+
+async def test_a_deadline_that_passes_while_a_step_waits_is_told_then(
+    started: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    ahead = await occupied(started)
+    late, other = step(started, "a", hours=1), step(started, "b", hours=9)
+    travel(TRAVELS_S)
+    with pytest.raises(DeadlineExceeded, match="the deadline passed before"):
+        await late
+    assert not ahead.done and not other.done
+    started.runner.gate.set()
+    assert (await other).position == 2
+    assert await position(started, "a") == 1
+    assert started.sample("wane_queue_dropped_total", reason="deadline") == 1
+
+
+async def test_a_deadline_that_passes_behind_another_is_told_too(
+    started: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    await occupied(started)
+    first, second = step(started, "a", hours=1), step(started, "b", hours=3)
+    for one in (first, second):
+        travel(2 * TRAVELS_S)
+        with pytest.raises(DeadlineExceeded):
+            await one
+
+
+async def test_a_deadline_that_passes_while_a_step_runs_says_that_it_commits_and_it_does(
+    started: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    started.runner.gate.clear()
+    late = step(started, "a", hours=1)
+    await started.runner.until_busy()
+    travel(TRAVELS_S)
+    with pytest.raises(DeadlineExceeded, match="it still commits"):
+        await late
+    started.runner.gate.set()
+    again = await started.engine.submit(StepRequest("a", (6,), expected_position=1))
+    assert (again.position, again.replayed) == (2, True)
+
+
+async def test_a_deadline_that_has_passed_when_the_batch_begins_is_told(started: EngineHarness) -> None:
+    late, other = step(started, "a", hours=-1), step(started, "b")
+    with pytest.raises(DeadlineExceeded):
+        await late
+    assert (await other).position == 2
+    assert started.runner.calls == [("step", [[6]])]
+
+
+async def test_each_step_of_a_call_is_told_its_deadline_once(
+    started: EngineHarness, travel: Callable[[float], None]
+) -> None:
+    call, loop = StepCall(), asyncio.get_running_loop()
+    call.waits_for = 2
+    started.runner.gate.clear()
+    soon, later = loop.time() + HOUR_S, loop.time() + 9 * HOUR_S
+    assert started.engine.take_step("a", 6, None, 5, soon, call, 0)
+    await started.runner.until_busy()
+    assert started.engine.take_step("b", 6, None, 5, later, call, 1)
+    travel(TRAVELS_S)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert [*call.results] == [0] and call.waits_for == 1 and not call.done
+    started.runner.gate.set()
+    await call
+    assert isinstance(call.results[0], DeadlineExceeded)
+    assert isinstance(call.results[1], Answer)
+
+
+# Clients that leave.
+
+
+async def test_a_step_that_is_cancelled_before_its_batch_leaves_no_trace(started: EngineHarness) -> None:
+    await occupied(started)
+    left = step(started, "a")
+    left.cancel()
+    left.cancel()
+    started.runner.gate.set()
+    await started.engine.drain()
+    assert await position(started, "a") == 1
+    assert [role for role, _ in started.runner.calls].count("step") == 0
+    assert started.sample("wane_queue_dropped_total", reason="abandoned") == 1
+
+
+async def test_a_batch_whose_steps_were_all_cancelled_is_not_run(started: EngineHarness) -> None:
+    failed = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    for name in "ab":
+        step(started, name).cancel()
+    assert (await step(started, "a", 9)).position == 2
+    assert started.runner.calls == [("step", [[9]])]
+    assert failed == []
+
+
+async def test_a_step_that_is_cancelled_while_it_runs_commits(started: EngineHarness) -> None:
+    started.runner.gate.clear()
+    left, other = step(started, "a"), step(started, "b")
+    await started.runner.until_busy()
+    left.cancel()
+    started.runner.gate.set()
+    assert (await other).position == 2
+    assert await position(started, "a") == 2
+
+
+async def test_a_step_that_follows_a_cancelled_one_of_its_session_is_taken(started: EngineHarness) -> None:
+    await occupied(started)
+    left, next_ = step(started, "a", 6), step(started, "a", 9)
+    left.cancel()
+    started.runner.gate.set()
+    assert (await next_).position == 2
+
+
+# Steps of one session, and those that are handed back.
+
+
+async def test_two_steps_of_a_session_are_taken_in_their_order(started: EngineHarness) -> None:
+    first, second = step(started, "a", 6), step(started, "a", 7)
+    assert [(await first).position, (await second).position] == [2, 3]
+
+
+async def test_a_step_that_is_handed_back_stays_before_those_behind_it(started: EngineHarness) -> None:
+    first, second = step(started, "a", 6), step(started, "a", 7)
+    await started.engine.get_session("a")  # writes the session to the store: it is no column any more
+    assert [(await first).position, (await second).position] == [2, 3]
+    assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
+
+
+async def test_replays_and_conflicts_are_recognised(started: EngineHarness) -> None:
+    await step(started, "a", 6)
+    request = StepRequest("a", (6,), expected_position=1)
+    replay, other = started.engine.submit(request), step(started, "b")
+    assert ((await replay).position, (await replay).replayed, (await other).position) == (2, True, 2)
+    with pytest.raises(PositionConflict) as conflict:
+        await started.engine.submit(StepRequest("b", (6,), expected_position=7))
+    assert conflict.value.position == 2
+
+
+async def test_a_session_that_is_over_is_unknown(started: EngineHarness) -> None:
+    started.clock.now_s += started.settings.session_ttl_s + 1
+    with pytest.raises(UnknownSession):
+        await step(started, "a")
+
+
+async def test_a_session_that_is_made_anew_while_its_step_runs_is_stepped_as_it_is_then(started: EngineHarness) -> None:
+    started.runner.gate.clear()
+    pending = step(started, "a")
+    await started.runner.until_busy()
+    started.clock.now_s += started.settings.session_ttl_s + 1
+    await started.engine.create_session("a")
+    started.runner.gate.set()
+    answer = await pending
+    assert answer.position == 1
+    assert answer.predictions[0].token_id == started.runner.logits([0, 6]).argmax()
+
+
+async def test_a_step_whose_state_was_evicted_while_it_waited_goes_on_from_the_tail(started: EngineHarness) -> None:
+    await occupied(started)
+    pending = step(started, "a", 6)
+    started.engine._pool.drop("a")
+    started.runner.gate.set()
+    answer = await pending
+    assert answer.position == 2
+    assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
+
+
+@pytest.mark.parametrize("asks", [{"mode": Mode.RECURRENT}, {"prove": True}, {"idempotency_key": "k"}])
+async def test_a_step_that_needs_more_is_none_for_columns(started: EngineHarness, asks: dict[str, object]) -> None:
+    answer = await started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
+    assert (type(answer), answer.position) == (Answer, 2)
+    assert type(await step(started, "a")) is StepAnswer, "the one behind it is"
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("bad", [POISON, HOT], ids=["a poisoned token", "a row that is not finite"])
+async def test_a_step_that_fails_fails_alone_and_changes_nothing(started: EngineHarness, bad: int) -> None:
+    failing, others = step(started, "a", bad), [step(started, name) for name in "bc"]
+    with pytest.raises(WaneError, match="the model failed to run"):
+        await failing
+    assert [(await one).position for one in others] == [2, 2]
+    answer = await step(started, "a", 6)
+    assert answer.position == 2
+    assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
+
+
+async def test_a_full_queue_refuses(make_harness: MakeHarness) -> None:
+    harness = make_harness(max_queue=2)
+    await start_sessions(harness)
+    await harness.engine.create_session("d")
+    await harness.engine.submit(StepRequest("d", (5,)))
+    harness.runner.busy.clear()
+    await occupied(harness)
+    waiting = [step(harness, name) for name in "ab"]
+    with pytest.raises(Overloaded, match="2 requests are already waiting"):
+        await step(harness, "d")
+    harness.runner.gate.set()
+    assert [(await one).position for one in waiting] == [2, 2]
+    assert (await step(harness, "d")).position == 2
+
+
+# The end.
+
+
+async def test_draining_waits_for_steps_that_wait_and_run_and_takes_no_more(started: EngineHarness) -> None:
+    started.runner.gate.clear()
+    runs = step(started, "a")
+    await started.runner.until_busy()
+    waits = step(started, "b")
+    draining = asyncio.ensure_future(started.engine.drain())
+    await turns()
+    assert not draining.done()
+    with pytest.raises(Unavailable):
+        await step(started, "c")
+    started.runner.gate.set()
+    await draining
+    assert [(await one).position for one in (runs, waits)] == [2, 2]
+
+
+async def test_an_engine_that_is_closed_commits_what_runs_and_refuses_what_waits(started: EngineHarness) -> None:
+    started.runner.gate.clear()
+    runs = step(started, "a")
+    await started.runner.until_busy()
+    waits = step(started, "b")
+    closing = asyncio.ensure_future(started.engine.close())
+    with pytest.raises(Unavailable):
+        await waits
+    started.runner.gate.set()
+    await closing
+    assert (await runs).position == 2
+    records = [await started.store.get(name) for name in "ab"]
+    assert [record and record.position for record in records] == [2, 1]
+
+
+class Receiver:
+    """Waits for steps, and does something with the first that ran."""
+
+    def __init__(self, on_run: Callable[[], object]) -> None:
+        self.done = False
+        self.ran: list[int] = []
+        self._on_run = on_run
+
+    def step_ran(self, results: StepResults, row: int, number: int) -> None:
+        self.ran.append(results.positions[row])
+        if number == 0:
+            self._on_run()
+
+    def step_failed(self, error: Exception, number: int) -> None:
+        raise AssertionError(number) from error
+
+    def step_again(self, pending: Pending[Answer], number: int) -> None:
+        raise AssertionError(number, pending)
+
+
+async def test_a_receiver_may_submit_the_next_step_at_once(started: EngineHarness) -> None:
+    receiver = Receiver(lambda: started.engine.take_step("a", 7, 2, 5, None, receiver, 1) or pytest.fail("not taken"))
+    assert started.engine.take_step("a", 6, 1, 5, None, receiver, 0)
+    assert (await step(started, "b")).position == 2
+    await started.engine.drain()
+    assert receiver.ran == [2, 3]
+
+
+async def test_a_receiver_that_fails_keeps_nobody_from_an_answer(started: EngineHarness) -> None:
+    logged = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["exception"]))
+    failure = LookupError("no answer")
+
+    def fail() -> None:
+        raise failure
+
+    assert started.engine.take_step("a", 6, 1, 5, None, Receiver(fail), 0)
+    assert (await step(started, "b")).position == 2
+    assert logged == [failure]
+
+
+@pytest.mark.parametrize("end", ["succeeds", "conflicts", "leaves", "late", "call"])
+async def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector(started: EngineHarness, end: str) -> None:
+    async def run() -> None:
+        if end == "call":
+            call = StepCall()
+            call.waits_for = 2
+            for number, name in enumerate("ab"):
+                assert started.engine.take_step(name, 6, None, 5, None, call, number)
+            await call
+            return
+        expected = 99 if end == "conflicts" else None
+        deadline = asyncio.get_running_loop().time() - 1 if end == "late" else None
+        pending = started.engine.submit(StepRequest("a", (6,), expected_position=expected, deadline=deadline))
+        if end == "leaves":
+            pending.cancel()
+            await step(started, "b")
+            return
+        try:
+            assert (await pending).predictions
+        except WaneError:
+            assert end in ("conflicts", "late")
+
+    for _ in range(3):  # what is made once is made now
+        await step(started, "a")
+        await run()
+    if end == "conflicts":
+        await step(started, "a")
+    await turns()
+    gc.collect()
+    gc.disable()
+    try:
+        await run()
+        await turns()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
