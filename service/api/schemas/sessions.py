@@ -115,6 +115,7 @@ class StepsBody(Body):
     ]
     format: StepsFormat = Field(
         default=StepsFormat.DOCUMENTS,
+        strict=False,
         description="documents: an answer for each step, as of a single one; columns: one list for each field, a third "
         "as long in all",
     )
