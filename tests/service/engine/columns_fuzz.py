@@ -242,7 +242,7 @@ class Episode:
                 continue
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
-            # The general procedure knows a repeated step at once, and touches the session even if the client leaves or it is late.
+            # The general procedure knows a repeated step at once, and touches its session even if nobody waits.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
