@@ -40,7 +40,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.settings import Settings
-from wane.service.types import SESSION_ID
+from wane.service.types import MAX_POSITION, SESSION_ID
 
 MOST_DIGITS = 1000
 """Of one number in a large body: what a number takes to decode grows with the square of its digits."""
@@ -402,7 +402,7 @@ def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
             return None
         if type(tokens) is not list or len(tokens) != 1 or type(tokens[0]) is not int:
             return None
-        if expected is not None and (type(expected) is not int or expected < 0):
+        if expected is not None and (type(expected) is not int or not 0 <= expected <= MAX_POSITION):
             return None
         sessions.add(session)
         found.append(PlainStep(session, tokens[0], expected))

@@ -242,11 +242,11 @@ class Episode:
                 continue
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
-            # The general procedure knows a repeated step at once, and touches the session even if the client leaves.
+            # The general procedure knows a repeated step at once, and touches its session even if nobody waits.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
-            elif random.random() < 0.02 and not held:
+            elif random.random() < 0.03 and not held and may_leave:
                 turn.late.add(len(turn.requests) - 1)
         if random.random() < 0.05:
             turn.requests.append(PredictRequest(session=random.choice(names)))
