@@ -333,7 +333,13 @@ class EngineHarness:
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
         # A run that a test holds would hold the event loop, so none is run there unless asked for.
         self.settings = Settings(
-            **{"session_history_tokens": 16, "max_batch_size": 8, "inline_batch_max_us": 0, **of_settings}
+            **{
+                "session_history_tokens": 16,
+                "max_batch_size": 8,
+                "inline_batch_max_us": 0,
+                "state_budget_bytes": 2**22,  # of states this small the default holds millions
+                **of_settings,
+            }
         )
         self.runner = FakeRunner(self.vocabulary.size)
         self.runner.radius = radius
