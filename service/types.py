@@ -22,7 +22,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple, NotRequired
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -48,6 +48,9 @@ class StateSource(StrEnum):
     WINDOW = "window"
     FULL = "full"
 
+
+Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+"""Of a version of a model, as in the Open Inference Protocol's model repository."""
 
 SLASH = "/"
 

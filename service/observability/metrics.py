@@ -303,5 +303,6 @@ class Metrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics as text, and its content type: OpenMetrics, with exemplars, if the client accepts it."""
+        self._count_requests()
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from wane.models.bundle import BundleError
 from wane.service.aio.deadline import until
@@ -32,9 +31,7 @@ from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.factory import make_store
 from wane.service.sessions.stores.store import Store, StoreHealth
 from wane.service.settings import Settings
-from wane.service.types import id_of
-
-Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+from wane.service.types import Condition, id_of
 
 
 @dataclass(frozen=True, slots=True)

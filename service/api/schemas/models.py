@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 from wane.models.manifest import Certificate, Contraction, Quality, Rounding, VocabularyInfo
 from wane.service.api.schemas.common import Body
 from wane.service.batching.cost_model import Costs
-from wane.service.registry.registry import Condition
+from wane.service.types import Condition
 
 
 class IndexBody(Body):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
-from wane.models.manifest import Role
+from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
 from wane.service.batching.batch import Outputs, Top, Work
 from wane.service.engine.logits import log_softmax, predictions
@@ -36,14 +34,6 @@ def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
 
 def top_of(logits: NDArray[np.float32]) -> Top:
     return Top(Outputs(picked(logits[None])), 0)
-
-
-class PickingRunner(FakeRunner):
-    """Its graphs pick out the largest."""
-
-    def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        outputs = super().run(role, feeds)
-        return outputs | picked(outputs["logits"]) if "logits" in outputs else outputs
 
 
 @pytest.mark.parametrize("count", [1, 5, K])
@@ -81,7 +71,7 @@ def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> N
 
 
 def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
-    runner = PickingRunner(VOCABULARY.size)
+    runner = FakeRunner(VOCABULARY.size)
     pool = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
     for role in ("step", "window"):
         rows = batch.run([Work(role, np.array([token])) for token in (2, 3, 4)], pool, runner)
@@ -90,14 +80,15 @@ def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
             assert row.logits is not None
             assert row.top is not None
             logprobs = log_softmax(row.logits)
-            for count in (2, K):
+            for count in (2, TOP):
                 found = row.top.first(count)
                 assert found is not None
                 assert found.ids[:count] == np.argsort(-row.logits, kind="stable")[:count].tolist()
                 assert found.logits == row.logits[found.ids].tolist()
                 assert found.logprobs == pytest.approx(logprobs[found.ids], abs=1e-5)
                 assert found.probabilities == pytest.approx(np.exp(logprobs[found.ids]), abs=1e-5)
-            assert row.top.first(K + 1) is None
-    (alone,) = batch.run([Work("window", np.array([2]))], pool, FakeRunner(VOCABULARY.size))
+            assert row.top.first(TOP + 1) is None
+    runner.puts_out_top = False
+    (alone,) = batch.run([Work("window", np.array([2]))], pool, runner)
     assert isinstance(alone, batch.Row)
     assert alone.top is None
