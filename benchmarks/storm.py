@@ -159,7 +159,7 @@ class Subject:
 
     async def round(self, way: str, within_s: float) -> Round:
         """One way, from its sessions' begin to their end."""
-        batcher = self.engine._batcher
+        batcher = self.engine.batcher
         most = self.settings.max_batch_size
         batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._cost_model)
         resident, parked = await self.sessions(RESIDENT), await self.sessions(PARKED)

@@ -110,7 +110,7 @@ class Vocabulary:
             return self.encode_events([name for line in lines if (name := line.strip())])
         ids: list[int] = []
         for start in range(0, len(lines), LINES_AT_ONCE):
-            for line in self._encodings(lines[start : start + LINES_AT_ONCE]):
+            for line in self.encodings(lines[start : start + LINES_AT_ONCE]):
                 if most is not None and len(ids) + len(line) > most:
                     raise TooManyTokens(len(ids) + len(line))
                 ids += line.ids
@@ -133,9 +133,9 @@ class Vocabulary:
 
         Raises ValueError where a word is not known and the vocabulary has no `<unk>`.
         """
-        return [encoding.ids for encoding in self._encodings(lines)]
+        return [encoding.ids for encoding in self.encodings(lines)]
 
-    def _encodings(self, lines: list[str]) -> list[Encoding]:
+    def encodings(self, lines: list[str]) -> list[Encoding]:
         """As `encode_lines`, before lists are made of the ids."""
         try:
             encodings: list[Encoding] = self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)

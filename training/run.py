@@ -147,10 +147,11 @@ def open_run(path: Path, data: Path | None) -> Trained:
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
     """Evaluates a run's best weights; writes `quality.json` and `evaluation.png` into its folder."""
-    return _evaluate(open_run(path, data), positions, console)
+    return evaluate_opened(open_run(path, data), positions, console)
 
 
-def _evaluate(run: Trained, positions: int, console: Console) -> Quality:
+def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
+    """As `evaluate_run`, of a run that is open."""
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
@@ -222,7 +223,7 @@ def export_run(
     with writing(target):
         check_place(target, bundle_version, found, replace)
     if precision == "float32":
-        found = found or _evaluate(run, POSITIONS, console)
+        found = found or evaluate_opened(run, POSITIONS, console)
     with writing(target):
         manifest = export_bundle(
             target,

@@ -77,7 +77,7 @@ class Top1:
         return np.array([self._variation(bound, row) for row in range(len(bound.hidden))])
 
     @cached_property
-    def _margins(self) -> LogitMargins:
+    def margins(self) -> LogitMargins:
         """As large as the output layer, and not all ask for variations."""
         return LogitMargins(self.rows, self._gain, self._mixes)
 
@@ -93,8 +93,8 @@ class Top1:
             moved = self.moved(bound, gaps, np.full(len(gaps), row, np.intp))
         else:
             windows = np.array([row])
-            along = float(self._stream(bound, bound.norm.along(windows), windows)[0])
-            moved = self._margins.moved(bound, row, shares, along)
+            along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
+            moved = self.margins.moved(bound, row, shares, along)
         # how far the sum of shares times moves may be from 0: by the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
@@ -110,14 +110,14 @@ class Top1:
         windows, row = np.unique(rows, return_inverse=True)
         gradient, left = bound.norm.pull(g, rows)
         pulled = np.concatenate([gradient, bound.norm.along(windows)])
-        changed = self._stream(bound, pulled, np.concatenate([rows, windows]))
+        changed = self.stream(bound, pulled, np.concatenate([rows, windows]))
         moved, along = changed[: len(rows)], changed[len(rows) :][row]
         moved = np.minimum(moved + left, bound.norm.turned(g, rows, moved, along))
         moved = np.minimum(moved, np.linalg.norm(g, axis=1) * bound.norm.ball[rows])
         result: Vector = (moved + np.linalg.norm(gap, axis=1) * bound.off[rows]) * (1 + MARGIN)
         return result
 
-    def _stream(self, bound: WindowBound, g: Matrix, rows: NDArray[np.intp]) -> Vector:
+    def stream(self, bound: WindowBound, g: Matrix, rows: NDArray[np.intp]) -> Vector:
         """How far `g . x` (P, H) moves at most, x what the last LayerNorm reads: (P)."""
         left = np.zeros(len(g))
         for step, mix in zip(reversed(bound.steps), reversed(self._mixes), strict=True):

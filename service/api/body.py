@@ -268,7 +268,7 @@ class Decoder:
         self._settings = settings
         fields = MOST_FIELDS * (settings.max_batch_inputs + 4)
         tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
-        self._most = BodyLimits(values=tokens + fields, fields=fields, containers=fields)
+        self.most = BodyLimits(values=tokens + fields, fields=fields, containers=fields)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
@@ -281,7 +281,7 @@ class Decoder:
 
     def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
         data = raw if isinstance(raw, bytes) else raw.encode()
-        over = excess(data, self._most)
+        over = excess(data, self.most)
         if over is None:
             return self.decode_now(data, model)
         place, most = over

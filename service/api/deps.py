@@ -1,24 +1,14 @@
-"""What a route needs besides its request: the registry, the deadline, and the access log's line."""
+"""What a route needs besides its request: the engine, the session's key, the deadline."""
 
 from __future__ import annotations
 
 from starlette.requests import HTTPConnection, Request
-from starlette.types import Scope
 
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import context
+from wane.service.api.exchange import context, registry
 from wane.service.engine.engine import Engine
-from wane.service.observability.logs import logs_access
-from wane.service.observability.tracing import CURRENT
-from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
-from wane.service.types import Answer, Finish, Owner, name_within
-
-
-def registry(request: HTTPConnection) -> ModelRegistry:
-    """The models that this process serves."""
-    found: ModelRegistry = request.app.state.registry
-    return found
+from wane.service.types import Owner, name_within
 
 
 def settings(request: HTTPConnection) -> Settings:
@@ -83,16 +73,3 @@ async def session_engine(request: Request, session: str, model: str | None = Non
 def note_model(request: HTTPConnection, engine: Engine) -> None:
     """Adds the model to the request's line in the access log."""
     context(request.scope).fields["model"] = engine.name
-
-
-def note_answer(scope: Scope, given: Answer | Finish) -> None:
-    """Adds how the answer came about to the request's line in the access log, and to its span."""
-    if not logs_access() and CURRENT.get() is None:
-        return
-    context(scope).fields.update(
-        mode=given.mode.value,
-        state=given.state.value,
-        queue_ms=round(given.latency.queue_ms, 3),
-        compute_ms=round(given.latency.compute_ms, 3),
-        batch_items=given.latency.batch_items,
-    )

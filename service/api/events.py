@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from wane.service.api.deps import note_answer
 from wane.service.api.encode import json_bytes
-from wane.service.api.exchange import context
+from wane.service.api.exchange import context, note_answer
 from wane.service.api.problem import failure_document
 from wane.service.engine.stream import Stream
 from wane.service.types import Finish, GeneratedToken, ScoredTokens, ScoreProgress, ScoreSummary

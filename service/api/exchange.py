@@ -17,9 +17,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from logging import INFO
 from random import getrandbits
 from typing import Protocol
 
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -27,11 +29,12 @@ from wane.service.aio.eager import EagerTask
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.keyring import Principal
 from wane.service.errors import Abandoned, InvalidRequest, NotFound, Unavailable, truncate_repr
-from wane.service.observability.logs import log_access, logs_access
+from wane.service.observability.logs import ACCESS, log_access
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT, Parent, Traced, Tracing
+from wane.service.registry.registry import ModelRegistry
 from wane.service.registry.swap import Epochs
-from wane.service.types import ANYBODY, Owner
+from wane.service.types import ANYBODY, Answer, Finish, Owner
 
 Envelope = Callable[[Scope, Exception], Response]
 """Turns a failure into the answer of the protocol that the request's path speaks."""
@@ -101,6 +104,25 @@ def context(scope: Scope) -> RequestContext:
     """The context of this request."""
     found: RequestContext = scope["wane.context"]
     return found
+
+
+def registry(request: HTTPConnection) -> ModelRegistry:
+    """The models that this process serves."""
+    found: ModelRegistry = request.app.state.registry
+    return found
+
+
+def note_answer(scope: Scope, given: Answer | Finish) -> None:
+    """Adds how the answer came about to the request's line in the access log, and to its span."""
+    if not ACCESS.isEnabledFor(INFO) and CURRENT.get() is None:
+        return
+    context(scope).fields.update(
+        mode=given.mode.value,
+        state=given.state.value,
+        queue_ms=round(given.latency.queue_ms, 3),
+        compute_ms=round(given.latency.compute_ms, 3),
+        batch_items=given.latency.batch_items,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +265,7 @@ class Exchange:
         metrics.count_request(route(scope), known, status, ended_s - self._started_s, trace_id)
         if "error" in here.fields:
             metrics.request_errors.labels(here.fields["error"], here.owner.name or "").inc()
-        if logs_access():
+        if ACCESS.isEnabledFor(INFO):
             line = log_line(scope, here, ended_s - self._started_s)
             line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": sent_bytes}
             log_access("request", line | here.fields)

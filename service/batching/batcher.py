@@ -119,7 +119,7 @@ class Batcher:
         self._inline_s = inline_s
         self._times = RunTimeModel()
         self._queue: Scheduler[WorkItem] = FairScheduler(max_batch_size, cost_model)
-        self._sequence_s = 0.0  # of a run, an item of the latest batches of sequences
+        self.sequence_s = 0.0  # of a run, an item of the latest batches of sequences
         self._starting = False
         self._taken = 0  # batches with the runner: one that runs, and one that waits for it
         self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the one that waits
@@ -200,7 +200,7 @@ class Batcher:
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
         """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
-        wait_s = waiting * self._sequence_s
+        wait_s = waiting * self.sequence_s
         left_s = deadline - asyncio.get_running_loop().time()
         if 0 < left_s < wait_s:
             self._refused.inc()
@@ -374,7 +374,7 @@ class Batcher:
         lengths = [1] * len(items) if role in ONE_TOKEN else [item.work.length for item in items]
         self._observe(role, lengths, sum([started_s - item.queued_s for item in items]), compute_s)
         if role not in ONE_TOKEN:
-            self._sequence_s += EMA_ALPHA * (compute_s / len(items) - self._sequence_s)
+            self.sequence_s += EMA_ALPHA * (compute_s / len(items) - self.sequence_s)
         self._pool.release_all([item.work.read for item in items])
         self._pool.release_all([item.work.write for item in items if item.work.write is not None])
         for item, row in zip(items, rows, strict=True):

@@ -143,7 +143,7 @@ class AnswerBuilder:
         """
         answered = recurrent or window
         assert answered is not None, "a plan without a run: this is a bug"
-        found = self._predictions(answered.result, top_k)
+        found = self.predictions(answered.result, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
@@ -154,7 +154,7 @@ class AnswerBuilder:
             self._stats.compared(pair, Source.BOTH)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
-                Mode.WINDOW: ModeAnswer(self._predictions(window.result, top_k), window.latency),
+                Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k), window.latency),
             }
             for mode, part in modes.items():
                 self._stats.took(mode, part.latency)
@@ -181,7 +181,7 @@ class AnswerBuilder:
             durable=durable,
         )
 
-    def _predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
+    def predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
         found = result.row.largest(top_k)
         if found is not None:
             return listed(found, top_k, self._vocabulary)

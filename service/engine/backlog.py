@@ -98,8 +98,8 @@ class Backlog:
         """`clock`: the one that deadlines are on."""
         self._on_refuse = on_refuse
         self._clock = clock
-        self._shares: list[Share] = []
-        self._pace = 1.0
+        self.shares: list[Share] = []
+        self.pace = 1.0
         self._worked_s = 0.0
         self._spent_s = 0.0
         self._turn_s = 0.0
@@ -111,7 +111,7 @@ class Backlog:
     def seconds(self) -> float:
         """The expected time until all requests are over, if no other comes."""
         now = self._clock()
-        return self._pace * sum(share.left_s for share in self._shares if share.deadline > now)
+        return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
@@ -122,16 +122,16 @@ class Backlog:
             yield Share(None, seconds, deadline)
             return
         share = Share(self, seconds, deadline)
-        if self._shares:
+        if self.shares:
             self._check(share)
-        self._shares.append(share)
+        self.shares.append(share)
         share.resume()
         try:
             yield share
         finally:
             share.pause()
             share.left_s = 0.0  # so that it does not resume
-            self._shares.remove(share)
+            self.shares.remove(share)
 
     def turn_s(self) -> float:
         """Seconds that a share has had so far that always took turns: each second is divided among those that do."""
@@ -148,18 +148,18 @@ class Backlog:
         if self._worked_s < MEASURED_S:
             return
         measured = self._spent_s / self._worked_s
-        self._pace += EMA_ALPHA * (min(max(measured, FASTEST), SLOWEST) - self._pace)
+        self.pace += EMA_ALPHA * (min(max(measured, FASTEST), SLOWEST) - self.pace)
         self._worked_s = self._spent_s = 0.0
 
     def _check(self, new: Share) -> None:
         """Raises Overloaded if the new request would be too late, or would make another too late."""
         now = self._clock()
-        shares = [share for share in self._shares if share.deadline > now]
+        shares = [share for share in self.shares if share.deadline > now]
         if not any(share.takes_turns for share in shares):
             return
         shares.sort(key=left_of)
-        own_s, left_s = MARGIN * self._pace * new.left_s, new.deadline - now
-        finish_s = MARGIN * self._pace * (new.left_s + sum([min(share.left_s, new.left_s) for share in shares]))
+        own_s, left_s = MARGIN * self.pace * new.left_s, new.deadline - now
+        finish_s = MARGIN * self.pace * (new.left_s + sum([min(share.left_s, new.left_s) for share in shares]))
         if 0 < left_s < finish_s:
             self._refuse(
                 f"the request may take {own_s:.1f} s, and {finish_s:.1f} s with the requests that were admitted "
@@ -168,8 +168,8 @@ class Backlog:
             )
         shorter_s = 0.0
         for index, share in enumerate(shares):
-            before_s, left_s = self._pace * (shorter_s + share.left_s * (len(shares) - index)), share.deadline - now
-            if before_s <= left_s < MARGIN * (before_s + self._pace * min(share.left_s, new.left_s)):
+            before_s, left_s = self.pace * (shorter_s + share.left_s * (len(shares) - index)), share.deadline - now
+            if before_s <= left_s < MARGIN * (before_s + self.pace * min(share.left_s, new.left_s)):
                 self._refuse(
                     f"the request may take {own_s:.1f} s, and a request that was admitted before it would miss its "
                     "deadline",

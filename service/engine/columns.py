@@ -264,7 +264,7 @@ class StepColumns:
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._rows: list[StepRow] = []
         self._flushes = 0  # of the resident sessions, when the first of those that wait was taken in
-        self._running: StepBatch | None = None  # on the runner's thread
+        self._held: list[StepBatch] = []  # on the runner's thread, or behind the batch that runs there
         self._timer: Timer | None = None
         self._timer_at = 0.0
         self._bound_of_all = bounds.bound(certificate, 1, 1)  # of a state that knows all of its sequence
@@ -345,7 +345,7 @@ class StepColumns:
     def hold(self, running: ColumnBatch) -> None:
         """The batch is run on the runner's thread: until `finish`, no state of it goes."""
         assert isinstance(running, StepBatch), "a batch of others: this is a bug"
-        self._running = running
+        self._held.append(running)
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
 
@@ -353,8 +353,8 @@ class StepColumns:
         """Commits and answers the steps of a batch that was run from `started_s` on, by `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "a batch of others: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
-        if self._running is batch:
-            self._running = None
+        if batch in self._held:
+            self._held.remove(batch)
             self._state_cache.release_all(batch.slots.tolist())
             good = self._resident_still(batch)
             self._conflicts.inc(int(np.count_nonzero(~good)))
@@ -402,11 +402,11 @@ class StepColumns:
         now_s = asyncio.get_running_loop().time()
         late = [row for row in self._rows if _has_passed(row[5], now_s)]
         self._rows = [row for row in self._rows if not _has_passed(row[5], now_s)]
-        running, late_running = self._running, list[tuple[StepReceiver, int]]()
+        late_running = list[tuple[StepReceiver, int]]()
         deadlines = [row[5] for row in self._rows]
-        if running is not None:
+        for running in self._held:
             passed = [_has_passed(deadline, now_s) for deadline in running.deadlines]
-            late_running = list(compress(zip(running.receivers, running.numbers, strict=True), passed))
+            late_running += compress(zip(running.receivers, running.numbers, strict=True), passed)
             running.deadlines = tuple(
                 None if is_late else deadline for is_late, deadline in zip(passed, running.deadlines, strict=True)
             )

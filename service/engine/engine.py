@@ -127,19 +127,19 @@ class Engine:
         self.name = name = manifest.name
         self.version = manifest.version
         self.tokenizer = manifest.vocabulary.sha256[:TOKENIZER_DIGITS]
-        self._admission = Admission()
+        self.admission = Admission()
         self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch_size
         self._limits = Limits(manifest, settings)
-        self._pool = pool = StateCache(
+        self.state_cache = pool = StateCache(
             manifest.state,
             manifest.architecture.hidden,
             settings.state_budget_bytes,
             metrics.states_evicted.labels(name).inc,
         )
         self._cost_model = cost_model or CostModel(PIECE_TOKENS)
-        self._batcher = Batcher(
+        self.batcher = Batcher(
             runner,
             pool,
             metrics,
@@ -150,10 +150,10 @@ class Engine:
             inline_s=settings.inline_batch_max_us / 1e6,
         )
         self._throughput = throughput or ThroughputProfile()
-        parallel = ChunkedRunner(manifest, self._batcher, pool, self._throughput)
+        parallel = ChunkedRunner(manifest, self.batcher, pool, self._throughput)
         self._cost_model.parallel_cost = parallel.seconds
-        self._forward = Forward(self._batcher, pool, parallel)
-        self._sessions = Sessions(
+        self.forward = Forward(self.batcher, pool, parallel)
+        self.sessions = Sessions(
             store,
             pool,
             metrics,
@@ -168,33 +168,35 @@ class Engine:
         )
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
-        self._scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
-        self._answer_builder = AnswerBuilder(manifest, vocabulary, margin, self._forward, self._stats, self._prover)
-        self._answer_builder.direction = direction
-        self._shadow: Shadow | None = None
+        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
+        self.answer_builder = AnswerBuilder(manifest, vocabulary, margin, self.forward, self._stats, self._prover)
+        self.answer_builder.direction = direction
+        self.shadow: Shadow | None = None
         if shadow_runner is not None:
-            self._shadow = Shadow(
+            self.shadow = Shadow(
                 settings.shadow_rate,
                 shadow_runner,
                 manifest.state,
-                self._batcher,
-                self._answer_builder,
+                self.batcher,
+                self.answer_builder,
                 self._stats,
                 window=self._limits.window,
                 random=Random(),  # noqa: S311  (a sample, not a secret)
             )
-            self._answer_builder.sampler = self._shadow
+            self.answer_builder.sampler = self.shadow
         has_radius_output = RADIUS in runner.outputs("window")
-        self._predictor = Predictor(
+        self.predictor = Predictor(
             manifest,
             vocabulary,
             self._limits,
             pool,
-            self._forward,
-            self._answer_builder,
+            self.forward,
+            self.answer_builder,
             self._cost_model,
             has_radius_output=has_radius_output,
         )
+        self.has_state = pool.has_state
+        """Whether a session's state is in the cache, by the session's key."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock)
         outputs = runner.outputs("step")
         self._columns = StepColumns(
@@ -202,35 +204,35 @@ class Engine:
             vocabulary,
             pool,
             resident,
-            self._sessions.locks,
+            self.sessions.locks,
             margin,
-            self._admission,
+            self.admission,
             self._stats,
             metrics,
             name,
             partial(self._step_admitted, is_locked=True),
             most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
             max_queue=settings.max_queue,
-            queue_columns=self._batcher.queue_columns,
+            queue_columns=self.batcher.queue_columns,
         )
-        self._batcher.columns = self._columns
-        self._steps = SessionSteps(
+        self.batcher.columns = self._columns
+        self.steps = SessionSteps(
             manifest,
             self._limits,
-            self._pool,
-            self._batcher,
-            self._forward,
-            self._sessions,
+            self.state_cache,
+            self.batcher,
+            self.forward,
+            self.sessions,
             resident,
-            self._answer_builder,
+            self.answer_builder,
             self._cost_model,
             metrics,
             has_radius_output=has_radius_output,
         )
-        self._backlog = Backlog(metrics.queue_rejected.labels(name).inc)
+        self.backlog = Backlog(metrics.queue_rejected.labels(name).inc)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix=f"encoder-{name}")
-        self._housekeeper = Housekeeper(
-            pool, self._sessions, metrics, name, lambda: not self._admission.active and self._batcher.idle
+        self.housekeeper = Housekeeper(
+            pool, self.sessions, metrics, name, lambda: not self.admission.active and self.batcher.idle
         )
         self._keeping: asyncio.Task[None] | None = None
         self._metrics = metrics
@@ -248,7 +250,7 @@ class Engine:
     @property
     def asked(self) -> int:
         """How many requests there were, ever."""
-        return self._admission.asked
+        return self.admission.asked
 
     @property
     def cost_model(self) -> Costs:
@@ -260,24 +262,24 @@ class Engine:
 
         `propagation`: what small errors in a state come to; of models every layer of which is contractive.
         """
-        self._scorer.propagation = propagation
+        self.scorer.propagation = propagation
         warm_up(
             self._runner,
-            self._pool,
+            self.state_cache,
             self.vocabulary.eos_id,
             window=self.manifest.window,
             max_batch_size=self._max_batch,
         )
         lengths = (1, self._limits.window, self._limits.max_window)
-        self._cost_model.measure(self._runner, self._pool, self.vocabulary.eos_id, lengths)
+        self._cost_model.measure(self._runner, self.state_cache, self.vocabulary.eos_id, lengths)
 
     async def measure(self) -> None:
         """Measures, between requests, how long sequences are cut best: until then they are run in order.
 
         Raises Unavailable once the engine is closed, and what the runner raises."""
-        measuring = self._throughput.measure(self._runner, self._pool, self.manifest, self._max_batch)
+        measuring = self._throughput.measure(self._runner, self.state_cache, self.manifest, self._max_batch)
         ended = object()
-        while await self._batcher.run_between(partial(next, measuring, ended)) is not ended:
+        while await self.batcher.run_between(partial(next, measuring, ended)) is not ended:
             pass
         if (pace_s := self._throughput.pace("scan").get(1)) is not None:
             self._cost_model.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
@@ -291,7 +293,7 @@ class Engine:
         """
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
-            with self._admission.admitted(), until(deadline):
+            with self.admission.admitted(), until(deadline):
                 if len(text) <= ENCODED_AT_ONCE:
                     tokens = self.vocabulary.encode(text)
                 else:
@@ -343,7 +345,7 @@ class Engine:
         """Takes a step of one token in columns; `number` is the step's at its receiver. False, and nothing was done,
         where the step needs more than columns: then it is to be submitted."""
         return (
-            self._shadow is None
+            self.shadow is None
             and CURRENT.get() is None
             and self._columns.take(session, token, expected_position, top_k, deadline, receiver, number)
         )
@@ -351,42 +353,42 @@ class Engine:
     async def _step(self, request: StepRequest, ticket: Ticket) -> Answer:
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
-        self._admission.enter()
+        self.admission.enter()
         return await self._step_admitted(request, ticket)
 
     async def _step_admitted(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """As `submit`, of a step that was checked and counted as admitted. `is_locked`: see `SessionSteps.step`."""
         try:
             if len(request.tokens) <= PIECE_TOKENS:
-                answer = await self._steps.step(request, ticket, is_locked=is_locked)
+                answer = await self.steps.step(request, ticket, is_locked=is_locked)
             else:
-                with self._backlog.share(self._steps.seconds(request), request.deadline) as share:
-                    answer = await self._steps.step(request, ticket)
+                with self.backlog.share(self.steps.seconds(request), request.deadline) as share:
+                    answer = await self.steps.step(request, ticket)
                     if not answer.replayed:
                         share.progress(1)
         finally:
-            self._admission.leave()
+            self.admission.leave()
         self._stats.made(answer, None if ticket.abandoned else "step")
         return answer
 
     async def _predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
         self._check_prediction(request)
-        expected_s = self._predictor.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
-        with self._backlog.share(expected_s, request.deadline) as share:
+        expected_s = self.predictor.seconds(request) if len(request.tokens) >= PIECE_TOKENS else 0.0
+        with self.backlog.share(expected_s, request.deadline) as share:
             answer = await self._predict_checked(request, ticket)
             share.progress(1)
         return answer
 
     async def _predict_checked(self, request: PredictRequest, ticket: Ticket) -> Answer:
         """As `submit`, of a request that was checked and that the backlog has let in."""
-        self._admission.enter()
+        self.admission.enter()
         try:
             if request.session is None:
-                answer = await self._predictor.predict(request, ticket)
+                answer = await self.predictor.predict(request, ticket)
             else:
-                answer = await self._steps.predict(request, request.session, ticket)
+                answer = await self.steps.predict(request, request.session, ticket)
         finally:
-            self._admission.leave()
+            self.admission.leave()
         self._stats.made(answer, None if ticket.abandoned else "predict")
         return answer
 
@@ -407,14 +409,14 @@ class Engine:
         for index, request in enumerate(requests):
             try:
                 self._check_prediction(request)
-                expected[index] = self._predictor.seconds(request)
+                expected[index] = self.predictor.seconds(request)
             except Exception as error:  # an unexpected one fails its own request only
                 results[index] = error
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
         all_s, done_s = sum(expected.values()), 0.0
         deadline = min((one.deadline for one in requests if one.deadline is not None), default=None)
-        with self._backlog.share(all_s, deadline) as share, ExitStack() as submitted:
+        with self.backlog.share(all_s, deadline) as share, ExitStack() as submitted:
             pending: list[tuple[int, Pending[Answer]]] = []
             for index in expected:
                 ticket = Ticket(requests[index].deadline)
@@ -459,9 +461,9 @@ class Engine:
         """
         self._limits.tokens(request.tokens, document=True)
         with ExitStack() as stack:
-            stack.enter_context(self._admission.admitted())
-            share = stack.enter_context(self._backlog.share(self._scorer.seconds(request), request.deadline))
-            items = self._scorer.score(request, self.identity, Ticket(request.deadline), share)
+            stack.enter_context(self.admission.admitted())
+            share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
+            items = self.scorer.score(request, self.identity, Ticket(request.deadline), share)
             scoring = await Stream.begin(items, share, stack)
         self._stats.answered("score", Mode.RECURRENT)
         return scoring
@@ -473,14 +475,14 @@ class Engine:
         ticket = Ticket(request.deadline)
         expected_s = compare.seconds(self._cost_model, request)
         with (
-            self._admission.admitted(),
-            self._backlog.share(expected_s, request.deadline) as share,
+            self.admission.admitted(),
+            self.backlog.share(expected_s, request.deadline) as share,
             until(request.deadline),
         ):
             compared = await compare.compare(
-                self._forward,
-                self._pool,
-                self._answer_builder,
+                self.forward,
+                self.state_cache,
+                self.answer_builder,
                 self.vocabulary,
                 request,
                 self.identity,
@@ -500,10 +502,10 @@ class Engine:
         if request.window is not None:
             self._limits.of_window(request.window)
         with ExitStack() as stack:
-            stack.enter_context(self._admission.admitted())
-            expected_s = self._predictor.generation_seconds(request)
-            share = stack.enter_context(self._backlog.share(expected_s, request.deadline))
-            items = self._predictor.generate(request, self.identity, Ticket(request.deadline), share, stack)
+            stack.enter_context(self.admission.admitted())
+            expected_s = self.predictor.generation_seconds(request)
+            share = stack.enter_context(self.backlog.share(expected_s, request.deadline))
+            items = self.predictor.generate(request, self.identity, Ticket(request.deadline), share, stack)
             generation = await Stream.begin(items, share, stack)
         self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation
@@ -524,29 +526,29 @@ class Engine:
         """
         if history is not None:
             self._limits.tokens(history.tokens, "history")
-        with self._admission.admitted():
-            record, created = await self._sessions.create(session, mode, owner, history)
-            view = self._steps.view(record, self.identity)
+        with self.admission.admitted():
+            record, created = await self.sessions.create(session, mode, owner, history)
+            view = self.steps.view(record, self.identity)
             return NewSession(**asdict(view)) if created else view
 
     async def get_session(self, session: str) -> SessionView:
         """Looks at a session without touching its idle time. Raises UnknownSession."""
-        return self._steps.view(await self._sessions.read(session), self.identity)
+        return self.steps.view(await self.sessions.read(session), self.identity)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Ends a session, after the step that it may be in. Raises UnknownSession."""
         with until(deadline):
-            async with self._sessions.locks.held(session):
-                await self._sessions.delete(session)
+            async with self.sessions.locks.held(session):
+                await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
         """Cuts the session's tail back to `position`, after the step that it may be in.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
-        with self._admission.admitted(), until(deadline):
-            async with self._sessions.locks.held(session):
-                return self._steps.view(await self._sessions.rewind(session, position), self.identity)
+        with self.admission.admitted(), until(deadline):
+            async with self.sessions.locks.held(session):
+                return self.steps.view(await self.sessions.rewind(session, position), self.identity)
 
     # Life
 
@@ -557,50 +559,50 @@ class Engine:
             "model_version": self.version,
             "device": self.device,
             **self._stats.document(),
-            "sessions": await self._sessions.counts(),
-            "integrity": self._housekeeper.document(),
+            "sessions": await self.sessions.counts(),
+            "integrity": self.housekeeper.document(),
             "costs": self.cost_model,
         }
 
     def publish(self) -> None:
         """It is served from now on: what is measured of its model is measured of it."""
-        metrics, pool = self._metrics, self._pool
+        metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
         metrics.state_bytes.labels(self.name).set_function(lambda: pool.used_bytes)
-        metrics.queue_items.labels(self.name).set_function(lambda: self._batcher.waiting)
+        metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
     def keep(self) -> None:
         """From now on, looks after what is kept, now and then."""
-        self._keeping = asyncio.create_task(self._housekeeper.run())
+        self._keeping = asyncio.create_task(self.housekeeper.run())
 
     def retire(self) -> None:
         """Marks the engine as replaced or unloaded: its holders must ask the registry again."""
         self.retired = True
-        if self._shadow is not None:
-            self._shadow.close()
+        if self.shadow is not None:
+            self.shadow.close()
 
     async def drain(self) -> None:
         """Takes no new requests (Unavailable), and waits for those that were admitted."""
-        self._admission.close()
-        if self._shadow is not None:
-            self._shadow.close()
-        await self._admission.idle()
+        self.admission.close()
+        if self.shadow is not None:
+            self.shadow.close()
+        await self.admission.idle()
 
     async def close(self) -> None:
         """Takes no new requests, fails what is still queued, and ends the engine's threads."""
-        self._admission.close()
-        if self._shadow is not None:
-            self._shadow.close()
+        self.admission.close()
+        if self.shadow is not None:
+            self.shadow.close()
         if self._keeping is not None:
             self._keeping.cancel()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
-        await self._batcher.close()
+        await self.batcher.close()
         await self._resident.close()  # last: the steps of a batch that ran are committed to it
 
     def discard(self) -> None:
         """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""
         self._runner.close()
-        self._pool.close()
+        self.state_cache.close()

@@ -70,7 +70,7 @@ class Forward:
     def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner) -> None:
         self._batcher = batcher
         self._pool = pool
-        self._parallel = parallel
+        self.parallel = parallel
 
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
@@ -98,7 +98,7 @@ class Forward:
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
             return RunResult(row)
-        await self._parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
+        await self.parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:

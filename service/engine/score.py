@@ -74,7 +74,7 @@ class Scorer:
         self._certificate = manifest.certificate
         self._state = manifest.state
         self._least: float | None = None  # what joints of nothing but rounding can come to
-        self._parallel = parallel
+        self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
         self._eos_id = manifest.vocabulary.eos_id
@@ -93,7 +93,7 @@ class Scorer:
         tokens = len(request.tokens)
         if request.method is ScoreMethod.PARALLEL:
             demand = Demand(RESIDUAL) if request.tolerance is None else EXACT
-            parallel_cost = self._parallel.seconds(tokens, "scan", demand)
+            parallel_cost = self.parallel.seconds(tokens, "scan", demand)
             if parallel_cost is not None:
                 return parallel_cost
         return tokens / IN_ORDER["scan"] * self._cost_model.run("scan", IN_ORDER["scan"])
@@ -113,7 +113,7 @@ class Scorer:
         settled, total, plan = 0, 0.0, ChunkPlan()
         worst: list[float | None] = []
         with self._pool.lease() as slot:
-            pieces = self._parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
+            pieces = self.parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
             try:
                 while (piece := await self._next(pieces, request.deadline)) is not None:
                     plan = piece.plan

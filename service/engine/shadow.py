@@ -113,6 +113,11 @@ class Shadow:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shadow")
         batcher.on_idle = self._wake
 
+    @property
+    def idle(self) -> bool:
+        """Whether no shadow waits or runs."""
+        return not self._cases and self._work is None and self._running is None and self._timer is None
+
     def chosen(self) -> bool:
         """Whether the next answer is sampled."""
         return not self._closed and self._random.random() < self._rate

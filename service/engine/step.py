@@ -63,7 +63,7 @@ class SessionSteps:
         self._answer_builder = answer_builder
         self._cost_model = cost_model
         self._has_radius_output = has_radius_output
-        self._found = 1.0
+        self.share_found = 1.0
         self._replayed = metrics.steps_replayed.labels(manifest.name)
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
@@ -310,14 +310,14 @@ class SessionSteps:
         """A state was needed, and found or not. That of no tokens always is."""
         if record.position:
             before = self._share_found()
-            self._found = before + REBUILD_EMA_ALPHA * (found - before)
+            self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
 
     def _share_found(self) -> float:
         """Of the states that were needed, by steps in columns too, the share of those that were found resident."""
         hits, self._resident.hits = self._resident.hits, 0
         if hits:
-            self._found = 1 - (1 - self._found) * (1 - REBUILD_EMA_ALPHA) ** hits
-        return self._found
+            self.share_found = 1 - (1 - self.share_found) * (1 - REBUILD_EMA_ALPHA) ** hits
+        return self.share_found
 
     def _plan(
         self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, dropped_tokens: int

@@ -78,8 +78,8 @@ class MarginProof:
     ) -> bool:
         """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
         of it, in any float32 run of the output layer. `top`: of the same logits."""
-        settled = self._at_a_look(logits, hidden, error, top)
-        return self._has_no_rival(logits, hidden, error) if settled is None else settled
+        settled = self.at_a_look(logits, hidden, error, top)
+        return self.has_no_rival(logits, hidden, error) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
         """As `proves`, of a row that has logits and hidden."""
@@ -121,7 +121,7 @@ class MarginProof:
             found[rows[left > apart * errors[rows]]] = -1
         return found
 
-    def _at_a_look(
+    def at_a_look(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
     ) -> bool | None:
         """Whether it is, or None, where that takes a look at all tokens and not only at the second.
@@ -157,7 +157,7 @@ class MarginProof:
             return False
         return None
 
-    def _has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
+    def has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
         found = self.rivals(logits, hidden, error, most=0)
         return found is not None and not len(found)
 

@@ -100,13 +100,8 @@ def flush() -> None:
         handler.flush()
 
 
-def logs_access() -> bool:
-    """Whether finished requests are logged."""
-    return ACCESS.isEnabledFor(logging.INFO)
-
-
 def log_access(message: str, fields: dict[str, object]) -> None:
     """Logs a finished request: `ACCESS.info`, without the search for the calling line."""
-    if logs_access():
+    if ACCESS.isEnabledFor(logging.INFO):
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

@@ -64,13 +64,13 @@ class ModelRegistry:
         self.default = settings.default_model  # the name of the model that answers where none is named
         self._status = "loading"
         self._leaving = False
-        self._store: Store | None = None
+        self.session_store: Store | None = None
         self.epochs = Epochs()
         self._repository = Repository(settings.bundles)
-        self._retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
-        self._lifecycle = ModelLifecycle(self._repository, self._retired_engines, settings, metrics)
-        self._engines = self._lifecycle.engines
-        self.failures: Mapping[str, LoadFailed] = self._lifecycle.failures  # why the last load of a model failed
+        self.retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
+        self.lifecycle = ModelLifecycle(self._repository, self.retired_engines, settings, metrics)
+        self._engines = self.lifecycle.engines
+        self.failures: Mapping[str, LoadFailed] = self.lifecycle.failures  # why the last load of a model failed
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -101,7 +101,7 @@ class ModelRegistry:
     @property
     def store(self) -> StoreHealth | None:
         """The health of the session store; None before it is open."""
-        return None if self._store is None else self._store.standing
+        return None if self.session_store is None else self.session_store.standing
 
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
         """Opens the session store, then loads every model, one after another, the default first.
@@ -120,12 +120,12 @@ class ModelRegistry:
             return
         # Every session can then be asked for every window that its model takes.
         longest = max(self._settings.session_history_tokens, *(one.max_window for one in found.values()))
-        store = self._store = make_store(self._settings, longest, self._metrics)
+        store = self.session_store = make_store(self._settings, longest, self._metrics)
         await store.open()
         if self._status != "loading":
             return
-        self._lifecycle.store = store
-        self._loads = {name: asyncio.create_task(self._lifecycle.load(name)) for name in self._found}
+        self.lifecycle.store = store
+        self._loads = {name: asyncio.create_task(self.lifecycle.load(name)) for name in self._found}
         self._open.set()
         for name, task in [*self._loads.items()]:
             await asyncio.wait([task])
@@ -200,27 +200,26 @@ class ModelRegistry:
             await self.wait_for(deadline=deadline)
         if self._status == "draining":
             self.check_ready()
-        assert self._store is not None, "open without a store: this is a bug"
-        kind = self._store.kind(session)
+        assert self.session_store is not None, "open without a store: this is a bug"
+        kind = self.session_store.kind(session)
         if kind is not None and (kind[0] in self._engines or not self.is_coming(kind[0])):
             try:
                 return self._engine_of(session, kind, model)
             except WaneError:  # a session that was created again elsewhere may be of another model
                 pass
-        record = await self._store.get(session)
+        record = await self.session_store.get(session)
         kind = None if record is None else (record.model, record.vocabulary)
         if kind is not None and self.is_coming(kind[0]):
             await self.wait_for(kind[0], deadline)
         return self._engine_of(session, kind, model)
 
     def resident_engine(self, session: str) -> Engine | None:
-        """The engine that a session lives on, by its name within, where that is known without asking: of a session that
-        was seen here, of a model that is served."""
-        if self._store is None or self._status == "draining":
-            return None
-        kind = self._store.kind(session)
-        engine = None if kind is None else self._engines.get(kind[0])
-        return engine if engine is not None and kind is not None and kind[1] == engine.tokenizer else None
+        """The engine that has the session's state in its cache; None if there is none, or the server drains."""
+        if self._status != "draining":
+            for engine in self._engines.values():
+                if engine.has_state(session):
+                    return engine
+        return None
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
         """The engine for a session of this model and vocabulary; `kind` is None if there is no such session."""
@@ -234,7 +233,7 @@ class ModelRegistry:
             why = f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}"
             raise InvalidRequest(why, "model")
         if vocabulary != engine.tokenizer:
-            older = self._retired_engines.of(own, vocabulary)
+            older = self.retired_engines.of(own, vocabulary)
             if older is None:
                 raise TokenizerChanged(id_of(session), engine.name, engine.version)
             return older
@@ -247,7 +246,7 @@ class ModelRegistry:
 
     async def report(self) -> Report:
         """The body of /v1/report, with versions kept for their sessions. Raises Unavailable."""
-        engines = [*self.list(), *self._retired_engines.lingering]
+        engines = [*self.list(), *self.retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
     # Changes
@@ -260,7 +259,7 @@ class ModelRegistry:
         Unavailable.
         """
         self.check_ready()
-        return await self._lifecycle.load(name, deadline)
+        return await self.lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
         """Serves the model no more. Its sessions go on if it is loaded again before they expire.
@@ -270,19 +269,19 @@ class ModelRegistry:
         if self._open.is_set():
             await self.wait_for(name, deadline)
         self.check_ready()
-        async with self._lifecycle.lock:
-            self._lifecycle.unload(self.get(name))
+        async with self.lifecycle.lock:
+            self.lifecycle.unload(self.get(name))
 
     async def index(self) -> Sequence[IndexEntry]:
         """Every version that is served, loading, unloading or in the folder of bundles, by name. Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
-        retired = self._retired_engines
+        retired = self.retired_engines
         sessions_only, last_requests = "for the sessions of its tokenizer only", "until its last requests are answered"
         entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in self.list()]
         entries += [IndexEntry(one.name, one.version, "READY", sessions_only) for one in retired.lingering]
         entries += [IndexEntry(one.name, one.version, "UNLOADING", last_requests) for one in retired.leaving]
-        coming = [*(self._found[name] for name in self.loading), *filter(None, [self._lifecycle.loading])]
+        coming = [*(self._found[name] for name in self.loading), *filter(None, [self.lifecycle.loading])]
         named = {(found.name, found.version) for found in coming if found.reason is None}
         entries += [IndexEntry(name, version, "LOADING", "") for name, version in named]
         told = {(entry.name, entry.version) for entry in entries if entry.state in ("READY", "LOADING")}
@@ -295,7 +294,7 @@ class ModelRegistry:
 
     async def settled(self) -> None:
         """Waits until replaced and unloaded engines are closed."""
-        await self._retired_engines.settled()
+        await self.retired_engines.settled()
 
     # The end
 
@@ -313,23 +312,23 @@ class ModelRegistry:
             self._open.set()
             for load in self._loads.values():  # requests that wait for it fail at once
                 load.cancel()
-            self._lifecycle.stop()
+            self.lifecycle.stop()
             if self._watching is not None:
                 self._watching.cancel()
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        engines = [*self._engines.values(), *self._retired_engines.stop()]
+        engines = [*self._engines.values(), *self.retired_engines.stop()]
         try:
             async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):
                 await asyncio.gather(*(engine.drain() for engine in engines))
         except TimeoutError:
             logger.warning("requests were still running after %d ms", self._settings.drain_timeout_ms)
         await asyncio.gather(*(engine.close() for engine in engines))
-        if self._store is not None:  # before loads are waited for, which may take longer than the process has
-            await self._store.close()
-        await asyncio.gather(*self._lifecycle.tasks, return_exceptions=True)
+        if self.session_store is not None:  # before loads are waited for, which may take longer than the process has
+            await self.session_store.close()
+        await asyncio.gather(*self.lifecycle.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
         """Raises Unavailable before the store is open, and once the server is stopping."""

@@ -169,7 +169,7 @@ class ModelLifecycle:
         self._settings = settings
         self._metrics = metrics
         self.engines: dict[str, Engine] = {}
-        self._digests: dict[str, str] = {}  # of their bundles
+        self.digests: dict[str, str] = {}  # of their bundles
         self.lock = asyncio.Lock()
         self._stopping = False
         self.store: Store | None = None
@@ -189,7 +189,7 @@ class ModelLifecycle:
     def unload(self, engine: Engine) -> None:
         """Serves the model no more; the caller holds the lock."""
         name = engine.name
-        del self.engines[name], self._digests[name]
+        del self.engines[name], self.digests[name]
         self.failures.pop(name, None)  # of a version that was to take its place
         self._metrics.model_info.remove(name, engine.version, engine.device)
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
@@ -200,7 +200,7 @@ class ModelLifecycle:
         """Serves the engine in place of another version, between two turns of the event loop."""
         before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self.engines[engine.name] = engine
-        self._digests[engine.name] = digest
+        self.digests[engine.name] = digest
         if older is not None:  # of this tokenizer: its sessions go on here
             self._retired_engines.retire(older)
         if before is not None:
@@ -242,7 +242,7 @@ class ModelLifecycle:
             current = self.engines.get(name)
             try:
                 found = await asyncio.to_thread(self._repository.find, name)
-                if current is not None and found.digest == self._digests[name]:
+                if current is not None and found.digest == self.digests[name]:
                     self.failures.pop(name, None)
                     self._metrics.model_loads.labels("same").inc()
                     return current
@@ -274,7 +274,7 @@ class ModelLifecycle:
         assert self.store is not None, "ready without a store: this is a bug"
         self.loading = found
         try:
-            opened = await asyncio.to_thread(self._read, found)
+            opened = await asyncio.to_thread(self.read, found)
             longest = opened.bundle.manifest.max_window
             self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
@@ -288,7 +288,8 @@ class ModelLifecycle:
         finally:
             self.loading = None
 
-    def _read(self, found: FoundBundle) -> LoadedBundle:
+    def read(self, found: FoundBundle) -> LoadedBundle:
+        """Opens a bundle's graphs; blocks. Raises LoadFailed if the bundle changes meanwhile."""
         opened = loader.open_graphs(loader.read(found.path), self._settings)
         if look(found.path).digest != found.digest:
             opened.close()

@@ -47,12 +47,12 @@ class SubprocessRunner:
             stdout=subprocess.PIPE,
         )
         assert process.stdin is not None and process.stdout is not None, "no pipes: this is a bug"
-        self._process, self._asked, self._answers = process, process.stdin, process.stdout
+        self.process, self.asked, self._answers = process, process.stdin, process.stdout
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs of one graph, by name; see `Runner`. Raises RunnerLost, and RuntimeError where the run failed."""
         try:
-            _write(self._asked, {"role": role}, feeds)
+            _write(self.asked, {"role": role}, feeds)
             said, outputs = _read(self._answers)
         except (OSError, ValueError) as error:
             raise RunnerLost("the process that runs aside has ended") from error
@@ -63,12 +63,12 @@ class SubprocessRunner:
 
     def kill(self) -> None:
         """Ends the process, without waiting for its end. A run that waits raises RunnerLost."""
-        self._process.kill()
+        self.process.kill()
 
     def wait(self) -> None:
         """Waits for the end of the process, after `kill`."""
-        self._process.wait()
-        for pipe in (self._asked, self._answers):
+        self.process.wait()
+        for pipe in (self.asked, self._answers):
             with suppress(OSError):  # a pipe whose other end is gone cannot take what was still to be written
                 pipe.close()
 

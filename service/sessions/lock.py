@@ -17,13 +17,13 @@ class SessionLocks:
     """A lock for each session: first come, first served. Nothing is kept of sessions whose lock is free."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
+        self.waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
 
     def take(self, session: str) -> bool:
         """Takes the session's lock if it is free; the caller must then leave it."""
-        if session in self._waiting:
+        if session in self.waiting:
             return False
-        self._waiting[session] = None
+        self.waiting[session] = None
         return True
 
     async def wait(self, session: str) -> None:
@@ -33,9 +33,9 @@ class SessionLocks:
         """
         if self.take(session):
             return
-        queue = self._waiting[session]
+        queue = self.waiting[session]
         if queue is None:
-            queue = self._waiting[session] = deque()
+            queue = self.waiting[session] = deque()
         if len(queue) >= MOST_WAITERS:
             raise Overloaded(f"{MOST_WAITERS} requests are already waiting for session {id_of(session)!r}")
         mine = asyncio.get_running_loop().create_future()
@@ -52,13 +52,13 @@ class SessionLocks:
 
     def leave(self, session: str) -> None:
         """Gives the session's lock to the next who waits for it, if anybody does."""
-        queue = self._waiting[session]
+        queue = self.waiting[session]
         while queue:
             first = queue.popleft()
             if not first.done():
                 first.set_result(None)
                 return
-        del self._waiting[session]
+        del self.waiting[session]
 
     @asynccontextmanager
     async def held(self, session: str) -> AsyncIterator[None]:

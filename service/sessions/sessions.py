@@ -132,7 +132,7 @@ class Sessions:
         self._vocabulary = vocabulary
         self._state_ttl_s = state_ttl_s
         self._empty = empty
-        self._model_fingerprint = model_fingerprint
+        self.model_fingerprint = model_fingerprint
         self._checkpoint_interval_tokens = state_checkpoint_interval_tokens
         self._clock = clock
         self.locks = SessionLocks()
@@ -232,7 +232,7 @@ class Sessions:
         snapshot = record.snapshot
         if (
             snapshot is None
-            or snapshot.model_fingerprint != self._model_fingerprint
+            or snapshot.model_fingerprint != self.model_fingerprint
             or not _reaches(record, snapshot.position)
         ):
             return None
@@ -291,7 +291,7 @@ class Sessions:
         position = before + appended
         if self._checkpoint_interval_tokens is None or not due(before, position, self._checkpoint_interval_tokens):
             return None
-        return Snapshot(position, dropped_tokens, self._model_fingerprint, self._state_cache.pack(slot))
+        return Snapshot(position, dropped_tokens, self.model_fingerprint, self._state_cache.pack(slot))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
         """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.

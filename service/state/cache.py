@@ -54,7 +54,9 @@ class StateCache(StatePool):
         """As of `StatePool`; `on_evict` is told of every resident state that had to go."""
         super().__init__(state, hidden, budget_bytes)
         self._on_evict = on_evict
-        self._order: OrderedDict[str, int] = OrderedDict()  # their slots, in the order of use
+        self.order: OrderedDict[str, int] = OrderedDict()  # their slots, in the order of use
+        self.has_state: Callable[[str], bool] = self.order.__contains__
+        """Whether a session's state is here."""
         # By slot, what is known of the resident in it. Zeroed memory is the system's until it is first written.
         self.sessions: list[str | None] = [None] * RESERVED  # of the slots that were ever used: it grows with them
         self._revisions = np.zeros(self.capacity, np.uint64)
@@ -70,7 +72,7 @@ class StateCache(StatePool):
 
     def acquire(self) -> int:
         """A slot with one user. Raises Overloaded when every slot is in use by requests."""
-        if not self._free and self._untouched == self.capacity:
+        if not self.free and self._untouched == self.capacity:
             self._evict_one()
         return super().acquire()
 
@@ -79,8 +81,8 @@ class StateCache(StatePool):
         self.sessions.append(None)
 
     def _evict_one(self) -> None:
-        for session, slot in self._order.items():
-            if self._users[slot] == 1:
+        for session, slot in self.order.items():
+            if self.users[slot] == 1:
                 self.drop(session)
                 self._on_evict()
                 return
@@ -90,7 +92,7 @@ class StateCache(StatePool):
         slot, revision, dropped_tokens, position = cached
         self.retain(slot)
         self.drop(session)
-        self._order[session] = slot
+        self.order[session] = slot
         self.sessions[slot] = session
         self._revisions[slot] = revision
         self.dropped_tokens[slot] = dropped_tokens
@@ -100,7 +102,7 @@ class StateCache(StatePool):
 
     def slot_of(self, session: str) -> int | None:
         """The slot of the session's resident state; its place in the order stays as it is."""
-        return self._order.get(session)
+        return self.order.get(session)
 
     def advance(
         self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
@@ -115,20 +117,20 @@ class StateCache(StatePool):
         self.touched_s[slots] = now_s
         self._written[slots] = self._writes[slots]
         for session in sessions:
-            self._order.move_to_end(session)
+            self.order.move_to_end(session)
 
     def find(self, session: str, now_s: float) -> CachedState | None:
         """The session's resident state, which thereby becomes the most recently used."""
-        slot = self._order.get(session)
+        slot = self.order.get(session)
         if slot is None:
             return None
         self.touched_s[slot] = now_s
-        self._order.move_to_end(session)
+        self.order.move_to_end(session)
         return self._cached(slot)
 
     def peek(self, session: str) -> CachedState | None:
         """The session's resident state; its place in the order stays as it is."""
-        slot = self._order.get(session)
+        slot = self.order.get(session)
         return None if slot is None else self._cached(slot)
 
     def _cached(self, slot: int) -> CachedState:
@@ -136,24 +138,24 @@ class StateCache(StatePool):
 
     def drop(self, session: str) -> None:
         """Forgets a session's state, if there is one."""
-        slot = self._order.get(session)
+        slot = self.order.get(session)
         if slot is not None:
             self.on_drop(session, slot)
-            del self._order[session]
+            del self.order[session]
             self.sessions[slot] = None
             self.release(slot)
 
     def drop_idle(self, since_s: float) -> None:
         """Forgets the states last used before `since_s`."""
-        while self._order:
-            session, slot = next(iter(self._order.items()))
+        while self.order:
+            session, slot = next(iter(self.order.items()))
             if self.touched_s[slot] >= since_s:
                 return
             self.drop(session)
 
     def __len__(self) -> int:
         """How many sessions have their state here."""
-        return len(self._order)
+        return len(self.order)
 
     # Integrity
 
@@ -164,11 +166,13 @@ class StateCache(StatePool):
         """
         texts = self.miscounts()
         owners = len(self.sessions) - self.sessions.count(None)
-        if owners != len(self._order):
-            texts.append(f"{owners} slots are those of {len(self._order)} sessions")
-        if idle and self.used != len(self._order):
-            texts.append(f"{self.used} slots are in use for {len(self._order)} sessions, and by no request")
-        first = [self.touched_s[slot] for slot in islice(self._order.values(), NEXT_TO_GO)]
+        if owners != len(self.order):
+            texts.append(f"{owners} slots are those of {len(self.order)} sessions")
+        if idle and self.used != len(self.order):
+            texts.append(f"{self.used} slots are in use for {len(self.order)} sessions, and by no request")
+        if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
+            texts.append("a slot has two users, and no request is in progress")
+        first = [self.touched_s[slot] for slot in islice(self.order.values(), NEXT_TO_GO)]
         if any(one > other for one, other in pairwise(first)):
             texts.append("the next state to go is not the least recently used")
         found = [self._state_fault(slot) for slot in (range(RESERVED, self._untouched) if slots is None else slots)]
@@ -178,9 +182,9 @@ class StateCache(StatePool):
         session = self.sessions[slot]
         if session is None:
             return None
-        if self._order.get(session) != slot:
+        if self.order.get(session) != slot:
             return Fault("a slot is that of a session which has another")
-        if not self._users[slot]:
+        if not self.users[slot]:
             return Fault("a slot with a state is free")
         written, checksum = self.written(slot), self.checksum(slot)
         was_looked_at, before = self._seen_written[slot] == written, self._seen_checksum[slot]
@@ -198,14 +202,14 @@ class StateCache(StatePool):
                 self.drop(fault.session)
         if all(fault.session is not None for fault in faults):
             return
-        for session, slot in self._order.items():
+        for session, slot in self.order.items():
             self.on_drop(session, slot)
-        self._order.clear()
+        self.order.clear()
         for slot, owner in enumerate(self.sessions):
-            self._users[slot] -= owner is not None
+            self.users[slot] -= owner is not None
             self.sessions[slot] = None
             if idle:
-                self._users[slot] = 0
+                self.users[slot] = 0
         self.recount()
 
     def check_integrity(self, *, idle: bool = False) -> None:

@@ -48,50 +48,50 @@ class StatePool:
             )
         self._names = [tensor.name for tensor in state]
         # Zeroed memory is the system's until it is first written: an idle server does not pay for its budget.
-        self._arrays: dict[str, Array] = {
+        self.arrays: dict[str, Array] = {
             name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
         }
         self._writes = np.zeros(self.capacity, np.uint32)  # how often each slot was written to
-        self._users = array("i", bytes(4 * RESERVED))  # of the slots that were ever used: it grows with them
-        self._free = array("i")
+        self.users = array("i", bytes(4 * RESERVED))  # of the slots that were ever used: it grows with them
+        self.free = array("i")
         self._untouched = RESERVED  # slots from here on have never been used
 
     # Counting
 
     def acquire(self) -> int:
         """A slot with one user. Raises Overloaded when every slot is in use."""
-        if self._free:
-            slot = self._free.pop()
+        if self.free:
+            slot = self.free.pop()
         elif self._untouched < self.capacity:
             slot = self._untouched
             self._untouched += 1
             self._add_slot()
         else:
             raise Overloaded(f"all {self.capacity} states are in use: raise state_budget_bytes")
-        self._users[slot] = 1
+        self.users[slot] = 1
         return slot
 
     def _add_slot(self) -> None:
         """One slot more is used for the first time."""
-        self._users.append(0)
+        self.users.append(0)
 
     def retain(self, slot: int) -> None:
         """One user more. The reserved slots are never freed and need none."""
         if slot >= RESERVED:
-            assert self._users[slot], "a free slot cannot be retained: this is a bug"
-            self._users[slot] += 1
+            assert self.users[slot], "a free slot cannot be retained: this is a bug"
+            self.users[slot] += 1
 
     def release(self, slot: int) -> None:
         """One user less; the last one frees the slot."""
         if slot >= RESERVED:
-            users = self._users[slot] = self._users[slot] - 1
+            users = self.users[slot] = self.users[slot] - 1
             assert users >= 0, "a slot was released once too often: this is a bug"
             if not users:
-                self._free.append(slot)
+                self.free.append(slot)
 
     def release_all(self, slots: Iterable[int]) -> None:
         """As `release`, of each."""
-        users, free = self._users, self._free
+        users, free = self.users, self.free
         for slot in slots:
             if slot >= RESERVED:
                 left = users[slot] = users[slot] - 1
@@ -128,7 +128,7 @@ class StatePool:
     @property
     def used(self) -> int:
         """How many slots are in use."""
-        return self._untouched - RESERVED - len(self._free)
+        return self._untouched - RESERVED - len(self.free)
 
     @property
     def used_bytes(self) -> int:
@@ -139,7 +139,7 @@ class StatePool:
 
     def room(self, rows: int) -> dict[str, Array]:
         """Memory for the states of `rows` slots, for `gather`."""
-        return {name: np.empty((rows, *self._arrays[name].shape[1:]), np.float32) for name in self._names}
+        return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(
         self, slots: Sequence[int] | NDArray[np.intp], room: Mapping[str, Array] | None = None
@@ -151,15 +151,15 @@ class StatePool:
         """
         rows = np.asarray(slots, np.intp)
         if room is None:
-            return {name: self._arrays[name].take(rows, 0) for name in self._names}
+            return {name: self.arrays[name].take(rows, 0) for name in self._names}
         states = {name: room[name][: len(rows)] for name in self._names}
         for name, values in states.items():
-            self._arrays[name].take(rows, 0, values, "clip")  # any other mode goes by way of a copy
+            self.arrays[name].take(rows, 0, values, "clip")  # any other mode goes by way of a copy
         return states
 
     def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:
         """The output layer's input at B slots: float32 (B, H), a copy."""
-        hidden: NDArray[np.float32] = self._arrays[HIDDEN][np.asarray(slots, np.intp)]
+        hidden: NDArray[np.float32] = self.arrays[HIDDEN][np.asarray(slots, np.intp)]
         return hidden
 
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
@@ -175,13 +175,13 @@ class StatePool:
         """As `scatter`, of rows that are all kept."""
         assert slots.min() != ZERO, "the zero state is not to be written: this is a bug"
         for name in self._names:
-            self._arrays[name][slots] = outputs[NEXT + name]
-        self._arrays[HIDDEN][slots] = outputs[HIDDEN]
+            self.arrays[name][slots] = outputs[NEXT + name]
+        self.arrays[HIDDEN][slots] = outputs[HIDDEN]
         self._writes[slots] += 1
 
     def pack(self, slot: int) -> bytes:
         """What a slot holds, as bytes."""
-        return b"".join([values[slot].tobytes() for values in self._arrays.values()])
+        return b"".join([values[slot].tobytes() for values in self.arrays.values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
         """Writes to a slot what `pack` gave of another. Raises ValueError for what is no state of this model."""
@@ -189,7 +189,7 @@ class StatePool:
             raise ValueError(f"a state of {len(packed)} bytes, where this model's has {self.slot_bytes}")
         assert slot not in (ZERO, START), "the reserved states are not to be written: this is a bug"
         offset = 0
-        for values in self._arrays.values():
+        for values in self.arrays.values():
             row = values[slot]
             row.reshape(-1)[:] = np.frombuffer(packed, np.float32, row.size, offset)
             offset += row.nbytes
@@ -202,20 +202,20 @@ class StatePool:
     def checksum(self, slot: int) -> int:
         """CRC-32 of what a slot holds."""
         value = 0
-        for values in self._arrays.values():
+        for values in self.arrays.values():
             value = zlib.crc32(values[slot], value)
         return value
 
     def close(self) -> None:
         """Gives the memory back: there are no values any more."""
-        self._arrays.clear()
+        self.arrays.clear()
 
     # Integrity
 
     def miscounts(self) -> list[str]:
         """What is wrong with the counting: nothing ever may be. Each slot that was used is free, once, or in use."""
-        users = np.frombuffer(self._users.tobytes(), np.int32)[: self._untouched]
-        free = np.frombuffer(self._free.tobytes(), np.int32)
+        users = np.frombuffer(self.users.tobytes(), np.int32)[: self._untouched]
+        free = np.frombuffer(self.free.tobytes(), np.int32)
         if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:
             return ["a slot is free that there is not"]
         is_free = np.zeros(self._untouched, bool)
@@ -226,14 +226,14 @@ class StatePool:
             "a slot is both in use and free": (users[is_free] > 0).any(),
             "a slot is lost": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "what is used is not what is counted": np.count_nonzero(users) != self.used,
-            "the zero state was written to": any(values[ZERO].any() for values in self._arrays.values()),
+            "the zero state was written to": any(values[ZERO].any() for values in self.arrays.values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]
 
     def recount(self) -> None:
         """Makes free whatever nobody uses, and nothing else; and the zero state zero again."""
         for slot in range(RESERVED, self._untouched):
-            self._users[slot] = max(self._users[slot], 0)
-        self._free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self._users[slot]])
-        for values in self._arrays.values():
+            self.users[slot] = max(self.users[slot], 0)
+        self.free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self.users[slot]])
+        for values in self.arrays.values():
             values[ZERO] = 0

@@ -162,7 +162,7 @@ async def make_harness() -> AsyncIterator[MakeHarness]:
         harness.shadow_runner.gate.set()
         await harness.engine.drain()
         await harness.engine.close()
-        harness.engine._pool.check_integrity(idle=True)
+        harness.engine.state_cache.check_integrity(idle=True)
 
 
 @pytest.fixture

@@ -111,8 +111,8 @@ class FakeRunner:
 
     def __init__(self, vocabulary_size: int) -> None:
         random = np.random.default_rng(7)
-        self._embedding = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
-        self._head = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+        self.embedding = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
+        self.head = random.normal(size=(vocabulary_size, HIDDEN)).astype(np.float32)
         self.calls: list[tuple[Role, list[list[int]]]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -138,13 +138,13 @@ class FakeRunner:
 
     def margin(self) -> MarginProof:
         """Of the output layer."""
-        return MarginProof({"head.weight": self._head, "head.bias": np.zeros(len(self._head), np.float32)})
+        return MarginProof({"head.weight": self.head, "head.bias": np.zeros(len(self.head), np.float32)})
 
     def certificate(self, max_window: int) -> Certificate:
         """What can be proved of the function: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
-        reach = np.linalg.norm(np.abs(self._embedding).max(axis=0)) / (1 - 0.9)
+        reach = np.linalg.norm(np.abs(self.embedding).max(axis=0)) / (1 - 0.9)
         state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
-        diameter = head_diameter(self._head.astype(np.float64))
+        diameter = head_diameter(self.head.astype(np.float64))
         error_bound = total_variation(diameter, state_error + ROUNDING.between_runs)
         return Certificate(
             contractive=True,
@@ -245,12 +245,12 @@ class FakeRunner:
         }
 
     def _step(self, tokens: Array, state: Mapping[str, Array]) -> dict[str, Array]:
-        cell = self.decay * state["layers.0.c"] + self._embedding[tokens]
+        cell = self.decay * state["layers.0.c"] + self.embedding[tokens]
         cell[tokens == self.hot] = np.nan
         return {"layers.0.h": np.tanh(cell), "layers.0.c": cell}
 
     def _logits(self, hidden: Array) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = (hidden[:, None, :] * self._head[None]).sum(-1)
+        logits: NDArray[np.float32] = (hidden[:, None, :] * self.head[None]).sum(-1)
         return logits
 
 
@@ -261,7 +261,7 @@ class FakeProof:
     """
 
     def __init__(self, engine: Engine) -> None:
-        engine._answer_builder.direction = self  # type: ignore[assignment]
+        engine.answer_builder.direction = self  # type: ignore[assignment]
         self.asked = 0
         self.gate = threading.Event()
         self.gate.set()

@@ -136,7 +136,7 @@ class FakeEngine:
         return tuple(text.strip().encode())
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
-        answer = self._step(request) if isinstance(request, StepRequest) else self._predict(request)
+        answer = self.step(request) if isinstance(request, StepRequest) else self._predict(request)
         return Pending.of(answer, Ticket(request.deadline))
 
     async def _predict(self, request: PredictRequest) -> Answer:
@@ -158,7 +158,7 @@ class FakeEngine:
                 outcomes.append(error)
         return outcomes
 
-    async def _step(self, request: StepRequest) -> Answer:
+    async def step(self, request: StepRequest) -> Answer:
         await self._ask(request)
         return Answer(
             Mode.RECURRENT,

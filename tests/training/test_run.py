@@ -65,7 +65,7 @@ def test_an_export_is_refused_before_the_run_is_evaluated(
     def evaluated(*arguments: object) -> None:
         raise AssertionError("the run is evaluated though its bundle cannot be written")
 
-    monkeypatch.setattr("wane.training.run._evaluate", evaluated)
+    monkeypatch.setattr("wane.training.run.evaluate_opened", evaluated)
     monkeypatch.setattr("wane.training.run_folder.RunFolder.quality", lambda *arguments: None)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "manifest.json").write_text("{}")

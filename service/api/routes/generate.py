@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from wane.service.api import encode, events
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import deadline, model_engine, note_answer
+from wane.service.api.deps import deadline, model_engine
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
+from wane.service.api.exchange import note_answer
 from wane.service.api.schemas.generate import GenerateBody
 from wane.service.engine.stream import Stream
 from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest

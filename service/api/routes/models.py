@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode
-from wane.service.api.deps import deadline, model_engine, registry
+from wane.service.api.deps import deadline, model_engine
+from wane.service.api.exchange import registry
 from wane.service.api.schemas.models import (
     CertificateSummary,
     ModelCardDocument,

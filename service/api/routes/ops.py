@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from wane.service.api import encode
-from wane.service.api.deps import registry
+from wane.service.api.exchange import registry
 from wane.service.api.schemas.ops import LivenessDocument, ModelStandingDocument, ReadinessDocument, StoreDocument
 from wane.service.engine.engine import Engine
 from wane.service.observability.metrics import Metrics

@@ -11,17 +11,9 @@ from starlette.responses import Response
 
 from wane.service.api import encode
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import (
-    charge,
-    deadline,
-    model_engine,
-    note_answer,
-    note_model,
-    registry,
-    session_engine,
-    session_key,
-)
+from wane.service.api.deps import charge, deadline, model_engine, note_model, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
+from wane.service.api.exchange import note_answer, registry
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.compare import CompareBody, ComparisonDocument
 from wane.service.api.schemas.predict import AnswerDocument, BatchDocument, FailureDocument, PredictBody

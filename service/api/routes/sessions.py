@@ -24,20 +24,9 @@ from wane.service.api.body import (
     plain_steps,
     tokens_of,
 )
-from wane.service.api.deps import (
-    charge,
-    deadline,
-    header,
-    model_engine,
-    note_answer,
-    owner,
-    registry,
-    session_engine,
-    session_key,
-    settings,
-)
+from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import WHOLE_BODY, context
+from wane.service.api.exchange import WHOLE_BODY, context, note_answer, registry
 from wane.service.api.problem import failure_document
 from wane.service.api.schemas.common import IDEMPOTENCY, anchored
 from wane.service.api.schemas.predict import AnswerDocument, FailureDocument, StepColumnsDocument, StepsDocument

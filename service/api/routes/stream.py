@@ -37,9 +37,9 @@ from wane.service.aio.timers import timers
 from wane.service.api import encode
 from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
 from wane.service.api.channel import channel_of
-from wane.service.api.deps import registry, session_key, settings
+from wane.service.api.deps import session_key, settings
 from wane.service.api.encode import json_bytes
-from wane.service.api.exchange import begin_trace, context, end_trace
+from wane.service.api.exchange import begin_trace, context, end_trace, registry
 from wane.service.api.problem import described
 from wane.service.api.routes.sessions import step_request
 from wane.service.api.schemas.sessions import StreamBody

@@ -213,7 +213,7 @@ class MemoryStore:
         sessions are saved when the store is closed, and read from when it is opened."""
         self.session_history_tokens = session_history_tokens
         self.used_bytes = 0
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._clock = clock
         self._on_memory_eviction = on_memory_eviction
         self._file = file
@@ -237,12 +237,12 @@ class MemoryStore:
             if self._owned[owner] >= most:
                 raise QuotaExceeded(owner, most)
         whole = entry_bytes(session, (1 + self.session_history_tokens) * record.tail.width)  # with <eos>
-        if self.used_bytes + whole > self._budget_bytes:
+        if self.used_bytes + whole > self.budget_bytes:
             self._expire(self._shards)
-        if self.used_bytes + whole > self._budget_bytes:
+        if self.used_bytes + whole > self.budget_bytes:
             raise Overloaded(
                 f"the {sum(map(len, self._shards))} sessions that there are take {self.used_bytes} bytes, and one more "
-                f"takes up to {whole}: too much for session_budget_bytes, which is {self._budget_bytes}"
+                f"takes up to {whole}: too much for session_budget_bytes, which is {self.budget_bytes}"
             )
         self._add(record._replace(revision=branch()))
         return True
@@ -434,7 +434,7 @@ class MemoryStore:
 
     def _squeeze(self) -> None:
         """Ends the sessions that were longest idle, until the others are within the budget."""
-        while self.used_bytes > self._budget_bytes:
+        while self.used_bytes > self.budget_bytes:
             oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
             session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
             buffer = self._buffered.pop(session, None)

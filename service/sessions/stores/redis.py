@@ -87,7 +87,7 @@ class RedisStore:
         """`namespace` is part of every key. `budget_bytes`: of the cache. `timeout_s`: of a round trip. Raises
         ValueError for an invalid address."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
-        self._prefix = f"wane:{namespace}:"
+        self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
         self._ttl_ms = max(1, round(1000 * ttl_s))
         self._remembered = RecordCache(budget_bytes, ttl_s, clock)
@@ -125,7 +125,7 @@ class RedisStore:
             if not over:
                 raise QuotaExceeded(owner, most)
             found, scores = over[::2], over[1::2]
-            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self._keys(one.decode())[0]) for one in found))
+            left_ms = await asyncio.gather(*(self.trips.do("PTTL", self.keys(one.decode())[0]) for one in found))
             looked = list(zip(found, scores, left_ms, strict=True))
 
     def counting(self, session: str) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class RedisStore:
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
     async def get(self, session: str) -> SessionRecord | None:
-        data, left_ms, state = await self.trips.run(READ, self._keys(session))
+        data, left_ms, state = await self.trips.run(READ, self.keys(session))
         remembered = self._remembered.get(session)
         record = self._read(session, data, max(0.0, (self._ttl_ms - left_ms) / 1000))
         if remembered is not None:
@@ -156,7 +156,7 @@ class RedisStore:
         return self._remembered.kind(session)
 
     async def touch(self, session: str) -> None:
-        for key in self._keys(session):
+        for key in self.keys(session):
             self.trips.tell("PEXPIRE", key, self._ttl_ms)
 
     async def append(
@@ -175,7 +175,7 @@ class RedisStore:
         try:
             done = await self.trips.run(
                 APPEND,
-                self._keys(session),
+                self.keys(session),
                 codec.mark(revision),
                 codec.mark(after.revision),
                 codec.mark(other),
@@ -216,7 +216,7 @@ class RedisStore:
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
-            self._keys(record.session),
+            self.keys(record.session),
             data[: codec.REVISION.size],
             codec.after_run(data),
             self._ttl_ms,
@@ -232,7 +232,7 @@ class RedisStore:
 
     async def delete(self, session: str) -> bool:
         self._remembered.forget(session)
-        deleted = await self.trips.do("DEL", *self._keys(session))
+        deleted = await self.trips.do("DEL", *self.keys(session))
         if owner_of(session):
             self.trips.tell(*self._doubting(session, "XX"))  # somebody may be creating it again
         return bool(deleted)
@@ -253,14 +253,14 @@ class RedisStore:
 
     def _owned(self, owner: str) -> str:
         """The key of the set that counts an owner's sessions; no session's key is the same."""
-        return f"{self._prefix}{{{owner}{SLASH}}}:sessions"
+        return f"{self.prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
         """The command that puts a session's time in doubt; with "XX" only if it counts."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
-    def _keys(self, session: str) -> tuple[str, str]:
-        key = f"{self._prefix}{{{session}}}"
+    def keys(self, session: str) -> tuple[str, str]:
+        key = f"{self.prefix}{{{session}}}"
         return key, f"{key}:state"
 
     def _read(self, session: str, data: bytes | None, idle_s: float = 0.0) -> SessionRecord | None:

@@ -159,11 +159,11 @@ class RedisPipeline:
         self._commands.observe(len(calls))
         try:
             try:
-                replies = await self._send([call.command for call in calls])
+                replies = await self.send([call.command for call in calls])
             except ConnectionError:  # an idle connection may be gone though Redis is there: try another one
                 for call in calls:
                     call.again = True
-                replies = await self._send([call.command for call in calls])
+                replies = await self.send([call.command for call in calls])
             replies = await self._with_scripts(calls, replies)
         except (RedisError, OSError) as error:
             self._lose(error)
@@ -177,7 +177,7 @@ class RedisPipeline:
         for call, reply in zip(calls, replies, strict=True):
             self._settle(call, reply)
 
-    async def _send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    async def send(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -193,7 +193,7 @@ class RedisPipeline:
                 call = calls[index]
                 assert call.script is not None, "only scripts can be unknown: this is a bug"
                 commands.append(("EVAL", call.script.source, *call.command[2:]))
-            for index, reply in zip(unknown, await self._send(commands), strict=True):
+            for index, reply in zip(unknown, await self.send(commands), strict=True):
                 replies[index] = reply
         return replies
 

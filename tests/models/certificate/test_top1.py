@@ -171,8 +171,8 @@ def test_all_tokens_at_once_are_bounded_nearly_as_each_alone(front: dict[str, in
         for row in range(2):
             shares = shares_of(reference.logits(bound.hidden[row]))
             gaps = reference.head - shares @ reference.head
-            along = top1._stream(bound, bound.norm.along(np.array([row])), np.array([row]))[0]
-            together = top1._margins.moved(bound, row, shares, along)
+            along = top1.stream(bound, bound.norm.along(np.array([row])), np.array([row]))[0]
+            together = top1.margins.moved(bound, row, shares, along)
             alone = top1.moved(bound, gaps, np.full(len(gaps), row))
             assert (together <= 1.2 * alone + 0.01 * np.median(alone)).all()
             found = ends(reference, Adversary(model, weights), window[row], gaps, generator)

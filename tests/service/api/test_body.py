@@ -175,7 +175,7 @@ async def test_of_a_large_body_no_more_is_decoded_than_a_request_may_hold_and_no
         await usual.decode(make(), model)
     assert getattr(refused.value, "field", None) == field
     assert all(thread.startswith("decoder") for thread in watched.threads)
-    most = usual._most
+    most = usual.most
     assert all(count <= most.values + most.containers + 2 for count in watched.values)
     if field is not None and field in model.model_fields and field != "tokens":
         assert watched.validated == [], "a list that is too long is refused before its items are looked at"

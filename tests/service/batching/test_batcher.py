@@ -159,7 +159,7 @@ async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_
     in_time, too_late = now + 9 * each_s + 3600, now + 3600
     waiting = [rig.ask(token, deadline=now + TIMEOUT_S) for token in range(2, 10)]  # as many as a batch
     await turn()
-    rig.batcher._sequence_s *= 3600
+    rig.batcher.sequence_s *= 3600
     with pytest.raises(Overloaded, match=r"8 requests are ahead, which take about 3600\.0 s; .* is in 3") as caught:
         await rig.ask(98, deadline=too_late - 60)
     assert 59 < caught.value.retry_after_s < 62

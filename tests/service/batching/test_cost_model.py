@@ -118,7 +118,7 @@ async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_wind
 
 def test_what_chunks_take_is_known_for_every_segment() -> None:
     harness = EngineHarness(throughput=Quick())
-    parallel = harness.engine._forward._parallel
+    parallel = harness.engine.forward.parallel
     segment = 1e-7 * (SEGMENT_TOKENS + 3 * 300)
     assert parallel.seconds(600) is None
     assert parallel.seconds(2700) == pytest.approx(1e-7 * (2700 + 900))

@@ -63,7 +63,7 @@ class Load:
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
         # The engine's own would also measure what runs cost: these sessions are recurrent, whatever that is.
-        warm_up(self.runner, self.engine._pool, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
+        warm_up(self.runner, self.engine.state_cache, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
 
@@ -101,7 +101,7 @@ class Load:
                 continue
             whole = await self.engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT, top_k=20))
             assert logprobs(answer) == pytest.approx(logprobs(whole), abs=LOGPROB)
-        self.engine._pool.check_integrity(idle=True)
+        self.engine.state_cache.check_integrity(idle=True)
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels}) or 0.0
@@ -123,7 +123,7 @@ async def make_load() -> AsyncIterator[Callable[..., Load]]:
     yield make
     for load in loads:
         await load.engine.drain()
-        load.engine._pool.check_integrity(idle=True)
+        load.engine.state_cache.check_integrity(idle=True)
         await load.engine.close()
 
 
@@ -152,7 +152,7 @@ async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: 
     await asyncio.gather(*(load.engine.submit(StepRequest(session, (5, 6, 7))) for session in sessions))
     for session in sessions:
         load.appended[session] = [5, 6, 7]
-        load.engine._pool.drop(session)
+        load.engine.state_cache.drop(session)
     load.runner.rows.clear()
     answers = await asyncio.gather(*map(load.step, sessions))
     assert load.runner.rows == {("window", 16): 1}
@@ -169,7 +169,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(
     (session,) = await load.start(1)
     tokens = tuple(load.token() for _ in range(200))
     await load.engine.submit(StepRequest(session, tokens))
-    load.engine._pool.drop(session)
+    load.engine.state_cache.drop(session)
     for state in (StateSource.REBUILT, StateSource.RESIDENT):
         tokens = (*tokens, load.token())
         answer = await load.engine.submit(StepRequest(session, tokens[-1:], top_k=100))

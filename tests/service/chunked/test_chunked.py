@@ -213,7 +213,7 @@ class Strict(Propagation):
 
 async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 100}))
-    harness.engine._scorer.propagation = Strict()
+    harness.engine.scorer.propagation = Strict()
     tolerance = 1e-4
     enough = harness.manifest.certificate.smallest_window(tolerance)
     assert enough is not None and enough > 100

@@ -85,7 +85,7 @@ def test_the_warm_up_is_the_fewest_tokens_after_which_little_was_left_for_good()
 
 
 def test_what_is_left_is_measured_between_runs_over_the_same_tokens(harness: EngineHarness) -> None:
-    pool, size = harness.engine._pool, harness.vocabulary.size
+    pool, size = harness.engine.state_cache, harness.vocabulary.size
     measured = result(layout.measure_forgetting(harness.runner, pool, size))
     left = dict(measured)
     assert list(left) == list(layout.LENGTHS)
@@ -102,7 +102,7 @@ def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
     monkeypatch.setattr(layout, "POSITIONS", 64)
     ticks = iter(np.cumsum([value for second in range(1, 100) for value in (0.0, float(second))]))
     measuring = layout.measure_pace(
-        "scan" if role == "scan" else "advance", harness.runner, harness.engine._pool, 0, 8, lambda: next(ticks)
+        "scan" if role == "scan" else "advance", harness.runner, harness.engine.state_cache, 0, 8, lambda: next(ticks)
     )
     found = result(measuring)
     # Runs take 1, 2, 3 s, ..., in turn: 1 x 64 tokens, 4 x 16, 8 x 16.
@@ -114,7 +114,7 @@ def test_nothing_is_known_before_it_is_measured(harness: EngineHarness, monkeypa
     monkeypatch.setattr(layout, "POSITIONS", 64)
     throughput = ThroughputProfile()
     assert (throughput.pace("scan"), throughput.pace("advance"), throughput.warm_up(1.0)) == ({}, {}, None)
-    for _ in throughput.measure(harness.runner, harness.engine._pool, harness.manifest, 4):
+    for _ in throughput.measure(harness.runner, harness.engine.state_cache, harness.manifest, 4):
         assert throughput.warm_up(1.0) is None
     assert set(throughput.pace("scan")) == set(throughput.pace("advance")) == {1, 4}
     assert throughput.warm_up(1.0) is not None

@@ -122,7 +122,7 @@ class Side:
 
     async def settled(self) -> None:
         """Waits until no request is in progress."""
-        await self.engine._admission.idle()
+        await self.engine.admission.idle()
 
     async def record(self, session: str) -> object:
         """A session as the store has it; of its revision, how often it was changed since it began or was rewound."""
@@ -132,7 +132,7 @@ class Side:
     async def close(self) -> None:
         await self.engine.drain()
         await self.engine.close()
-        self.engine._pool.check_integrity(idle=True)
+        self.engine.state_cache.check_integrity(idle=True)
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Episode:
         )
         if not self.is_exact:
             probe = Side(self._make, settings, in_columns=False)
-            bytes_each = probe.engine._pool.slot_bytes
+            bytes_each = probe.engine.state_cache.slot_bytes
             settings = settings.model_copy(update={"state_budget_bytes": SLOTS_OF_FEW * bytes_each})
         return Side(self._make, settings, in_columns=in_columns)
 

@@ -120,7 +120,7 @@ def test_a_request_that_ends_early_leaves_the_pace_alone(requests: Requests) -> 
     for _ in range(12):
         with requests.backlog.share(10, None):
             requests.clock.now_s += 1
-    assert requests.backlog._pace == 1
+    assert requests.backlog.pace == 1
 
 
 def test_the_end_of_one_request_does_not_move_the_pace_of_another(requests: Requests) -> None:
@@ -129,7 +129,7 @@ def test_the_end_of_one_request_does_not_move_the_pace_of_another(requests: Requ
         requests.clock.now_s += 16  # 8 s for each
     requests.clock.now_s += 2
     first.progress(1)
-    assert requests.backlog._pace == 1
+    assert requests.backlog.pace == 1
 
 
 def test_time_in_which_a_request_waits_for_its_client_does_not_count(requests: Requests) -> None:
@@ -144,7 +144,7 @@ def test_time_in_which_a_request_waits_for_its_client_does_not_count(requests: R
     requests.clock.now_s += 2  # 1 s for each
     first.progress(0.2)
     second.progress(0.1)
-    assert requests.backlog._pace == 1
+    assert requests.backlog.pace == 1
 
 
 def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(requests: Requests) -> None:
@@ -242,7 +242,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     runner.gate.clear()
     first = asyncio.ensure_future(asked(engine, None))
     await runner.until_busy()
-    left_s = engine._backlog.seconds
+    left_s = engine.backlog.seconds
     assert left_s >= 0.2
     calls = len(runner.calls)
     with pytest.raises(Overloaded, match="the request may take") as refused:
@@ -252,7 +252,7 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
     assert len(runner.calls) == calls, "nothing was run for what was refused"
     runner.gate.set()
     await first
-    assert engine._backlog.seconds == 0
+    assert engine.backlog.seconds == 0
 
 
 async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_work_of_all(
@@ -261,20 +261,20 @@ async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_wo
     harness = make_harness(cost_model=Slow())
     engine, loop = harness.engine, asyncio.get_running_loop()
     short = [PredictRequest((7,) * 39, mode, deadline=loop.time() + 90) for mode in (Mode.RECURRENT, Mode.BOTH)]
-    assert engine._predictor.seconds(short[0]) == 0.04 < LONG_S
-    with engine._backlog.share(1000, None), pytest.raises(Overloaded):
+    assert engine.predictor.seconds(short[0]) == 0.04 < LONG_S
+    with engine.backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
     assert harness.sample("wane_queue_rejected_total") == 1
     assert not harness.runner.calls, "nothing was run for what was refused"
     harness.runner.gate.clear()
     call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))
     await harness.runner.until_busy()
-    assert engine._backlog.seconds == pytest.approx(40)
-    assert len(engine._backlog._shares) == 1
+    assert engine.backlog.seconds == pytest.approx(40)
+    assert len(engine.backlog.shares) == 1
     harness.runner.gate.set()
     answered = await call
     assert [index for index, one in enumerate(answered) if isinstance(one, Exception)] == [1000]
-    assert engine._backlog.seconds == 0
+    assert engine.backlog.seconds == 0
 
 
 async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
@@ -282,7 +282,7 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
 ) -> None:
     engine, loop = harness.engine, asyncio.get_running_loop()
     turn, begun = 0, Counter[int]()
-    submit = engine._batcher.submit
+    submit = engine.batcher.submit
 
     def count_begin(*given: Any) -> Any:
         begun[turn] += 1
@@ -294,7 +294,7 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
         if begun.total() < 100:
             loop.call_soon(next_turn)
 
-    monkeypatch.setattr(engine._batcher, "submit", count_begin)
+    monkeypatch.setattr(engine.batcher, "submit", count_begin)
     next_turn()
     await engine.predict_many([PredictRequest((7,), Mode.WINDOW)] * 100)
     assert begun.total() == 100
@@ -305,7 +305,7 @@ async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeH
     harness = make_harness(cost_model=Slow())
     engine, loop = harness.engine, asyncio.get_running_loop()
     await engine.create_session("s")
-    with engine._backlog.share(1000, loop.time() + 1001):
+    with engine.backlog.share(1000, loop.time() + 1001):
         deadline = loop.time() + 20
         await engine.submit(StepRequest("s", (7,), deadline=deadline))
         await engine.submit(PredictRequest((7,), deadline=deadline))
@@ -315,14 +315,14 @@ async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeH
 
 async def test_a_request_whose_deadline_has_passed_is_told_so(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
-    with engine._backlog.share(1000, None), pytest.raises(DeadlineExceeded):
+    with engine.backlog.share(1000, None), pytest.raises(DeadlineExceeded):
         await engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
 
 
 async def test_a_score_tells_how_far_it_is(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
     async with aclosing(await engine.scoring(ScoreRequest(LONG))) as scoring:
-        left = [round(engine._backlog.seconds / engine._backlog._pace, 3) async for _ in scoring]
+        left = [round(engine.backlog.seconds / engine.backlog.pace, 3) async for _ in scoring]
     assert sorted(set(left), reverse=True) == [0.768, 0.512, 0.256, 0.0]
 
 
@@ -350,7 +350,7 @@ async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
 ) -> None:
     engine = make_harness(cost_model=Slow()).engine
     worked: list[float] = []
-    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    monkeypatch.setattr(engine.backlog, "worked", lambda seconds, *_: worked.append(seconds))
     await ask(engine)
     assert sum(worked) == pytest.approx(expected_s)
 
@@ -362,7 +362,7 @@ async def test_a_request_that_was_run_counts_as_worked_off(
     engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
     shares: list[Share] = []
-    share = engine._backlog.share
+    share = engine.backlog.share
     worked: list[float] = []
 
     @contextmanager
@@ -371,8 +371,8 @@ async def test_a_request_that_was_run_counts_as_worked_off(
             shares.append(given)
             yield given
 
-    monkeypatch.setattr(engine._backlog, "share", noted)
-    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    monkeypatch.setattr(engine.backlog, "share", noted)
+    monkeypatch.setattr(engine.backlog, "worked", lambda seconds, *_: worked.append(seconds))
     await asked(engine, None)
     assert sum(worked) == pytest.approx(sum(one.seconds for one in shares))
     assert worked
@@ -383,7 +383,7 @@ async def test_a_replayed_step_counts_for_nothing(make_harness: MakeHarness, mon
     await engine.create_session("s")
     await engine.submit(StepRequest("s", LONG, expected_position=0))
     worked: list[float] = []
-    monkeypatch.setattr(engine._backlog, "worked", lambda seconds, *_: worked.append(seconds))
+    monkeypatch.setattr(engine.backlog, "worked", lambda seconds, *_: worked.append(seconds))
     answer = await engine.submit(StepRequest("s", LONG, expected_position=0))
     assert answer.replayed
     assert not worked
@@ -393,11 +393,11 @@ async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_r
     make_harness: MakeHarness,
 ) -> None:
     engine, clock = make_harness(cost_model=Slow()).engine, Clock()
-    engine._backlog = Backlog(lambda: None, clock)
+    engine.backlog = Backlog(lambda: None, clock)
     async with aclosing(await engine.generate(GenerateRequest((7,), max_tokens=1500))) as generation:
         for _ in range(1200):
             await anext(generation)
             clock.now_s += 100
-        assert engine._backlog._pace < 1
-        with engine._backlog.share(1000, clock() + 30):
+        assert engine.backlog.pace < 1
+        with engine.backlog.share(1000, clock() + 30):
             pass

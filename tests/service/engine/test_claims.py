@@ -76,7 +76,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 asked = PredictRequest(session=session, mode=Mode.BOTH, window=min(k, 16), top_k=EVERYTHING)
                 tally.check(small, tokens, await engine.submit(asked))
             case "evict":
-                engine._pool.drop(session)
+                engine.state_cache.drop(session)
             case "rewind":
                 behind = int(random.integers(0, 4))
                 view = await engine.rewind(session, len(tokens) - behind)

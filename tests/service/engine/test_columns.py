@@ -71,6 +71,16 @@ async def test_steps_of_one_turn_are_one_batch_of_columns(started: EngineHarness
     assert [answer.latency.batch_items for answer in answers] == [3] * 3
 
 
+async def test_a_batch_that_begins_before_the_last_is_answered_keeps_no_slot(started: EngineHarness) -> None:
+    started.runner.gate.clear()
+    first = step(started, "a")
+    await started.runner.until_busy()
+    second = step(started, "b")
+    started.runner.gate.set()
+    assert [(await one).position for one in (first, second)] == [2, 2]
+    started.engine.state_cache.check_integrity(idle=True)
+
+
 # Deadlines.
 
 
@@ -231,7 +241,7 @@ async def test_a_session_that_is_made_anew_while_its_step_runs_is_stepped_as_it_
 async def test_a_step_whose_state_was_evicted_while_it_waited_goes_on_from_the_tail(started: EngineHarness) -> None:
     await occupied(started)
     pending = step(started, "a", 6)
-    started.engine._pool.drop("a")
+    started.engine.state_cache.drop("a")
     started.runner.gate.set()
     answer = await pending
     assert answer.position == 2

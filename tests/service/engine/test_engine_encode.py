@@ -71,8 +71,8 @@ async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_o
             taken.append(len(self))
             return self._encoding.ids
 
-    encodings = harness.vocabulary._encodings
-    monkeypatch.setattr(harness.vocabulary, "_encodings", lambda lines: [Counted(one) for one in encodings(lines)])
+    encodings = harness.vocabulary.encodings
+    monkeypatch.setattr(harness.vocabulary, "encodings", lambda lines: [Counted(one) for one in encodings(lines)])
     with pytest.raises(TooLarge, match="the input has at least 6005 tokens, but at most 5000 are taken"):
         await harness.engine.encode("abcd\n" + "x" * 6000)
     assert taken == [4]

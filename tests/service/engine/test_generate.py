@@ -133,10 +133,10 @@ async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_s
     begun = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(begun)
     never = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
-    assert harness.engine._pool.used_bytes == 2 * harness.engine._pool.slot_bytes
+    assert harness.engine.state_cache.used_bytes == 2 * harness.engine.state_cache.slot_bytes
     await begun.aclose()
     await never.aclose()
-    assert harness.engine._pool.used_bytes == 0
+    assert harness.engine.state_cache.used_bytes == 0
     await harness.engine.drain()
 
 
@@ -151,7 +151,7 @@ async def test_a_client_who_leaves_between_two_tokens_stops_the_work(harness: En
     with pytest.raises(asyncio.CancelledError):
         await waiting
     # The batch in hand still writes to the state's slot, which is therefore not free yet.
-    assert harness.engine._pool.used_bytes == harness.engine._pool.slot_bytes
+    assert harness.engine.state_cache.used_bytes == harness.engine.state_cache.slot_bytes
     harness.runner.gate.set()
     await harness.engine.drain()
 

@@ -24,7 +24,7 @@ async def integrity(harness: EngineHarness) -> tuple[int, int]:
 
 def slot_of(harness: EngineHarness, session: str) -> int:
     """Where the session's state is."""
-    state = harness.engine._pool.peek(session)
+    state = harness.engine.state_cache.peek(session)
     assert state is not None
     return state.slot
 
@@ -32,16 +32,16 @@ def slot_of(harness: EngineHarness, session: str) -> int:
 async def test_every_look_checks_a_part_and_rounds_are_counted(harness: EngineHarness) -> None:
     sessions = [await start(harness, 5) for _ in range(SLOTS_AT_ONCE + 3)]
     assert await integrity(harness) == (0, 0)
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (0, 0)
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 0)
     slot = slot_of(harness, sessions[-1])
     assert slot >= RESERVED + SLOTS_AT_ONCE
-    harness.engine._pool._arrays["hidden"][slot] = 7.0
-    await harness.engine._housekeeper.look()
+    harness.engine.state_cache.arrays["hidden"][slot] = 7.0
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 0)
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (2, 1)
 
 
@@ -49,24 +49,24 @@ async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt, other = await start(harness, 5, 6), await start(harness, 5, 7)
-    await harness.engine._housekeeper.look()
-    harness.engine._pool._arrays["layers.0.c"][slot_of(harness, spoilt)] += 1.0
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
+    harness.engine.state_cache.arrays["layers.0.c"][slot_of(harness, spoilt)] += 1.0
+    await harness.engine.housekeeper.look()
     assert "a resident state has changed by itself" in caplog.text
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
         answer = await harness.engine.submit(StepRequest(session, (8,)))
         assert answer.state is origin
         assert listed(answer) == expected(harness, [5, token, 8])
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (3, 1)
 
 
 async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    harness.engine._pool.acquire()  # and nobody will release it
-    await harness.engine._housekeeper.look()
+    harness.engine.state_cache.acquire()  # and nobody will release it
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 1)
-    assert harness.engine._pool.used_bytes == 0
+    assert harness.engine.state_cache.used_bytes == 0
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 
@@ -77,7 +77,7 @@ async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHa
     harness.runner.gate.clear()
     step = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,))))
     await harness.runner.until_busy()
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 0)
     harness.runner.gate.set()
     assert (await step).position == 2
@@ -91,9 +91,9 @@ async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_session
     harness.clock.now_s += 40
     await harness.engine.submit(StepRequest(used, (6,)))
     harness.clock.now_s += 40
-    await harness.engine._housekeeper.look()
-    assert harness.engine._pool.peek(idle) is None
-    assert harness.engine._pool.peek(used) is not None
+    await harness.engine.housekeeper.look()
+    assert harness.engine.state_cache.peek(idle) is None
+    assert harness.engine.state_cache.peek(used) is not None
     answer = await harness.engine.submit(StepRequest(idle, (6,)))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 2)
     assert listed(answer) == expected(harness, [5, 6])
@@ -102,10 +102,10 @@ async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_session
 async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(harness: EngineHarness) -> None:
     await start(harness, 5)
     harness.clock.now_s += 3601
-    await harness.engine._housekeeper.look()
+    await harness.engine.housekeeper.look()
     assert isinstance(harness.store, MemoryStore)
     assert harness.store.used_bytes == 0
-    assert harness.engine._pool.used_bytes == 0
+    assert harness.engine.state_cache.used_bytes == 0
 
 
 async def test_a_store_that_is_away_does_not_end_the_housekeeping(

@@ -226,7 +226,7 @@ async def test_an_answer_that_cannot_be_made_is_its_own_failure(
         monkeypatch.undo()
         raise LookupError(str(len(given)))
 
-    monkeypatch.setattr(harness.engine._answer_builder, "_predictions", fails_once)
+    monkeypatch.setattr(harness.engine.answer_builder, "predictions", fails_once)
     other = submitted(harness)
     with pytest.raises(LookupError):
         await failing
@@ -319,7 +319,7 @@ async def test_a_search_ends_with_the_caller_or_the_deadline_and_what_was_commit
         with pytest.raises(DeadlineExceeded) as late:
             await search
         assert ("it still commits" in str(late.value)) is isinstance(request_, StepRequest)
-    assert bounded.engine._admission.active == (not begun)
+    assert bounded.engine.admission.active == (not begun)
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))
         assert (again.position, again.replayed) == (8, True)

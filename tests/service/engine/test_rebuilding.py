@@ -13,13 +13,13 @@ async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_
     await harness.engine.submit(StepRequest(session, (5,) * 410))
     answers = []
     for _ in range(30):
-        harness.engine._pool.drop(session)
+        harness.engine.state_cache.drop(session)
         answers.append(await harness.engine.submit(StepRequest(session, (6,))))
     assert all(answer.state is StateSource.REBUILT for answer in answers)
     assert [len(rows[0]) for role, rows in harness.runner.calls if role == "window"] == 25 * [401] + 5 * [130]
     assert (answers[0].error_bound, answers[-1].error_bound) == (epsilon(140), epsilon(130))
     assert (await harness.engine.get_session(session)).error_bound == epsilon(130)
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     assert (await harness.engine.get_session(session)).error_bound == epsilon(130)
     asked = await harness.engine.submit(PredictRequest(session=session, mode=Mode.RECURRENT))
     assert asked.error_bound == epsilon(140)
@@ -31,8 +31,8 @@ async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_
     harness = make_harness(certified=True, window=64, max_window=140, session_history_tokens=400)
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 300))
-    harness.engine._steps._found = 0.0
-    harness.engine._pool.drop(session)
+    harness.engine.steps.share_found = 0.0
+    harness.engine.state_cache.drop(session)
     rebuilt = await harness.engine.submit(StepRequest(session, (6,)))
     assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, 0.0)
 
@@ -44,8 +44,8 @@ async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it
     epsilon = harness.manifest.certificate.error_bound_at
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 300))
-    harness.engine._steps._found = 0.0
-    harness.engine._pool.drop(session)
+    harness.engine.steps.share_found = 0.0
+    harness.engine.state_cache.drop(session)
     rebuilt = await harness.engine.submit(StepRequest(session, (6,)))
     assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, epsilon(130))
     kept = await harness.engine.submit(PredictRequest(session=session, tolerance=1.0))

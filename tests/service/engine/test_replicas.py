@@ -219,7 +219,7 @@ async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_howev
     assert (answer.state, answer.error_bound, answer.durable) == (StateSource.REBUILT, 0.0, True)
     assert listed(answer) == expected(one, [*input_ids, 3])
     assert other.runner.calls == [("advance", [[*input_ids[96:], 3]]), ("head", [])]
-    other.engine._pool.drop("s")
+    other.engine.state_cache.drop("s")
     view = await other.engine.get_session("s")
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
     assert listed(await other.engine.submit(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
@@ -252,7 +252,7 @@ async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(mak
 
 async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeReplica) -> None:
     one, other = [await make_replica(state_checkpoint_interval_tokens=1) for _ in range(2)]
-    other.engine._sessions._model_fingerprint = b"another"
+    other.engine.sessions.model_fingerprint = b"another"
     await one.engine.create_session("s")
     for index in range(40):
         await step(one, 5 + index)

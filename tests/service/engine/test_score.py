@@ -56,7 +56,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
             turn += 1
             await asyncio.sleep(0)
 
-    run = harness.engine._scorer._parallel.run
+    run = harness.engine.scorer.parallel.run
 
     def noted(role: Role, inputs: NDArray[np.int64], targets: NDArray[np.int64], *given: Any, **named: Any) -> Any:
         turns.append(turn)
@@ -64,7 +64,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
         return run(role, inputs, targets, *given, **named)
 
     monkeypatch.setattr(score, "FED_AT_ONCE", 8, raising=False)
-    monkeypatch.setattr(harness.engine._scorer._parallel, "run", noted)
+    monkeypatch.setattr(harness.engine.scorer.parallel, "run", noted)
     tokens = tuple(10 + index % 97 for index in range(83))
     counting = asyncio.create_task(count_turns())
     await harness.engine.score(ScoreRequest(tokens, truncated=truncated))
@@ -76,7 +76,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
 async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness.runner, "_head", harness.runner._head * np.float32(1e4))
+    monkeypatch.setattr(harness.runner, "head", harness.runner.head * np.float32(1e4))
     score = await harness.engine.score(ScoreRequest((10, 11, 12)))
     assert score.perplexity is not None and np.isfinite(score.perplexity)
 

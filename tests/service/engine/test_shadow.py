@@ -31,8 +31,8 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shadow_of(harness: EngineHarness) -> Shadow:
-    assert harness.engine._shadow is not None
-    return harness.engine._shadow
+    assert harness.engine.shadow is not None
+    return harness.engine.shadow
 
 
 async def turn() -> None:
@@ -43,8 +43,8 @@ async def turn() -> None:
 
 async def settled(found: Shadow) -> None:
     """Waits until no shadow waits or runs."""
-    while found._cases or found._work or found._running or found._timer:
-        await (asyncio.wait({found._running}) if found._running else asyncio.sleep(0))
+    while not found.idle:  # noqa: ASYNC110  (nothing else tells that the last has run)
+        await asyncio.sleep(0)
 
 
 async def report(harness: EngineHarness) -> tuple[AgreementBySource, ShadowReport]:
@@ -338,7 +338,7 @@ async def test_a_pair_further_apart_than_is_claimed_is_counted(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True)
-    harness.shadow_runner._embedding = 2 * harness.shadow_runner._embedding
+    harness.shadow_runner.embedding = 2 * harness.shadow_runner.embedding
     await session_of(harness, 2, 3)  # no token is missing, so nothing may be
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
@@ -381,9 +381,9 @@ async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeHarne
 
 async def test_without_a_rate_there_is_nothing_that_could_cost(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=0.0)
-    assert harness.engine._shadow is None
-    assert harness.engine._answer_builder.sampler is None
-    assert harness.engine._batcher.on_idle is None
+    assert harness.engine.shadow is None
+    assert harness.engine.answer_builder.sampler is None
+    assert harness.engine.batcher.on_idle is None
 
 
 async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_process() -> None:
@@ -391,7 +391,7 @@ async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_
     registry = ModelRegistry(Settings(bundles=path, shadow_rate=1.0), Metrics())
     await registry.load()
     engine = registry.get()
-    found = engine._shadow
+    found = engine.shadow
     assert found is not None
     tokens = tuple(range(2, 102))
     await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))

@@ -121,7 +121,7 @@ async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness
     assert harness.sample("wane_answers_total", operation="step", mode="recurrent") == 1
     assert harness.sample("wane_answer_seconds_count", mode="window", phase="compute") == 1
     assert harness.sample("wane_sessions_resident") == 1
-    assert harness.sample("wane_state_bytes") == harness.engine._pool.slot_bytes
+    assert harness.sample("wane_state_bytes") == harness.engine.state_cache.slot_bytes
     assert harness.sample("wane_batch_items_count", role="step") == 1
     text = harness.metrics.render()[0].decode()
     assert "a-session-by-name" not in text

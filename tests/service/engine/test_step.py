@@ -91,7 +91,7 @@ async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(h
 async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     again = await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     assert again.replayed is True
     assert again.state is StateSource.REBUILT
@@ -246,7 +246,7 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
 
 async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    resident = harness.engine._pool.peek(session)
+    resident = harness.engine.state_cache.peek(session)
     assert resident is not None
     for _ in range(1, 20):  # 16 tokens are kept
         await append(harness.store, session, (6,))
@@ -412,7 +412,7 @@ async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> 
 
 async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6, 7)
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     view = await harness.engine.get_session(session)
     assert (view.state, view.error_bound) == (StateSource.REBUILT, 0.0)
     answer = await harness.engine.submit(StepRequest(session, (8,)))
@@ -428,7 +428,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_b
     input_ids = [10 + index for index in range(20)]
     session = await start(harness, *input_ids)
     assert (await harness.engine.get_session(session)).error_bound == 0.0
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, None)
     tail = input_ids[-16:]
@@ -440,7 +440,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_b
 async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarness) -> None:
     input_ids = [10 + index for index in range(16)]
     session = await start(harness, *input_ids)
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     answer = await harness.engine.submit(PredictRequest(session=session))
     assert (answer.state, answer.error_bound) == (StateSource.REBUILT, 0.0)
     assert listed(answer) == expected(harness, input_ids)
@@ -448,7 +448,7 @@ async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarne
 
 async def test_predicting_from_a_parked_session_makes_it_resident(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     first = await harness.engine.submit(PredictRequest(session=session))
     second = await harness.engine.submit(PredictRequest(session=session))
     assert (first.state, second.state) == (StateSource.REBUILT, StateSource.RESIDENT)
@@ -466,7 +466,7 @@ async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_ha
             harness, [10 + index, 20 + index, 7]
         )
     assert harness.sample("wane_states_evicted_total") > 0
-    harness.engine._pool.check_integrity()
+    harness.engine.state_cache.check_integrity()
 
 
 async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHarness) -> None:
@@ -527,7 +527,7 @@ async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(harness
     assert harness.runner.calls == [("window", [[17, 18, 19, 6]])]
     assert (answer.mode, answer.window, answer.state) == (Mode.WINDOW, 4, StateSource.WINDOW)
     assert answer.error_bound is None
-    assert len(harness.engine._pool) == 0
+    assert len(harness.engine.state_cache) == 0
     assert listed(answer) == ranked(harness.runner.logits([17, 18, 19, 6]))
 
 
@@ -557,11 +557,11 @@ async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(ha
 
 async def test_a_step_that_asks_for_a_window_rebuilds_no_state(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     harness.runner.calls.clear()
     await harness.engine.submit(StepRequest(session, (7,), mode=Mode.WINDOW))
     assert harness.runner.roles() == ["window"]
-    assert harness.engine._pool.peek(session) is None
+    assert harness.engine.state_cache.peek(session) is None
 
 
 async def test_both_answers_recurrently_and_measures_the_window_beside_it(harness: EngineHarness) -> None:
@@ -605,7 +605,7 @@ async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
     session = await start(harness, *range(10, 30), mode=mode)
     exact = await harness.engine.submit(PredictRequest(session=session, tolerance=0.0))
     assert exact.error_bound == 0.0
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     harness.runner.calls.clear()
     with pytest.raises(InvalidRequest, match=r"tolerance is 0\.5, but .* has no error bound") as caught:
         await harness.engine.submit(PredictRequest(session=session, tolerance=0.5))
@@ -632,14 +632,14 @@ async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(harness: 
     harness.clock.now_s += 1
     with pytest.raises(UnknownSession, match="expired"):
         await harness.engine.submit(StepRequest(session, (6,)))
-    assert len(harness.engine._pool) == 0
+    assert len(harness.engine.state_cache) == 0
 
 
 async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(harness: EngineHarness) -> None:
     await start(harness, 5)
     harness.clock.now_s += 3601
     assert (await harness.engine.report())["sessions"] == {"resident": 0, "parked": 0, "rebuilt": 0}
-    assert harness.engine._pool.used_bytes == 0
+    assert harness.engine.state_cache.used_bytes == 0
 
 
 async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_does_not(
@@ -674,7 +674,7 @@ async def test_a_session_that_is_only_predicted_from_keeps_its_state(harness: En
 async def test_a_deleted_session_is_unknown(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.delete_session(session)
-    assert len(harness.engine._pool) == 0
+    assert len(harness.engine.state_cache) == 0
     for attempt in (
         harness.engine.get_session(session),
         harness.engine.delete_session(session),
@@ -728,7 +728,7 @@ async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebu
     session = (await harness.engine.create_session()).session
     stayed = await harness.engine.submit(StepRequest(session, tuple(tokens)))
     assert (stayed.error_bound, stayed.state_error_bound, stayed.top1_proved) == (0.0, 0.0, True)
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     bounds = []
     for token in range(5, 10):
         tokens.append(token)
@@ -736,7 +736,7 @@ async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebu
         bounds.append(answer.error_bound)
         assert answer.error_bound == (await harness.engine.get_session(session)).error_bound
     assert bounds == [epsilon(141), epsilon(142), epsilon(143), epsilon(144), epsilon(145)]
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     again = await harness.engine.submit(PredictRequest(session=session))
     assert (again.state, again.error_bound) == (StateSource.REBUILT, epsilon(140))
     recurrent = await harness.engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT))
@@ -760,7 +760,7 @@ async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_h
     harness = make_harness(**CUT, radius=1e-7)
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 150))
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     epsilon = harness.manifest.certificate.error_bound_at(140)
     assert epsilon is not None
     answer = await harness.engine.submit(PredictRequest(session=session, tolerance=epsilon / 2))
@@ -776,7 +776,7 @@ async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_t
     harness = make_harness(**CUT)
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 150))
-    harness.engine._pool.drop(session)
+    harness.engine.state_cache.drop(session)
     answer = await harness.engine.submit(PredictRequest(session=session, mode=Mode.BOTH))
     certificate = harness.manifest.certificate
     assert answer.agreement is not None

@@ -100,7 +100,7 @@ def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
         small, random = model(seed, 1, front), np.random.default_rng(seed)
         windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
         both, by_margin = proofs(small, windows), proofs(small, windows, prove=False)
-        small.engine._answer_builder.direction = None
+        small.engine.answer_builder.direction = None
         assert proofs(small, windows) == by_margin
         for window, sharp, plain in zip(windows, both, by_margin, strict=True):
             assert plain is None or sharp == plain
@@ -113,7 +113,7 @@ def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
 def test_what_rounding_may_have_moved_is_not_proved() -> None:
     small, random = model(0, 1, front=True), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
-    direction = small.engine._answer_builder.direction
+    direction = small.engine.answer_builder.direction
     assert direction is not None and 0 < direction.rounding < 1e-4
     before = proofs(small, windows)
     direction.rounding = 1e3
@@ -125,7 +125,7 @@ def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_
     small, random = model(0, 1, front=False, beside=False), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
     proofs(small, windows)
-    assert small.engine._answer_builder.direction is None
+    assert small.engine.answer_builder.direction is None
 
 
 async def test_a_shipped_model_searches_for_a_proof_only_where_it_is_asked_to(

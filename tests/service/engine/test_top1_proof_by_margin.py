@@ -120,10 +120,10 @@ def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(s
         ids = np.argsort(-logits, kind="stable")[:2]
         outputs = {"logits": logits, HIDDEN: hidden, TOP_IDS: ids, TOP_LOGITS: logits[ids], LOG_SUM_EXP: np.float32(0)}
         put_out = Outputs({name: np.asarray(values)[None] for name, values in outputs.items()})
-        settled = margin._at_a_look(logits, hidden, error)
-        assert margin._at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
+        settled = margin.at_a_look(logits, hidden, error)
+        assert margin.at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
         assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
-        assert settled in (None, margin._has_no_rival(logits, hidden, error))
+        assert settled in (None, margin.has_no_rival(logits, hidden, error))
         told[settled] += 1
     assert told[True] and told[False]
     assert told[None] < CASES // 6 / 2

@@ -136,7 +136,7 @@ async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engi
     session = (await engine.create_session()).session
     await engine.submit(StepRequest(session, tokens))
     stayed = await engine.submit(PredictRequest(session=session, top_k=50))
-    engine._pool.drop(session)
+    engine.state_cache.drop(session)
     rebuilt = await engine.submit(PredictRequest(session=session, top_k=50))
     assert (stayed.state, rebuilt.state) == (StateSource.RESIDENT, StateSource.REBUILT)
     assert rebuilt.error_bound == 0.0
@@ -156,7 +156,7 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
     for answer, tokens in zip(answers, texts, strict=True):
         whole = await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=50))
         assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
-    engine._pool.check_integrity()
+    engine.state_cache.check_integrity()
 
 
 @pytest.mark.parametrize("token", [1336, 5, 2047])

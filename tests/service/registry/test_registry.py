@@ -267,7 +267,7 @@ async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(b
     assert longest > 1
     session = (await engine.create_session()).session
     await engine.submit(StepRequest(session, (1,) * (2 * longest)))
-    record = await engine._sessions.read(session)
+    record = await engine.sessions.read(session)
     assert len(record.tail) == longest
     await registry.close()
 
@@ -303,7 +303,7 @@ async def test_a_registry_that_is_closed_while_it_loads_ends_the_load_and_keeps_
 async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, opening, go_on, closed = registry._store, threading.Event(), threading.Event(), asyncio.Event()
+    store, opening, go_on, closed = registry.session_store, threading.Event(), threading.Event(), asyncio.Event()
     assert store is not None
 
     def slow(found: FoundBundle) -> loader.LoadedBundle:
@@ -315,8 +315,8 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
         closed.set()
 
     monkeypatch.setattr(store, "close", close)
-    monkeypatch.setattr(registry._lifecycle, "_read", slow)
-    registry._lifecycle._digests[registry.default] = "another"
+    monkeypatch.setattr(registry.lifecycle, "read", slow)
+    registry.lifecycle.digests[registry.default] = "another"
     monkeypatch.setattr(registry.get(), "version", "0")
     load = asyncio.create_task(registry.load_model(registry.default))
     await asyncio.to_thread(opening.wait)

@@ -57,7 +57,7 @@ async def replicas() -> AsyncIterator[Replicas]:
     yield replicas
     for engine in replicas.engines:
         await engine.drain()
-        engine._pool.check_integrity(idle=True)
+        engine.state_cache.check_integrity(idle=True)
         await engine.close()
 
 

@@ -262,7 +262,7 @@ async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path,
     session = (await registry.get().create_session()).session
     retokenize(put(folder, "2"))
     await registry.load_model(MODEL)
-    registry._retired_engines.retire(*registry._retired_engines.lingering)
+    registry.retired_engines.retire(*registry.retired_engines.lingering)
     with pytest.raises(TokenizerChanged, match="start a new session"):
         await registry.engine_for(session)
 
@@ -291,7 +291,7 @@ async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder
         Settings(bundles=folder, device="cpu", max_batch_size=4, session_history_tokens=1), Metrics()
     )
     await registry.load()
-    store = registry._store
+    store = registry.session_store
     assert store is not None and store.session_history_tokens == registry.get().manifest.max_window == 256
     put(folder, "2", "lstm-stable")
     await registry.load_model(MODEL)
@@ -319,7 +319,7 @@ async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done
 async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     loading = asyncio.create_task(registry.load_model(MODEL))
-    while registry._lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
+    while registry.lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
         await asyncio.sleep(0)
     await registry.close()
     with pytest.raises(Unavailable, match="stopping"):

@@ -48,7 +48,7 @@ def test_a_run_that_fails_says_why_and_the_next_one_does_not(shadow_process: Sub
 
 def test_the_process_stands_back_for_every_other(shadow_process: SubprocessRunner) -> None:
     shadow_process.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
-    assert os.sched_getscheduler(shadow_process._process.pid) == os.SCHED_IDLE
+    assert os.sched_getscheduler(shadow_process.process.pid) == os.SCHED_IDLE
 
 
 def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:
@@ -62,6 +62,6 @@ def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:
 def test_the_process_ends_with_the_one_that_started_it() -> None:
     runner = SubprocessRunner(PATH)
     runner.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
-    runner._asked.close()
-    assert runner._process.wait(TIMEOUT_S) == 0
+    runner.asked.close()
+    assert runner.process.wait(TIMEOUT_S) == 0
     runner.wait()

@@ -41,7 +41,7 @@ async def test_one_has_the_turn_and_the_others_follow_in_order() -> None:
         assert visitors.inside == [name]
         visitors.go[name].set()
     await asyncio.gather(*tasks)
-    assert not visitors.locks._waiting
+    assert not visitors.locks.waiting
 
 
 async def test_sessions_do_not_wait_for_each_other() -> None:
@@ -66,7 +66,7 @@ async def test_who_leaves_the_queue_is_passed_over() -> None:
     visitors.go["c"].set()
     await asyncio.gather(first, last)
     assert gone.cancelled()
-    assert not visitors.locks._waiting
+    assert not visitors.locks.waiting
 
 
 async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -> None:
@@ -80,7 +80,7 @@ async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -
     assert visitors.inside == ["b"]
     visitors.go["b"].set()
     await last
-    assert not visitors.locks._waiting
+    assert not visitors.locks.waiting
 
 
 async def test_a_failure_with_the_turn_gives_it_back() -> None:
@@ -88,9 +88,9 @@ async def test_a_failure_with_the_turn_gives_it_back() -> None:
     with pytest.raises(ZeroDivisionError):
         async with locks.held("s"):
             raise ZeroDivisionError
-    assert not locks._waiting
+    assert not locks.waiting
     async with locks.held("s"):
-        assert list(locks._waiting) == ["s"]
+        assert list(locks.waiting) == ["s"]
 
 
 async def test_only_so_many_may_wait_and_those_who_left_do_not_count() -> None:

@@ -89,7 +89,7 @@ async def test_of_a_long_history_the_last_tokens_are_kept(harness: EngineHarness
         with pytest.raises(InvalidRequest, match=f"positions {position - 15} to {position}"):
             await harness.engine.rewind(name, position - 16)
         await harness.engine.submit(StepRequest(name, (7,)))
-        harness.engine._pool.drop(name)
+        harness.engine.state_cache.drop(name)
         answer = await harness.engine.submit(PredictRequest(session=name))
         assert answer.predictions[0].token_id == harness.runner.logits([*TOKENS[-15:], 7]).argmax()
         assert answer.error_bound == epsilon(harness, 16)
@@ -211,7 +211,7 @@ async def test_whatever_is_claimed_of_a_session_that_was_brought_back_is_true(
         tokens.append(int(random.integers(EVERYTHING)))
         step = StepRequest("s", (tokens[-1],), mode, top_k=EVERYTHING)
         tally.check(small, tokens, await small.engine.submit(step))
-        small.engine._pool.drop("s")
+        small.engine.state_cache.drop("s")
     await small.engine.rewind("s", len(tokens) - 3)
     del tokens[-3:]
     tally.check(small, tokens, await small.engine.submit(PredictRequest(session="s", top_k=EVERYTHING)))

@@ -93,11 +93,12 @@ def test_a_state_that_is_used_is_not_idle() -> None:
 
 
 SPOILT: dict[str, Callable[[StateCache], object]] = {
-    "4 slots are those of 3 sessions": lambda state_cache: state_cache._order.pop("b"),
-    "a slot is that of a session which has another": lambda state_cache: state_cache._order.__setitem__("b", 2),
-    "a slot with a state is free": lambda state_cache: state_cache._users.__setitem__(3, 0),
-    "not the least recently used": lambda state_cache: state_cache._order.move_to_end("a"),
-    "a slot is lost": lambda state_cache: state_cache._free.pop(),
+    "4 slots are those of 3 sessions": lambda state_cache: state_cache.order.pop("b"),
+    "a slot is that of a session which has another": lambda state_cache: state_cache.order.__setitem__("b", 2),
+    "a slot with a state is free": lambda state_cache: state_cache.users.__setitem__(3, 0),
+    "not the least recently used": lambda state_cache: state_cache.order.move_to_end("a"),
+    "a slot is lost": lambda state_cache: state_cache.free.pop(),
+    "a slot has two users": lambda state_cache: state_cache.retain(3),
     "5 slots are in use for 4 sessions, and by no request": lambda state_cache: state_cache.acquire(),
 }
 
@@ -149,7 +150,7 @@ def test_a_resident_state_that_changed_by_itself_is_found_once_it_has_been_looke
     keep(state_cache, "a", value=1.0)
     slot = keep(state_cache, "b", value=2.0)
     state_cache.check_integrity()
-    state_cache._arrays["b"][slot, 1, 0] = 2.5
+    state_cache.arrays["b"][slot, 1, 0] = 2.5
     faults = state_cache.faults()
     assert faults == [Fault("a resident state has changed by itself", "b")]
     state_cache.mend(faults)
@@ -161,6 +162,6 @@ def test_only_the_states_asked_for_are_looked_at() -> None:
     state_cache = make_residents()
     first, second = keep(state_cache, "a"), keep(state_cache, "b")
     state_cache.check_integrity()
-    state_cache._arrays["a"][second, 0] = 9.0
+    state_cache.arrays["a"][second, 0] = 9.0
     assert state_cache.faults(range(first, second)) == []
     assert [fault.session for fault in state_cache.faults(range(second, second + 1))] == ["b"]

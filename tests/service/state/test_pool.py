@@ -142,13 +142,13 @@ def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda pool: pool._free.append(5), "freed twice"),
-        (lambda pool: pool._free.append(99), "free that there is not"),
-        (lambda pool: pool._free.remove(5), "lost"),
-        (lambda pool: pool._users.__setitem__(5, 1), "both in use and free"),
-        (lambda pool: pool._users.__setitem__(4, -1), "released once too often"),
-        (lambda pool: pool._users.__setitem__(4, 0), "lost"),
-        (lambda pool: pool._arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
+        (lambda pool: pool.free.append(5), "freed twice"),
+        (lambda pool: pool.free.append(99), "free that there is not"),
+        (lambda pool: pool.free.remove(5), "lost"),
+        (lambda pool: pool.users.__setitem__(5, 1), "both in use and free"),
+        (lambda pool: pool.users.__setitem__(4, -1), "released once too often"),
+        (lambda pool: pool.users.__setitem__(4, 0), "lost"),
+        (lambda pool: pool.arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )

@@ -95,7 +95,7 @@ async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
 ) -> None:
     at_once: list[int] = []
     busy = 0
-    step = engine._step
+    step = engine.step
 
     async def counted(request: StepRequest) -> Any:
         nonlocal busy
@@ -105,7 +105,7 @@ async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
         busy -= 1
         return await step(request)
 
-    monkeypatch.setattr(engine, "_step", counted)
+    monkeypatch.setattr(engine, "step", counted)
     async with opened(server) as socket:
         for length in range(1, 50):
             await socket.send(json.dumps({"tokens": [1] * length}))

@@ -288,7 +288,7 @@ async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_stor
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
         async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
-            await redis.delete(store.shared._keys("s")[0])  # the session has ended, and its state has not
+            await redis.delete(store.shared.keys("s")[0])  # the session has ended, and its state has not
         assert await store.get("s") is None
         server.kill()
         with suppress(Unavailable):

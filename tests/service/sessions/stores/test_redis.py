@@ -102,7 +102,7 @@ async def test_a_new_session_does_not_take_over_a_state_that_outlived_an_earlier
     here = await begin(store)
     await store.append(here, (5, 6), STEP, SNAPSHOT)
     async with Redis.from_url(common.url) as redis:
-        await redis.delete(store._keys("s")[0])
+        await redis.delete(store.keys("s")[0])
     assert await store.create(record(position=9, tail=TokenHistory.start(0, 300).ending((7, 8), 9, 4)))
     found = await store.get("s")
     assert found is not None
@@ -219,14 +219,14 @@ async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
     assert found.snapshot is None
     await store.delete("s")
     async with Redis.from_url(common.url) as redis:
-        assert not await redis.keys(f"{store._prefix}*")
+        assert not await redis.keys(f"{store.prefix}*")
 
 
 async def test_a_session_ends_when_it_was_idle_and_use_keeps_it(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url, ttl_s=30_000.0)  # a stall of a minute changes none of it
     here = await begin(store)
     await store.append(here, (5, 6), STEP, SNAPSHOT)
-    keys = store._keys("s")
+    keys = store.keys("s")
     async with Redis.from_url(common.url) as redis:
         for key in keys:
             await redis.pexpire(key, 10_000_000)
@@ -409,7 +409,7 @@ async def test_what_a_later_version_has_written_is_not_touched(common: RedisServ
     store = await make_store(common.url)
     await begin(store)
     async with Redis.from_url(common.url) as redis:
-        key = store._keys("s")[0]
+        key = store.keys("s")[0]
         await redis.setrange(key, 14, b"\x09")
         with pytest.raises(Unavailable, match=r"format 9.*later version"):
             await store.get("s")
@@ -440,10 +440,10 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
     begun = await begin(one)
     here = await one.append(begun, (4,), STEP)
     assert here is not None
-    send = one.trips._send
+    send = one.trips.send
 
     async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        monkeypatch.setattr(one.trips, "_send", send)
+        monkeypatch.setattr(one.trips, "send", send)
         if carried_out:
             await send(commands)
         there = await other.get("s")
@@ -451,7 +451,7 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
         assert await other.append(there, (9,), STEP)
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(one.trips, "_send", cut_off)
+    monkeypatch.setattr(one.trips, "send", cut_off)
     with pytest.raises(Unavailable, match="may have done it or not"):
         await one.append(here, (5,), STEP)
     assert one.standing.reachable
@@ -467,14 +467,14 @@ async def test_an_append_that_was_sent_twice_is_done_once(
     begun = await begin(store)
     here = await store.append(begun, (4,), STEP)
     assert here is not None
-    send = store.trips._send
+    send = store.trips.send
 
     async def cut_off(commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        monkeypatch.setattr(store.trips, "_send", send)
+        monkeypatch.setattr(store.trips, "send", send)
         await send(commands)
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(store.trips, "_send", cut_off)
+    monkeypatch.setattr(store.trips, "send", cut_off)
     after = await store.append(here, (5,), STEP)
     assert after is not None
     assert after.tail.ids().tolist() == [0, 4, 5]
